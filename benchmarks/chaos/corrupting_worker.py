@@ -145,13 +145,13 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
                 served_model_name=own.card.name,
                 disaggregation_mode=Role.PREFILL,
                 override_engine_args=ENGINE_ARGS["torch"],
-                ticket_ttl_s=deployment.options.ticket_ttl_s,
+                kv_transfer_ttl_s=deployment.options.kv_transfer_ttl_s,
             )
             engine = torch_engine.TorchEngine(config, instance_id=own.id)
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _inject_nan(engine)
-            admission = WorkerAdmission(max_active=None, max_pending_transfer_fraction=1.0)
+            admission = WorkerAdmission(max_active=None, max_pending_kv_fraction=1.0)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _register(deployment, make_service, WIRE_VERSION):

@@ -49,7 +49,7 @@ class Options:
     stall_timeout_s: float = 5.0  # of the frontend
     worker_stall_timeout_s: float = 10.0
     lease_ttl_s: float = 5.0
-    ticket_ttl_s: float = 5.0
+    kv_transfer_ttl_s: float = 5.0
     hold_s: float = 5.0
     is_launcher_victim: bool = False  # the launcher starts its own etcd and NATS, which end with it
     has_network: bool = False  # the frontend has its own NATS server behind a relay
@@ -124,7 +124,7 @@ class Deployment(LaunchedDeployment):
             "override-engine-args": ENGINE_ARGS[options.engine],
             "lease-ttl-s": options.lease_ttl_s,
             "stall-timeout-s": options.worker_stall_timeout_s,
-            "ticket-ttl-s": options.ticket_ttl_s,
+            "kv-transfer-ttl-s": options.kv_transfer_ttl_s,
             "system-port": 0,
         }
         env = {

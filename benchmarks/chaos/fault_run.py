@@ -210,7 +210,7 @@ def remaining_resources(deployment: Deployment) -> list[str]:
     """
     until = (
         time.monotonic()
-        + deployment.options.ticket_ttl_s
+        + deployment.options.kv_transfer_ttl_s
         + _MARGIN_S
         + deployment.options.stall_timeout_s
     )

@@ -38,7 +38,7 @@ class GpuDeployment(LaunchedDeployment):
             "frontend": {
                 "http-host": "127.0.0.1",
                 "http-port": self.http_port,
-                "canary-timeout-s": 30,
+                "probe-timeout-s": 30,
             },
             "workers": workers,
             "restart": {"max_restarts": 2, "window_s": 600},

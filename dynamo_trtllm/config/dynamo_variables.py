@@ -85,7 +85,7 @@ _OF_OPTIONS: dict[str, Variable] = {
     "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": Variable((FRONTEND,)),
     "DYN_ROUTER_TEMPERATURE": Variable((FRONTEND,)),
     "DYN_MIGRATION_LIMIT": Variable((FRONTEND,)),
-    "DYN_CANARY_WAIT_TIME": Variable(BOTH, "set it, or --canary-interval-s, for the frontend"),
+    "DYN_CANARY_WAIT_TIME": Variable(BOTH, "set it, or --probe-interval-s, for the frontend"),
     "DYN_ENDPOINT": Variable(
         (WORKER,),
         convert=endpoint,
@@ -381,7 +381,7 @@ _IGNORED: tuple[_Group, ...] = (
     ),
     _Group(
         (WORKER,),
-        "the frontend probes workers: see its --canary-interval-s",
+        "the frontend probes workers: see its --probe-interval-s",
         "DYN_HEALTH_CHECK_* DYN_ENGINE_HEALTH_*",
     ),
     _Group(

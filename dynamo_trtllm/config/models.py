@@ -215,10 +215,10 @@ class WorkerConfig(ProcessConfig):
         help="Publish which prompt prefixes the prefix cache has, for frontends with --router-mode"
         " kv.",
     )
-    ticket_ttl_s: PositiveFloat = option(
+    kv_transfer_ttl_s: PositiveFloat = option(
         "KV cache and transfer", 60.0, help="Seconds until KV that was not fetched is freed."
     )
-    handoff_timeout_s: PositiveFloat = option(
+    kv_fetch_timeout_s: PositiveFloat = option(
         "KV cache and transfer", 30.0, help="Maximum seconds to fetch a prompt's KV."
     )
     kv_transfer_host: ReachableHost | None = option(
@@ -464,14 +464,14 @@ class FrontendConfig(ProcessConfig):
         help="If no prefill worker is available, send aggregated requests to decode workers whose"
         " engine supports them.",
     )
-    canary_interval_s: NonNegativeFloat = option(
+    probe_interval_s: NonNegativeFloat = option(
         "HTTP and routing",
         30.0,
         env="DYN_CANARY_WAIT_TIME",
         help="Seconds after which an idle pair is probed. 0: no probes, and a model is ready as"
         " soon as matching workers of each role are registered.",
     )
-    canary_timeout_s: PositiveFloat = option(
+    probe_timeout_s: PositiveFloat = option(
         "HTTP and routing", 10.0, help="Maximum seconds for each request of a probe."
     )
     stall_timeout_s: PositiveFloat = option(

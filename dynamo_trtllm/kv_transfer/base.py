@@ -263,6 +263,6 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
     deadlines = (
         Deadline(deadline - now, DeadlineExceeded, f"{late} the request's deadline passed"),
         Deadline(kv_params.expires_at - now, TransferTimeout, f"{late} it expired"),
-        Deadline(timeout_s, TransferTimeout, f"{late} --handoff-timeout-s {timeout_s:g} passed"),
+        Deadline(timeout_s, TransferTimeout, f"{late} --kv-fetch-timeout-s {timeout_s:g} passed"),
     )
     return min(deadlines, key=attrgetter("left_s"))

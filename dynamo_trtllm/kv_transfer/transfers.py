@@ -197,9 +197,9 @@ class KvTransfers(PendingTransfers):
         identity = TransferIdentity(
             engine, instance_id, config.model_name, layout, {}, transport=backend.name
         )
-        super().__init__(identity, ttl_s=config.ticket_ttl_s)
+        super().__init__(identity, ttl_s=config.kv_transfer_ttl_s)
         self.backend = backend
-        self._timeout_s = config.handoff_timeout_s
+        self._timeout_s = config.kv_fetch_timeout_s
         self._unpublishing: set[asyncio.Task[None]] = set()
 
     async def publish(

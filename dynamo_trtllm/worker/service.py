@@ -64,14 +64,14 @@ class WorkerAdmission:
 
     Args:
         max_active: limit of calls plus reserved slots; None: no limit.
-        max_pending_transfer_fraction: share of the KV blocks that may await transfer. If more of
+        max_pending_kv_fraction: share of the KV blocks that may await transfer. If more of
             them await it for `timing.unfetched_kv_s`, new prompts are rejected.
         clock: returns seconds since the epoch, as the expiry of reservations.
         timing: how long the worker waits.
     """
 
     max_active: int | None = None
-    max_pending_transfer_fraction: float = 1.0
+    max_pending_kv_fraction: float = 1.0
     clock: Callable[[], float] = time.time
     timing: WorkerTiming = TIMING
     _num_active: int = field(default=0, init=False)
@@ -153,7 +153,7 @@ class WorkerAdmission:
         reject others.
         """
         total = stats.kv_blocks_total  # 0: not reported by the engine
-        if not total or stats.ticket_kv_blocks <= self.max_pending_transfer_fraction * total:
+        if not total or stats.ticket_kv_blocks <= self.max_pending_kv_fraction * total:
             self._above_share_since = None
             return
         now = self.clock()

@@ -45,14 +45,14 @@ class Stuck(LoopbackBackend):
             raise TransferTimeout("it waited in vain") from exc
 
 
-def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
+def stuck(kind: str, folder: Path, kv_fetch_timeout_s: float) -> Engine:
     """A decode engine whose KV transfer backend hangs."""
     config: dict[str, Any] = {
         "model_path": str(folder),
         "served_model_name": "tiny",
         "disaggregation_mode": "decode",
     }
-    chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
+    chosen = WorkerConfig.model_validate(config | {"kv_fetch_timeout_s": kv_fetch_timeout_s})
     if kind == "mock":
         return MockEngine(chosen, instance_id=2, backend=Stuck())
     from dynamo_trtllm.engines.torch.engine import TorchEngine
@@ -62,9 +62,9 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
 
 @pytest.mark.parametrize("kind", ["mock", "torch"])
 @pytest.mark.parametrize(
-    ("seconds", "handoff_timeout_s", "error", "said"),
+    ("seconds", "kv_fetch_timeout_s", "error", "said"),
     [
-        (30.0, 0.2, TransferTimeout, "--handoff-timeout-s 0.2 passed"),
+        (30.0, 0.2, TransferTimeout, "--kv-fetch-timeout-s 0.2 passed"),
         (0.2, 30.0, DeadlineExceeded, "deadline passed"),
     ],
 )
@@ -72,12 +72,12 @@ async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_n
     kind: str,
     gpt_oss: Path,
     seconds: float,
-    handoff_timeout_s: float,
+    kv_fetch_timeout_s: float,
     error: type[DynamoError],
     said: str,
 ) -> None:
     prefill = make(kind, gpt_oss, Role.PREFILL)
-    decode = stuck(kind, gpt_oss, handoff_timeout_s)
+    decode = stuck(kind, gpt_oss, kv_fetch_timeout_s)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
         call = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params)

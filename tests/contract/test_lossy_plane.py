@@ -52,7 +52,7 @@ from tests.kit.waiting import SOON_S
 LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.25)
 HUNG_S = 60.0  # a request of this test takes milliseconds, or a few pings where something was lost
 AT_ONCE = 200
-TICKET_TTL_S = 5.0
+KV_TRANSFER_TTL_S = 5.0
 OPENING = (200005, 17196, 200008)  # of every answer of the mock engine
 # Upper bounds of one random number.
 LOST = 0.002
@@ -165,7 +165,7 @@ async def cluster() -> AsyncIterator[Cluster]:
             model_path=CARD.name,
             engine="mock",
             disaggregation_mode=role,
-            ticket_ttl_s=TICKET_TTL_S,
+            kv_transfer_ttl_s=KV_TRANSFER_TTL_S,
             override_engine_args={"step_s": 0},
         )
         engine = MockEngine(config, instance_id=number, backend=LoopbackBackend())
@@ -250,7 +250,7 @@ async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right
         assert len(network.faults) == 6  # each kind of fault struck
         with suppress(TimeoutError):
             # a ticket whose release was lost lives as long
-            async with asyncio.timeout(SOON_S + TICKET_TTL_S):
+            async with asyncio.timeout(SOON_S + KV_TRANSFER_TTL_S):
                 while made.held():  # noqa: ASYNC110 - counts of several objects
                     await asyncio.sleep(0.1)
         assert made.held() == []

@@ -30,7 +30,11 @@ pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(
-    stall_timeout_s=1.0, worker_stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0
+    stall_timeout_s=1.0,
+    worker_stall_timeout_s=1.0,
+    lease_ttl_s=1.0,
+    kv_transfer_ttl_s=1.0,
+    hold_s=2.0,
 )
 # What hangs does so for ever; a busy machine may be silent for long.
 SHORT = RunConfig(seconds=1.2, streams=6, osl=16, hung_s=30.0)

@@ -70,7 +70,7 @@ def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
 @pytest.fixture(scope="module")
 def lasting(etcd_server: str, nats_server: str) -> Iterator[Pair]:
     """For tests in which no worker ends, and its own frontend stays."""
-    without_canaries = ("--canary-interval-s", "0")  # they too would be in a slow worker's step
+    without_canaries = ("--probe-interval-s", "0")  # they too would be in a slow worker's step
     cluster = Cluster(etcd_server, nats_server, "clients-leave", without_canaries)
     try:
         yield start_pair(cluster)

@@ -53,7 +53,7 @@ class Hanging:
         """
         recorder = ("--recorder-dir", str(self.folder))
         namespace = f"hang-{secrets.token_hex(4)}"
-        without_probes = ("--canary-interval-s", "0")
+        without_probes = ("--probe-interval-s", "0")
         cluster = Cluster(
             self._etcd, self._nats, namespace, (*PATIENT, *recorder, *without_probes, *flags)
         )

@@ -32,7 +32,7 @@ ASKED: dict[str, Any] = {
 def test_stream_when_the_prefill_is_long_then_comments_precede_the_first_token(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster = make_cluster(flags=["--sse-keep-alive-s", str(SILENCE_S), "--canary-interval-s", "0"])
+    cluster = make_cluster(flags=["--sse-keep-alive-s", str(SILENCE_S), "--probe-interval-s", "0"])
     # the prompt has about 60 tokens
     cluster.mock("prefill_and_decode", "mock", prefill_token_s=PREFILL_S / 60)
     cluster.until_ready("mock")

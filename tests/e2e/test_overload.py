@@ -104,7 +104,7 @@ def test_burst_when_more_come_than_run_and_wait_then_the_rest_gets_retry_after(
 def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_for_those_refused(
     make_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster = make_cluster(flags=("--canary-interval-s", "0"))
+    cluster = make_cluster(flags=("--probe-interval-s", "0"))
     prefill = cluster.mock("prefill", "mock", *FIRST)
     decode = cluster.mock("decode", "mock", *FIRST, "--max-queued-requests", "4", max_batch_size=4)
     cluster.until_ready("mock")

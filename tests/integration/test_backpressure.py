@@ -259,7 +259,7 @@ async def test_worker_when_it_is_full_then_the_router_asks_another(
 async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    async with scene(servers, running_workers, handoff_timeout_s=0.3) as made:
+    async with scene(servers, running_workers, kv_fetch_timeout_s=0.3) as made:
 
         async def hang(*_: Any, timeout_s: float, **__: Any) -> None:
             try:
@@ -272,7 +272,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
         begun = time.monotonic()
         trace = ChoiceTimeline()
         with pytest.raises(
-            TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"
+            TransferTimeout, match=r"did not finish before --kv-fetch-timeout-s 0\.3 passed"
         ):
             await made.run(request(max_tokens=20), trace)
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill call was repeated once

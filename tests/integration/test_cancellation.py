@@ -92,7 +92,7 @@ class Scene:
 async def scene(
     etcd: str, nats: str, running_workers: RunningWorkers, **prefill_args: Any
 ) -> AsyncIterator[Scene]:
-    chosen = config(etcd, nats, ticket_ttl_s=60.0)
+    chosen = config(etcd, nats, kv_transfer_ttl_s=60.0)
     args = {Role.PREFILL: {"step_s": 0.005} | prefill_args, Role.DECODE: {"step_s": 0.02}}
     for role, own in args.items():
         running_workers.start(

@@ -75,7 +75,11 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_that_is_not_fetched
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(
-        etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP
+        etcd_server,
+        nats_server,
+        drain_timeout_s=20.0,
+        kv_transfer_ttl_s=1.5,
+        override_engine_args=STEP,
     )
     start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:

@@ -51,7 +51,7 @@ def config(etcd: str, nats: str, folder: Path, role: Role) -> WorkerConfig:
         served_model_name="tiny",
         engine="trtllm",
         drain_timeout_s=2.0,
-        ticket_ttl_s=600.0,  # the library's timeout is a tenth longer
+        kv_transfer_ttl_s=600.0,  # the library's timeout is a tenth longer
         disaggregation_mode=role,
         override_engine_args=trtllm_args(role),
     )

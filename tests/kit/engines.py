@@ -57,7 +57,7 @@ def make(
         model_path=str(folder),
         served_model_name="tiny",
         disaggregation_mode=role,
-        ticket_ttl_s=ttl_s,
+        kv_transfer_ttl_s=ttl_s,
         publish_kv_events=publish_kv_events,
         warm_up_budget_s=warm_up_budget_s,
         # named, because else four files are read to choose one by the GPUs

@@ -120,19 +120,21 @@ class Scripted:
         self.is_closed = True
 
 
-def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **library_facts: bool) -> Any:
+def make(*, ttl_s: float = 60.0, kv_fetch_timeout_s: float = 30.0, **library_facts: bool) -> Any:
     library = Scripted(**library_facts)
-    return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s), library
+    return serve(library, ttl_s=ttl_s, kv_fetch_timeout_s=kv_fetch_timeout_s), library
 
 
 def serve(
-    library: Any, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **fields: Any
+    library: Any, *, ttl_s: float = 60.0, kv_fetch_timeout_s: float = 30.0, **fields: Any
 ) -> ExternalEngine:
     """Return an engine that runs requests with a library. `fields`: of its properties."""
     info = info_of(**fields)
     name = getattr(library, "name", "TensorRT-LLM")
     engine = ExternalEngine(
-        WorkerConfig(model_path="m", ticket_ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s),
+        WorkerConfig(
+            model_path="m", kv_transfer_ttl_s=ttl_s, kv_fetch_timeout_s=kv_fetch_timeout_s
+        ),
         engine=info.engine,
         library=name,
         instance_id=5,

@@ -162,7 +162,7 @@ async def until(
 def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
     """Start a frontend. Return its task and its URL."""
     chosen = FrontendConfig(
-        etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0
+        etcd_endpoints=etcd, nats_server=nats, namespace=namespace, probe_interval_s=60.0
     )
     sock = listen("127.0.0.1", 0)
     return asyncio.create_task(serve(chosen, sock)), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -140,10 +140,10 @@ class ExternalEngine(Engine):
         """
         self.calls = LibraryCalls(
             library,
-            handoff_timeout_s=config.handoff_timeout_s,
+            kv_fetch_timeout_s=config.kv_fetch_timeout_s,
             unavailable=EngineNotReady(f"the {engine} engine has not been started"),
         )
-        self.ticket_ttl_s = config.ticket_ttl_s
+        self.kv_transfer_ttl_s = config.kv_transfer_ttl_s
         self._engine = engine
         self._library_name = library
         self._instance_id = instance_id
@@ -200,7 +200,7 @@ class ExternalEngine(Engine):
             info.engine, self._instance_id, self._model, info.layout, info.kv_compat, transport
         )
         self.library = library
-        self.calls.open(library, identity, ttl_s=self.ticket_ttl_s)
+        self.calls.open(library, identity, ttl_s=self.kv_transfer_ttl_s)
 
     async def _warm_up(
         self, info: EngineInfo, passes: Sequence[WarmUpStep] = (), *, cache_salt: str | None = None

@@ -57,7 +57,7 @@ class LibraryCalls:
 
     Args:
         library_name: Name of the library, for messages.
-        handoff_timeout_s: The longest fetch of KV, in seconds.
+        kv_fetch_timeout_s: The longest fetch of KV, in seconds.
         unavailable: The error of requests before `open`.
     """
 
@@ -65,10 +65,10 @@ class LibraryCalls:
     transfers: ExternalTransfers
 
     def __init__(
-        self, library_name: str, *, handoff_timeout_s: float, unavailable: DynamoError
+        self, library_name: str, *, kv_fetch_timeout_s: float, unavailable: DynamoError
     ) -> None:
         self.library_name = library_name
-        self.handoff_timeout_s = handoff_timeout_s
+        self.kv_fetch_timeout_s = kv_fetch_timeout_s
         self.is_open = False
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
         # Aborted calls are in it until the library has ended them.
@@ -464,7 +464,7 @@ class ExternalCall(Stream):
         if self._request.phase is not Phase.DECODE or kv_params is None:
             self._due_at_deadline()
             return
-        first = first_deadline(kv_params, self._request.deadline, self._calls.handoff_timeout_s)
+        first = first_deadline(kv_params, self._request.deadline, self._calls.kv_fetch_timeout_s)
         RECORDER.record(
             self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id
         )

@@ -365,8 +365,8 @@ def _own_transceiver(
     The Python transceiver supports NIXL only, and newer builds choose it for every model: with
     another backend they fail when they create it (create_kv_cache_transceiver in
     _torch/pyexecutor/kv_cache_transceiver.py, main). Nothing but the timeout frees KV that no
-    decode worker fetches, or ends a fetch of KV that never comes. It is longer than --ticket-ttl-s,
-    because it starts before the lifetime of KV transfer parameters does.
+    decode worker fetches, or ends a fetch of KV that never comes. It is longer than
+    --kv-transfer-ttl-s, because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
     if backend is None or backend.value is None:
@@ -377,7 +377,7 @@ def _own_transceiver(
     }
     values: dict[str, Any] = {}
     if has[_TIMEOUT] and config.disaggregation_mode is not Role.AGGREGATED:
-        values[_TIMEOUT] = math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)
+        values[_TIMEOUT] = math.ceil(config.kv_transfer_ttl_s * _TIMEOUT_MARGIN * 1000)
     if has[_RUNTIME] and backend.value not in ("NIXL", "DEFAULT"):
         values[_RUNTIME] = "CPP"
     return values

@@ -108,7 +108,7 @@ class TrtllmEngine(ExternalEngine):
             strategy=config.disaggregation_strategy,
         )
         check_retries(self._facts.variable)
-        self.ticket_ttl_s = ticket_ttl_s(self._facts, config.ticket_ttl_s)
+        self.kv_transfer_ttl_s = kv_transfer_ttl_s(self._facts, config.kv_transfer_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
         self._watchdog: Watchdog | None = None  # once the LLM is built
         self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
@@ -328,7 +328,7 @@ class TrtllmEngine(ExternalEngine):
             llm=self._llm,
             model_limits=limits,
             instance_id=self._instance_id,
-            ticket_ttl_s=self.ticket_ttl_s,
+            kv_transfer_ttl_s=self.kv_transfer_ttl_s,
             kv_timeout_s=kv_timeout_s(facts),
             runtime=facts.set_runtime,
             transfer_hint=transfer_hint(facts),
@@ -434,19 +434,19 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     return values
 
 
-def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
+def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer
     timeout.
 
     Args:
         facts: the worker's arguments.
-        requested_s: value of `--ticket-ttl-s`.
+        requested_s: value of `--kv-transfer-ttl-s`.
     """
     timeout_ms = facts.number(TIMEOUT)
     if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
         return requested_s
     _log.warning(
-        "Reduced --ticket-ttl-s from %g to %g; raise %s to keep it",
+        "Reduced --kv-transfer-ttl-s from %g to %g; raise %s to keep it",
         requested_s,
         timeout_ms / 1000,
         TIMEOUT,

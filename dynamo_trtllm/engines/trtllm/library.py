@@ -89,7 +89,7 @@ class TrtllmLibrary:
     llm: Any
     model_limits: TrtllmModelLimits
     instance_id: int  # of the worker
-    ticket_ttl_s: float  # until a KV transfer expires
+    kv_transfer_ttl_s: float  # until a KV transfer expires
     # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
@@ -107,7 +107,7 @@ class TrtllmLibrary:
         num_kv_ranks = self.model_limits.dp_ranks or 1
         self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), num_kv_ranks)
         # all KV blocks may belong to transfers
-        self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)
+        self._stall_s = max(_STALL_S, 2 * self.kv_transfer_ttl_s)
 
     @property
     def iterated_at(self) -> float:

@@ -93,7 +93,7 @@ def _own(config: WorkerConfig) -> Source:
         # In the other roles, the connector measures the scheduler's steps.
         values["scheduler_cls"] = SCHEDULER
     else:
-        lease_s = math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S
+        lease_s = math.ceil(config.kv_transfer_ttl_s) + _LEASE_SPARE_S
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": CONNECTOR,

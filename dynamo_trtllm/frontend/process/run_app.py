@@ -86,7 +86,7 @@ async def run_app(
         if pipe is not None:
             _share_metrics(pipe, metrics)
         # Only probes prove that a pair works before it gets requests.
-        proofs = breakers if config.canary_interval_s > 0 else None
+        proofs = breakers if config.probe_interval_s > 0 else None
         models = ModelRegistry(view, discovery, plane, config.namespace, proofs)
         stack.push_async_callback(models.aclose)
         router = router_of(config, view, plane, breakers, metrics)
@@ -141,12 +141,12 @@ def _background_work(
     work = {"recordings": answer_queries(router.plane, config.namespace)}
     work |= routing_work(config.namespace, router, metrics)
     work["discovery-watch"] = models.watch()
-    if config.canary_interval_s > 0:
+    if config.probe_interval_s > 0:
         probes = PairProbes(
             router,
             metrics.probe_finished,
-            interval_s=config.canary_interval_s,
-            timeout_s=config.canary_timeout_s,
+            interval_s=config.probe_interval_s,
+            timeout_s=config.probe_timeout_s,
         )
         work["pair-probes"] = probes.run()
     if app.traces is not None:
@@ -235,7 +235,7 @@ def _options(config: FrontendConfig) -> RouterOptions:
         hold_s=config.hold_for_roles_s,
         selects_at_random=config.router_mode == "random",
         decode_fallback=config.decode_fallback,
-        has_probes=config.canary_interval_s > 0,
+        has_probes=config.probe_interval_s > 0,
         num_processes=config.workers,
     )
 

@@ -22,7 +22,7 @@ GROUP: Final = 8  # choices of one request that start together
 # Steps with more choices exist, but a worker that runs so many of them is never idle.
 _MAX_STEP_CHOICES: Final = 64
 # The part of the KV of workers that compute prompts that waiting prompts may take: half of the
-# part at which workers reject further ones (--max-ticket-kv-fraction), because other frontends
+# part at which workers reject further ones (--max-pending-kv-fraction), because other frontends
 # send prompts, too.
 _KV_SHARE: Final = 4
 # A window is full if the costs of its choices are so high. They are integers, because rounding

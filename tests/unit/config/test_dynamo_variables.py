@@ -77,7 +77,7 @@ FRONTENDS: list[tuple[str, str, str, Any]] = [
     ("DYN_HTTP_HOST", "127.0.0.1", "http_host", "127.0.0.1"),
     ("DYN_HTTP_BODY_LIMIT_MB", "16", "max_body_bytes", 16 << 20),
     ("DYN_MIGRATION_LIMIT", "0", "migration_limit", 0),
-    ("DYN_CANARY_WAIT_TIME", "7", "canary_interval_s", 7.0),
+    ("DYN_CANARY_WAIT_TIME", "7", "probe_interval_s", 7.0),
     ("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", "1", "unknown_fields", "ignore"),
     ("DYN_LOG", "warn", "log_level", "warning"),
     ("DYN_LOG", "dynamo_llm=debug,error", "log_level", "error"),

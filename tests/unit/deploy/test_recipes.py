@@ -251,7 +251,7 @@ def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
         config = worker_config(pod)
         assert pod.spec["terminationGracePeriodSeconds"] >= config.drain_timeout_s + 30
         # KV of the last prompt can still be fetched
-        assert config.drain_timeout_s >= config.ticket_ttl_s
+        assert config.drain_timeout_s >= config.kv_transfer_ttl_s
     for pod in frontends(SETS[name]):
         slept = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
         # 30 s: what a frontend gives its answers

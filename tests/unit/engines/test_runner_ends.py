@@ -193,12 +193,12 @@ async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call
 async def test_deadline_when_the_kv_is_late_then_the_error_names_the_limit_and_after_it_only_the_requests_counts() -> (
     None
 ):
-    runner, _ = make(handoff_timeout_s=0.02)
+    runner, _ = make(kv_fetch_timeout_s=0.02)
     kv_params = await some_transfer_params()
     _, events, _ = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
     error = await event(events)
     assert isinstance(error, TransferTimeout)
-    assert error.message.endswith("--handoff-timeout-s 0.02 passed; look there")
+    assert error.message.endswith("--kv-fetch-timeout-s 0.02 passed; look there")
     _, events, call = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
     call.say(7)
     await asyncio.sleep(0.05)

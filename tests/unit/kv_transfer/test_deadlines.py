@@ -78,7 +78,7 @@ async def fetch(
         deadline=deadline,
         kv_params=params,
     )
-    config = WorkerConfig(model_path="m", handoff_timeout_s=timeout_s)
+    config = WorkerConfig(model_path="m", kv_fetch_timeout_s=timeout_s)
     transfers = KvTransfers(backend, config, engine="torch", instance_id=1, layout=params.layout)
     await transfers.fetch(request, b"", Destination([]))
 
@@ -88,7 +88,7 @@ async def fetch(
     [
         (1, 9, 9, DeadlineExceeded, "the request's deadline passed"),
         (9, 1, 9, TransferTimeout, "it expired"),
-        (9, 9, 1, TransferTimeout, "--handoff-timeout-s 1 passed"),
+        (9, 9, 1, TransferTimeout, "--kv-fetch-timeout-s 1 passed"),
     ],
 )
 async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(

@@ -405,7 +405,7 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
             )
 
     admission = WorkerAdmission(
-        max_pending_transfer_fraction=0.5, timing=WorkerTiming(unfetched_kv_s=0.0)
+        max_pending_kv_fraction=0.5, timing=WorkerTiming(unfetched_kv_s=0.0)
     )
     bench = MeteredService(Full(), Role.PREFILL, admission=admission)
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):

@@ -126,7 +126,7 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_a
 
 
 def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
-    admission = WorkerAdmission(max_active=9, max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_active=9, max_pending_kv_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(ticket_kv_blocks=50)):
         pass
     with admission.admit(call(), stats(ticket_kv_blocks=51)):
@@ -140,13 +140,13 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
 def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(
     clock: Clock,
 ) -> None:
-    admission = WorkerAdmission(max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
         with admission.admit(call(), stats(ticket_kv_blocks=blocks)):
             clock.now += 0.6
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
-    admission = WorkerAdmission(max_pending_transfer_fraction=0.5, clock=clock)
+    admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(ticket_kv_blocks=51, total=0)):
         pass

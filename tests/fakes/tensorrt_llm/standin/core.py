@@ -52,7 +52,7 @@ class Core:
         config = WorkerConfig(
             model_path=str(args["model"]),
             served_model_name=self.engine_model,
-            ticket_ttl_s=timeout_ms / 1000,
+            kv_transfer_ttl_s=timeout_ms / 1000,
             override_engine_args=_engine_args(args),
         )
         backend = _backend(transceiver.get("backend"))

@@ -44,7 +44,7 @@ class Copy(threading.Event):
 
 def connector(backend: LoopbackBackend) -> KvConnector:
     return KvConnector(
-        backend, WorkerConfig(model_path="m", handoff_timeout_s=10), instance_id=1, layout=LAYOUT
+        backend, WorkerConfig(model_path="m", kv_fetch_timeout_s=10), instance_id=1, layout=LAYOUT
     )
 
 

@@ -111,7 +111,7 @@ def make(
     role: Role,
     *fields: str,
     ttl_s: float = 60.0,
-    handoff_timeout_s: float = 30.0,
+    kv_fetch_timeout_s: float = 30.0,
     kv_timeout_s: float = math.inf,
 ) -> tuple[ExternalEngine, Llm]:
     rules: Any = SimpleNamespace(
@@ -130,11 +130,11 @@ def make(
         llm=llm,
         model_limits=rules,
         instance_id=1,
-        ticket_ttl_s=ttl_s,
+        kv_transfer_ttl_s=ttl_s,
         kv_timeout_s=kv_timeout_s,
     )
     own = {"engine": "trtllm", "layout": LAYOUT, "kv_compat": {"release": "1.2"}}
-    return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s, **own), llm
+    return serve(library, ttl_s=ttl_s, kv_fetch_timeout_s=kv_fetch_timeout_s, **own), llm
 
 
 def ask(

@@ -87,7 +87,7 @@ def test_args_when_the_timeout_is_the_releases_own_then_it_applies_without_being
     args = merged(
         release_for("1.3.0rc29"),
         disaggregation_mode=Role.PREFILL,
-        ticket_ttl_s=ttl_s,
+        kv_transfer_ttl_s=ttl_s,
         override_engine_args={"cache_transceiver_config": {"backend": "NIXL"}},
     )
     key = "cache_transceiver_config.kv_transfer_timeout_ms"

@@ -312,7 +312,7 @@ def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(
     found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})
     assert found.args.values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 66_000
     assert engine.kv_timeout_s(found) == 66.0
-    assert engine.ticket_ttl_s(found, 60.0) == 60.0
+    assert engine.kv_transfer_ttl_s(found, 60.0) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_timeout_when_the_release_lacks_it_or_the_user_sets_it_then_the_worker_d
 
 def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX", "kv_transfer_timeout_ms": 5000}}
-    assert engine.ticket_ttl_s(facts_of(**transceiver), 60.0) == 5.0
-    assert engine.ticket_ttl_s(facts_of(**transceiver), 3.0) == 3.0
-    assert engine.ticket_ttl_s(facts_of(), 60.0) == 60.0
+    assert engine.kv_transfer_ttl_s(facts_of(**transceiver), 60.0) == 5.0
+    assert engine.kv_transfer_ttl_s(facts_of(**transceiver), 3.0) == 3.0
+    assert engine.kv_transfer_ttl_s(facts_of(), 60.0) == 60.0
 
 
 @pytest.mark.parametrize(

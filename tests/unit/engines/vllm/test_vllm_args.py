@@ -62,7 +62,7 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
 def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(
     mode: str,
 ) -> None:
-    args = merged(f"--disaggregation-mode {mode} --ticket-ttl-s 12.5")
+    args = merged(f"--disaggregation-mode {mode} --kv-transfer-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
     role = {"prefill": "kv_producer", "decode": "kv_consumer"}[mode]
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)

@@ -131,8 +131,8 @@ def beam_width(facts: RoleFacts) -> Violation | None:
         "fail (60 s did for 128 K tokens)"
     ),
     fix=(
-        "raise it and --ticket-ttl-s to at least 1 ms per prompt token; 600000 is known to work for"
-        " 128 K tokens"
+        "raise it and --kv-transfer-ttl-s to at least 1 ms per prompt token; 600000 is known to"
+        " work for 128 K tokens"
     ),
 )
 def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
@@ -152,8 +152,8 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     return Violation(
         other=f"prompts of up to {prompt} tokens",
         fix=(
-            f"raise --ticket-ttl-s to at least {prompt / 1000:g}, and remove it or set it to at "
-            f"least {prompt}, on both sides"
+            f"raise --kv-transfer-ttl-s to at least {prompt / 1000:g}, and remove it or set it to"
+            f" at least {prompt}, on both sides"
         ),
     )
 
@@ -187,7 +187,7 @@ def unfetched_kv_leaks(facts: RoleFacts) -> Violation | None:
         "without a timeout TensorRT-LLM never frees KV that no decode worker fetches, such as that "
         "of canceled requests. The worker restarts when this is half of its KV"
     ),
-    fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
+    fix="remove it; the worker then sets it to 1.1 times --kv-transfer-ttl-s",
 )
 def transfer_timeout_null(facts: RoleFacts) -> Violation | None:
     """Find a transceiver without a timeout."""
@@ -250,7 +250,7 @@ def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
         "the Python transceiver needs a finite timeout: without one it fails at start, or hangs on"
         " a lost peer"
     ),
-    fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
+    fix="remove it; the worker then sets it to 1.1 times --kv-transfer-ttl-s",
 )
 def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
     """Find the Python transceiver without a timeout.
