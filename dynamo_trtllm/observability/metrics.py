@@ -246,7 +246,7 @@ class FrontendMetrics(ProcessMetrics):
         """Count a probe of a worker pair.
 
         `code` is "ok"; "mismatch" (tokens differ from those of the decode worker alone, so the KV
-        is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
+        is wrong); "failed" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
         self.child("canaries_total", model, code).inc()
 
@@ -264,7 +264,7 @@ class FrontendMetrics(ProcessMetrics):
         self.child("kv_collections_total", outcome).inc()
 
     def query_of_death(self, outcome: str) -> None:
-        """Count a request that ends workers. `outcome`: "given_up" or "refused"."""
+        """Count a request that ends workers. `outcome`: "given_up" or "rejected"."""
         self.child("queries_of_death_total", outcome).inc()
 
     def traces_dropped(self, count: int) -> None:

@@ -124,7 +124,7 @@ class NoInstances(CapacityError, code="no_instances"):
 # --- request plane --------------------------------------------------------------------------------
 
 
-class PlaneError(DynamoError, code="plane"):
+class PlaneError(DynamoError, code="request_plane"):
     """A message did not reach its receiver, or its reply did not come."""
 
 
@@ -166,23 +166,23 @@ class VersionMismatch(PlaneError, code="version_mismatch", retryable=True):
 # --- KV transfer: the frontend repeats the prefill call once --------------------------------------
 
 
-class KvTransferError(DynamoError, code="handoff", retryable=True):
+class KvTransferError(DynamoError, code="kv_transfer", retryable=True):
     """The KV of a prompt did not reach the decode worker."""
 
 
-class TransferExpired(KvTransferError, code="ticket_expired"):
+class TransferExpired(KvTransferError, code="transfer_expired"):
     """The KV expired before it was fetched."""
 
 
-class TransferMismatch(KvTransferError, code="ticket_mismatch"):
+class TransferMismatch(KvTransferError, code="transfer_mismatch"):
     """The KV transfer parameters do not fit the decode worker or the request."""
 
 
-class TransferTimeout(KvTransferError, code="handoff_timeout"):
+class TransferTimeout(KvTransferError, code="transfer_timeout"):
     """The KV transfer did not finish in time."""
 
 
-class TransferFailed(KvTransferError, code="transfer"):
+class TransferFailed(KvTransferError, code="transfer_failed"):
     """The transfer backend failed."""
 
 
@@ -201,7 +201,7 @@ class EngineNotReady(EngineError, code="not_ready", retryable=True):
     """The engine is not started yet, or the frontend is still loading the model's files."""
 
 
-class RequestRejected(EngineError, code="engine_refused"):
+class RequestRejected(EngineError, code="engine_rejected"):
     """The engine rejected this request. It continues to run other requests."""
 
 

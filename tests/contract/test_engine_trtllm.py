@@ -322,7 +322,7 @@ async def test_requests_when_the_release_does_not_support_them_then_the_engine_g
     with engines.turned("unsupported_at_call"):
         for number in range(2 * MAX_FAILED_REQUESTS):
             request = msgspec.structs.replace(ask(PROMPT), request_id=f"client-{number}")
-            assert await error_code(engines.aggregated, request) == "engine_refused"
+            assert await error_code(engines.aggregated, request) == "engine_rejected"
     await engines.aggregated.check()
     assert len(await answer(engines.aggregated, PROMPT)) == 8
 
@@ -341,7 +341,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
         )
     ]
     refusals = [
-        (f"{theirs}.{p}", "engine_refused")
+        (f"{theirs}.{p}", "engine_rejected")
         for p in ("SamplingParams.__init__", "LLM.generate_async")
     ]
     cases = [*product(bugs, (ValueError, AttributeError)), *product(refusals, (ValueError,))]

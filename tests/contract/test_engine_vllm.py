@@ -321,7 +321,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ]
     for (place, code), error in [
         *product(bugs, (ValueError, AttributeError)),
-        ((theirs, "engine_refused"), ValueError),
+        ((theirs, "engine_rejected"), ValueError),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(place, Mock(side_effect=error("wrong")))
@@ -334,7 +334,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
 
     with monkeypatch.context() as patch:
         patch.setattr("vllm.v1.engine.async_llm.AsyncLLM.add_request", refuse)
-        assert await error_code(engines.whole, ask(PROMPT)) == "engine_refused"
+        assert await error_code(engines.whole, ask(PROMPT)) == "engine_rejected"
     assert len(await answer(engines.whole, PROMPT)) == 8
 
 

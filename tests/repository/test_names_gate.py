@@ -46,7 +46,7 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         ("dynamo_trtllm/a.py", "def _told(legs): ...", ["told", "legs"]),
         ("docs/a.md", "Each Twin is *handed* over.", ["Twin", "handed"]),
         ("docs/b.md", "Bedrooms, legends and a telltale handle.", []),
-        ("dynamo_trtllm/engines/trtllm/preflight/rules/memory.py", "room = 1", []),
+        ("tests/data/heldout_prompts.txt", "A room.", []),
         ("dynamo_trtllm/observability/metrics.json", '[{"help": "Seats in a room"}]', ["room"]),
         ("dynamo_trtllm/engines/vllm/api_manifests/0.json", '["seam"]', []),
     ],

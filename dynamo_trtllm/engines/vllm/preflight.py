@@ -140,7 +140,7 @@ def prompts_too_long_for_a_step(facts: VllmFacts) -> Violation | None:
 
 @WORKER.rule(
     "error",
-    "vllm-pipeline-handoff",
+    "vllm-pipeline-kv-transfer",
     roles=_DISAGGREGATED,
     field="pipeline_parallel_size",
     why="NixlConnector supports only one pipeline stage",

@@ -214,7 +214,7 @@ class PairProbes:
         try:
             code, text = await self._compare(selection, timeline)
         except TimeoutError:
-            code = "canary"
+            code = "failed"
             text = f"no answer to a probe within {self.timeout_s:g} s"
         except (errors.TransferFailed, errors.TransferTimeout) as exc:
             return exc.code  # the router has recorded it
@@ -257,12 +257,12 @@ class PairProbes:
                 expected = await self._ask(timeline, alone, prompt)
             tokens = await self._ask(timeline, selection, prompt)
             if len(tokens) != ANSWER_TOKENS:
-                return "canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
+                return "failed", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
             if selection.prefill is None:
                 return _PASSED, ""
             if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
                 text = "the decode worker answered a probe without reading the prefill worker's KV"
-                return "canary", text
+                return "failed", text
             if expected is None or tokens == expected:
                 return _PASSED, ""
         text = (

@@ -150,7 +150,7 @@ class Suspects:
     """The running calls, the deaths with which requests are charged, and the refused requests.
 
     Args:
-        count: called with the outcome of a query of death: "given_up" or "refused".
+        count: called with the outcome of a query of death: "given_up" or "rejected".
         clock: returns seconds of a monotonic clock.
     """
 
@@ -348,7 +348,7 @@ class Suspects:
         until = self._refused.get(_key(request))
         if until is None:
             return
-        self._count("refused")
+        self._count("rejected")
         raise QueryOfDeath(
             "workers ended while they ran a request with this prompt and format, so it is refused"
             f" for {until - now:.0f} more seconds; change the request"

@@ -161,4 +161,4 @@ def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: opena
     }
     with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as caught:
         sdk.chat.completions.create(model=TINY, messages=HELLO, response_format=schema)
-    assert caught.value.code == "engine_refused"
+    assert caught.value.code == "engine_rejected"

@@ -187,7 +187,7 @@ async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_
 ):
     runner, _ = make()
     for error, code in [
-        (RequestRejected("no log-probability"), "engine_refused"),
+        (RequestRejected("no log-probability"), "engine_rejected"),
         (KeyError("a bug"), "internal"),
     ]:
         _, events, call = await started(runner, ask())

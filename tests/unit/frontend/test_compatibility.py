@@ -396,7 +396,7 @@ async def test_output_format_when_the_engine_rejects_it_then_the_error_has_the_c
     path: str, body: dict[str, Any], name: str
 ) -> None:
     served = front(RequestRejected("the output format is not supported", field="guided"))
-    message = check_error(await post(served, path, body), 400, "engine_refused", name)
+    message = check_error(await post(served, path, body), 400, "engine_rejected", name)
     assert message == f"{name}: the output format is not supported"
 
 

@@ -184,11 +184,11 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        (answer(count=1), "canary", "returned 1"),
-        (answer(kv_bytes=0), "canary", "without reading"),
-        (TransferFailed("no route"), "transfer", "no route"),
+        (answer(count=1), "failed", "returned 1"),
+        (answer(kv_bytes=0), "failed", "without reading"),
+        (TransferFailed("no route"), "transfer_failed", "no route"),
         (EngineFailed("dead"), "engine_failed", "dead"),
-        (None, "canary", "no answer"),
+        (None, "failed", "no answer"),
     ],
 )
 async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_says_why(
@@ -213,7 +213,7 @@ async def test_run_when_probes_fail_after_their_first_token_then_the_pair_stays_
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, ending)
-        await bench.until(lambda: bench.codes["canary"] > 2)
+        await bench.until(lambda: bench.codes["failed"] > 2)
         assert bench.breakers.is_open((1, 2))
 
 

@@ -243,7 +243,11 @@ async def test_stream_when_a_worker_fails_then_error_and_failed_response() -> No
         check_unknown(EVENT.validate_json(json.dumps(event), strict=True))
     *_, done, error, failed = found
     assert done["item"]["status"] == "incomplete"
-    assert (error["type"], error["code"], error["message"]) == ("error", "transfer", "KV was lost")
+    assert (error["type"], error["code"], error["message"]) == (
+        "error",
+        "transfer_failed",
+        "KV was lost",
+    )
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "KV was lost"}

@@ -130,7 +130,7 @@ def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused
     )
     fleet.now = REFUSED_S
     assert not fleet.is_refused(prompt(1, 2))
-    assert fleet.counted == ["given_up", "refused"]
+    assert fleet.counted == ["given_up", "rejected"]
 
 
 def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refused_from_the_second_time_on() -> (

@@ -50,7 +50,7 @@ def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, va
     with pytest.raises(TransferMismatch, match=repr(value)) as caught:
         check_at(msgspec.structs.replace(TRANSFER_PARAMS, **{field: value}))
     assert caught.value.field == field
-    assert caught.value.code == "ticket_mismatch"
+    assert caught.value.code == "transfer_mismatch"
     assert repr(getattr(TRANSFER_PARAMS, field)) in caught.value.message
     assert f"KV transfer t1: {field} is" in caught.value.message
 
@@ -91,7 +91,7 @@ def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
 def test_check_when_time_is_up_then_expired(now: float) -> None:
     with pytest.raises(TransferExpired, match=f"{now - 100.0:.1f} s ago") as caught:
         check_at(TRANSFER_PARAMS, now)
-    assert caught.value.code == "ticket_expired"
+    assert caught.value.code == "transfer_expired"
 
 
 def test_check_when_expired_and_of_another_model_then_mismatch_first() -> None:

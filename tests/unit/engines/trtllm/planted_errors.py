@@ -235,7 +235,7 @@ WARNINGS = [
         known={"release": "1.3.0rc13"},
     ),
     Planted(
-        "no-room-for-kv",
+        "no-memory-for-kv",
         "warning",
         prefill={T + "max_tokens_in_buffer": 2_097_152},
         known={"on": "gb200"},

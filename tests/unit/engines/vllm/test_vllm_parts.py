@@ -343,7 +343,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"enable_chunked_prefill": False, "max_model_len": 9000, "max_num_batched_tokens": 8192},
         "vllm-prompts-too-long-for-a-step",
     ),
-    ({"pipeline_parallel_size": 2}, "vllm-pipeline-handoff"),
+    ({"pipeline_parallel_size": 2}, "vllm-pipeline-kv-transfer"),
     ({"enable_prefix_caching": False}, "vllm-no-prefix-caching"),
     ({"load_format": "dummy"}, "vllm-dummy-weights"),
     ({"moe_backend": "flashinfer_trtllm"}, "vllm-mxfp4-backend"),

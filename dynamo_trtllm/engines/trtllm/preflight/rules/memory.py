@@ -37,12 +37,12 @@ def weights_over_memory(facts: RoleFacts) -> Violation | None:
 
 @SECTION.rule(
     "warning",
-    "no-room-for-kv",
+    "no-memory-for-kv",
     field=_FRACTION,
     why="weights and buffers leave hardly any memory for KV (estimate)",
     fix="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
 )
-def no_room_for_kv(facts: RoleFacts) -> Violation | None:
+def no_memory_for_kv(facts: RoleFacts) -> Violation | None:
     """Find too little memory for a single KV block.
 
     The rule weights-over-memory reports those that do not fit.
