@@ -37,8 +37,8 @@ _HELD = (
     "running",
     "waiting",
     "kv_blocks_used",
-    "tickets_held",
-    "ticket_kv_blocks",
+    "pending_kv_transfers",
+    "pending_kv_blocks",
     "active_calls",
     "reserved",
 )

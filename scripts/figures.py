@@ -234,17 +234,19 @@ def open_loop_table() -> str:
 
 def kv_transfer_table() -> str:
     """Return a table of the phases of our own pairs in the open-loop runs on two GPUs."""
-    names = ("handoff.post", "handoff.read", "handoff.notice", "prefill", "submit")
-    head = ["requests/s", "deployment", "vLLM", "`handoff` p50 / p99"]
+    names = ("kv_transfer.post", "kv_transfer.read", "kv_transfer.notice", "prefill", "submit")
+    head = ["requests/s", "deployment", "vLLM", "`kv_transfer` p50 / p99"]
     head += [f"`{name}`" for name in names]
     lines = [head, ["---"] * len(head)]
     for first_cells, cell in open_loop_rows():
         phases = cell.get("phase_ms", {})
-        if not phases.get("handoff.post"):
+        if not phases.get("kv_transfer.post"):
             continue  # not split, or vLLM's own servers
-        handoff = phases["handoff"]
+        kv_transfer = phases["kv_transfer"]
         medians = [f"{phases[name]['p50']:.1f}" for name in names]
-        lines.append([*first_cells, f"{handoff['p50']:.1f} / {handoff['p99']:.1f}", *medians])
+        lines.append(
+            [*first_cells, f"{kv_transfer['p50']:.1f} / {kv_transfer['p99']:.1f}", *medians]
+        )
     return markdown(lines)
 
 

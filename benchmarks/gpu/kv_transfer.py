@@ -311,7 +311,7 @@ def main() -> None:
         setup["kv_checksums"] = arguments.kv_checksums
         seconds = time.perf_counter() - begun
         made = result.make_result(
-            "handoff", setup=setup, seconds=seconds, rows=bars(measured), detail=measured
+            "kv_transfer", setup=setup, seconds=seconds, rows=bars(measured), detail=measured
         )
         result.write(made, arguments.out)
 

@@ -57,8 +57,8 @@ class Report:
     findings: list[tuple[str, Finding]] = field(default_factory=list)
     roles: list[RoleFacts] = field(default_factory=list)
     memory: list[tuple[RoleFacts, MemoryTable]] = field(default_factory=list)
-    handoff_tokens: int | None = None
-    handoff_s: Mapping[str, float] = field(default_factory=dict)
+    kv_transfer_tokens: int | None = None
+    kv_transfer_s: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, severity: str) -> int:
         return len([finding for _, finding in self.findings if finding.severity == severity])
@@ -73,7 +73,7 @@ def as_json(report: Report) -> str:
         "warnings": report.count("warning"),
         "findings": [{"role": role, **asdict(finding)} for role, finding in report.findings],
         "memory": [vars(table) for _, table in report.memory],
-        "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
+        "kv_transfer": {"tokens": report.kv_transfer_tokens, "seconds": dict(report.kv_transfer_s)},
     }
     return json.dumps(body, indent=2) + "\n"
 
@@ -85,7 +85,7 @@ def as_text(report: Report) -> str:
         *_findings(report),
         _arguments(report),
         _memory(report),
-        _handoff(report),
+        _kv_transfer(report),
         f"{report.count('error')} errors, {report.count('warning')} warnings,"
         f" {report.count('note')} notes",
     ]
@@ -149,11 +149,11 @@ def _memory(report: Report) -> str:
     return _aligned(rows)
 
 
-def _handoff(report: Report) -> str:
-    if not report.handoff_s:
+def _kv_transfer(report: Report) -> str:
+    if not report.kv_transfer_s:
         return ""
-    rows = [[f"KV transfer of {report.handoff_tokens} tokens at full rate", "time"]]
-    rows += [[link, f"{seconds * 1000:.1f} ms"] for link, seconds in report.handoff_s.items()]
+    rows = [[f"KV transfer of {report.kv_transfer_tokens} tokens at full rate", "time"]]
+    rows += [[link, f"{seconds * 1000:.1f} ms"] for link, seconds in report.kv_transfer_s.items()]
     return _aligned(rows)
 
 
@@ -244,9 +244,9 @@ def _add_pair(report: Report, prefill: RoleFacts, decode: RoleFacts) -> None:
     for finding in check_pair(prefill, decode):
         report.findings.append(("pair", finding))
     prompt_tokens = prefill.longest_prompt
-    report.handoff_tokens = prompt_tokens
+    report.kv_transfer_tokens = prompt_tokens
     if prompt_tokens is not None:
-        report.handoff_s = transfer_s(prefill, decode, prompt_tokens)
+        report.kv_transfer_s = transfer_s(prefill, decode, prompt_tokens)
 
 
 def _rejected(path: Path, error: ConfigError) -> Finding:

@@ -68,10 +68,10 @@ class EngineStats:
 
     running: int  # requests in the batch
     waiting: int  # requests queued for KV blocks or a batch slot
-    kv_blocks_used: int  # includes ticket_kv_blocks
+    kv_blocks_used: int  # includes pending_kv_blocks
     kv_blocks_total: int
-    tickets_held: int  # KV transfers whose KV the engine still holds
-    ticket_kv_blocks: int  # blocks of those transfers
+    pending_kv_transfers: int  # KV transfers whose KV the engine still holds
+    pending_kv_blocks: int  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
     # times that the engine's library lost KV events because its buffer was full
     kv_event_gaps: int = 0
@@ -84,7 +84,12 @@ class EngineStats:
 
 
 NO_STATS = EngineStats(
-    running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
+    running=0,
+    waiting=0,
+    kv_blocks_used=0,
+    kv_blocks_total=0,
+    pending_kv_transfers=0,
+    pending_kv_blocks=0,
 )
 """The counters of an engine that has not been started."""
 

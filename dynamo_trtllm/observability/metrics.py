@@ -248,7 +248,7 @@ class FrontendMetrics(ProcessMetrics):
         `code` is "ok"; "mismatch" (tokens differ from those of the decode worker alone, so the KV
         is wrong); "failed" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
-        self.child("canaries_total", model, code).inc()
+        self.child("probes_total", model, code).inc()
 
     def field_ignored(self, name: str) -> None:
         """Count a request with an ignored field.

@@ -41,7 +41,7 @@ PHASES = (
     "queue",
     "prefill",
     "export",
-    "handoff",
+    "kv_transfer",
     "first_token",
     "decode_wait",
     "decode",
@@ -104,7 +104,7 @@ def divide(
             reported = (
                 ("queue", stats.queue_s),
                 ("prefill", stats.prefill_s),
-                ("handoff", stats.kv_transfer_s),
+                ("kv_transfer", stats.kv_transfer_s),
                 *stats.more.items(),
             )
             rest = "send"
@@ -208,7 +208,7 @@ def phase_timings(
     return PhaseTimings(
         queue_s=more.pop("queue", 0.0),
         prefill_s=more.pop("prefill", 0.0),
-        kv_transfer_s=more.pop("handoff", 0.0),
+        kv_transfer_s=more.pop("kv_transfer", 0.0),
         decode_queue_s=more.pop("decode_wait", 0.0),
         more=more,
         cached_tokens=cached_tokens,

@@ -153,7 +153,7 @@ class WorkerAdmission:
         reject others.
         """
         total = stats.kv_blocks_total  # 0: not reported by the engine
-        if not total or stats.ticket_kv_blocks <= self.max_pending_kv_fraction * total:
+        if not total or stats.pending_kv_blocks <= self.max_pending_kv_fraction * total:
             self._above_share_since = None
             return
         now = self.clock()
@@ -161,8 +161,9 @@ class WorkerAdmission:
             self._above_share_since = now
         if now - self._above_share_since >= self.timing.unfetched_kv_s:
             raise Overloaded(
-                f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of"
-                f" {total} KV blocks; retry later or start more decode workers"
+                f"{stats.pending_kv_transfers} pending KV transfers hold"
+                f" {stats.pending_kv_blocks} of {total} KV blocks; retry later or start more decode"
+                " workers"
             )
 
     def _expire(self) -> None:

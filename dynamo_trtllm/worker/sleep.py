@@ -73,7 +73,7 @@ async def _log_progress(engine: Engine, serving: PlaneServer, timeout_s: float) 
 
 
 def _left(engine: Engine, serving: PlaneServer) -> str:
-    num_transfers = engine.stats().tickets_held
+    num_transfers = engine.stats().pending_kv_transfers
     return f"running requests: {serving.running}, pending KV transfers: {num_transfers}"
 
 

@@ -295,7 +295,7 @@ async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are
     decode = pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
         transfers = [await prefill_params(prefill, prompt_of(100, seed)) for seed in (1, 2)]
-        await check_stats(prefill, tickets_held=2, ticket_kv_blocks=8, kv_blocks_used=8)
+        await check_stats(prefill, pending_kv_transfers=2, pending_kv_blocks=8, kv_blocks_used=8)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await prefill.drain()

@@ -112,7 +112,7 @@ async def test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_time
             kv_params = await prefill_params(prefill, PROMPT)
             release(prefill, kv_params)
             await check_stats(
-                prefill, running=0, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3
+                prefill, running=0, pending_kv_transfers=1, pending_kv_blocks=3, kv_blocks_used=3
             )
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(TRTLLM_TTL_S / 2):
@@ -134,7 +134,7 @@ async def test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_
                 await asyncio.wait_for(prefill.drain(), SOON_S)
                 leaked = 3 * aborted
                 await check_stats(
-                    prefill, tickets_held=0, leaked_kv_blocks=leaked, kv_blocks_used=leaked
+                    prefill, pending_kv_transfers=0, leaked_kv_blocks=leaked, kv_blocks_used=leaked
                 )
             await check_used(package, 6)
 
@@ -152,7 +152,7 @@ async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_u
         FinishReason.STOP,
         None,
     )
-    await check_stats(engines.prefill, running=0, tickets_held=1, kv_blocks_used=3)
+    await check_stats(engines.prefill, running=0, pending_kv_transfers=1, kv_blocks_used=3)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)
 

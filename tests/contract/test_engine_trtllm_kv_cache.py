@@ -58,7 +58,9 @@ async def test_start_when_the_model_chooses_the_block_size_then_the_card_and_all
             assert await prefill_then_decode(prefill, decode, PROMPT)
             params = await prefill_params(prefill, PROMPT)
             assert params.layout.block_tokens == 64
-            await check_stats(prefill, tickets_held=1, ticket_kv_blocks=2)  # not three of 32 tokens
+            await check_stats(
+                prefill, pending_kv_transfers=1, pending_kv_blocks=2
+            )  # not three of 32 tokens
         finally:
             await prefill.aclose()
             await decode.aclose()

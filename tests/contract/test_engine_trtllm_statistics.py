@@ -52,7 +52,7 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
                     rounds.append(asyncio.Event())
                     await asyncio.wait_for(rounds[-1].wait(), SOON_S)
                 await prefill_params(engine, PROMPT)
-                await check_stats(engine, tickets_held=held, kv_blocks_used=3 * held)
+                await check_stats(engine, pending_kv_transfers=held, kv_blocks_used=3 * held)
 
 
 @pytest.mark.parametrize("version", RELEASES[:2])

@@ -185,7 +185,9 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
     engines: Engines,
 ) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
-    await check_stats(engines.prefill, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
+    await check_stats(
+        engines.prefill, pending_kv_transfers=1, pending_kv_blocks=3, kv_blocks_used=3
+    )
     release(engines.prefill, kv_params)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
@@ -261,7 +263,7 @@ async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_
     chunks = await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     stats = chunks[-1].stats
     assert stats is not None
-    parts = [stats.more[f"handoff.{part}"] for part in ("queue", "post", "read", "notice")]
+    parts = [stats.more[f"kv_transfer.{part}"] for part in ("queue", "post", "read", "notice")]
     assert all(part >= 0 for part in parts)
     assert 0 < sum(parts) <= stats.kv_transfer_s
 

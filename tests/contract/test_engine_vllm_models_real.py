@@ -243,7 +243,7 @@ async def test_two_calls_when_scheduler_and_worker_are_one_process_then_early_no
         chunks = await prefill_then_decode(
             pair.prefill, pair.decode, prompt_of(300, 1), max_tokens=4
         )
-        assert "handoff.notice" in chunks[-1].stats.more  # type: ignore[union-attr]
+        assert "kv_transfer.notice" in chunks[-1].stats.more  # type: ignore[union-attr]
         for how in SPOILED:
             assert await all_failed_reads(pair, 6, how) == []
 

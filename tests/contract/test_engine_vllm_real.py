@@ -180,7 +180,7 @@ async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_tran
         )
         stats = chunks[-1].stats
         assert stats is not None
-        parts = [stats.more[f"handoff.{part}"] for part in ("queue", "post", "read", "notice")]
+        parts = [stats.more[f"kv_transfer.{part}"] for part in ("queue", "post", "read", "notice")]
         assert min(parts) >= 0
         assert sum(parts) <= stats.kv_transfer_s
         release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)
@@ -289,7 +289,7 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
     pair: Pair,
 ) -> None:
     kv_params = await prefill_params(pair.prefill, prompt_of(300, 41))
-    await check_stats(pair.prefill, tickets_held=1)
+    await check_stats(pair.prefill, pending_kv_transfers=1)
     assert stats(pair.prefill).kv_blocks_used > 0
     began = time.monotonic()
     release(pair.prefill, kv_params)

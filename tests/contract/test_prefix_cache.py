@@ -180,7 +180,7 @@ async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
         for counted in (0, 192):
             kv_params, count = await prefilled(prefill, asked, max_tokens=40, ignore_eos=True)
             assert count == counted
-            await check_stats(prefill, kv_blocks_used=7, tickets_held=1)
+            await check_stats(prefill, kv_blocks_used=7, pending_kv_transfers=1)
             call = ask(
                 asked, phase=Phase.DECODE, kv_params=kv_params, max_tokens=40, ignore_eos=True
             )

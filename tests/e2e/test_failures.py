@@ -55,7 +55,9 @@ class Pair(NamedTuple):
 
 def is_idle(worker: Process) -> bool:
     now = gauges(worker)
-    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+    return not any(
+        now[name] for name in ("running", "waiting", "kv_blocks_used", "pending_kv_transfers")
+    )
 
 
 def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:

@@ -72,7 +72,7 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
                     "running",
                     "waiting",
                     "kv_blocks_used",
-                    "tickets_held",
+                    "pending_kv_transfers",
                 )
             ]
         return not any(held)

@@ -111,7 +111,9 @@ def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(
 
 def is_idle(worker: Process) -> bool:
     now = gauges(worker)
-    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+    return not any(
+        now[name] for name in ("running", "waiting", "kv_blocks_used", "pending_kv_transfers")
+    )
 
 
 def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigterm_ends_it(

@@ -287,6 +287,6 @@ async def test_deadline_when_it_passes_between_transfer_and_decode_call_then_the
         made.serving(Role.DECODE)._open = lambda _: came.set()  # type: ignore[assignment,method-assign]
         running = asyncio.create_task(made.run(request(max_tokens=20, seconds=2.5)))
         await asyncio.wait_for(came.wait(), SOON_S)
-        assert running_workers.engine_of(Role.PREFILL).stats().tickets_held == 1
+        assert running_workers.engine_of(Role.PREFILL).stats().pending_kv_transfers == 1
         with pytest.raises(DeadlineExceeded):
             await running

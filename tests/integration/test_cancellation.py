@@ -114,12 +114,13 @@ async def prefilling(made: Scene) -> None:
 
 async def transferring(made: Scene) -> None:
     await asyncio.wait_for(made.fetching.wait(), SOON_S)
-    assert made.prefill.stats().tickets_held == 1
+    assert made.prefill.stats().pending_kv_transfers == 1
 
 
 async def decoding(made: Scene) -> None:
     await until(
-        lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, SOON_S
+        lambda: made.decode.stats().running == 1 and made.prefill.stats().pending_kv_transfers == 0,
+        SOON_S,
     )
 
 
@@ -182,7 +183,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
                 isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None
                 for frame in frames
             ):
-                seen.append(made.prefill.stats().tickets_held)
+                seen.append(made.prefill.stats().pending_kv_transfers)
                 running.cancel()
             feed(frames)
 

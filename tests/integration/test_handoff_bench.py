@@ -34,11 +34,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "results" / "handoff.json"
-    monkeypatch.setattr("sys.argv", ["handoff", "--device", "cpu", "--out", str(path)])
+    path = tmp_path / "results" / "kv_transfer.json"
+    monkeypatch.setattr("sys.argv", ["kv_transfer", "--device", "cpu", "--out", str(path)])
     kv_transfer.main()
     found = result.read(path)
-    assert found.step == "handoff"
+    assert found.step == "kv_transfer"
     for kind, names in {"contiguous": {"65536"}, "kv": {"40", "64"}, "pieces": {str(MIB)}}.items():
         assert set(found.detail[kind]) == names
         assert all(row["alone_s"] > 0 for row in found.detail[kind].values())

@@ -170,7 +170,7 @@ class EnginePool:
     async def _put_back(self, engine: Engine) -> None:
         now = stats(engine)
         # the second may lag behind the third
-        held = now.tickets_held or now.kv_blocks_used or now.leaked_kv_blocks
+        held = now.pending_kv_transfers or now.kv_blocks_used or now.leaked_kv_blocks
         if engine in self._roles and not (now.running or now.waiting or held):
             self._free.append(engine)
         else:
@@ -304,6 +304,11 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
         await engine.drain()
     leaked = stats(engine).leaked_kv_blocks if leaks else 0
     await check_stats(
-        engine, running=0, waiting=0, kv_blocks_used=leaked, leaked_kv_blocks=leaked, tickets_held=0
+        engine,
+        running=0,
+        waiting=0,
+        kv_blocks_used=leaked,
+        leaked_kv_blocks=leaked,
+        pending_kv_transfers=0,
     )
     await check_stats(engine, queued_prefill_tokens=0, context_tokens=0)

@@ -136,7 +136,7 @@ class RunningWorkers:
         transfers.
         """
         stats = [engine.stats() for engine in self.engines]
-        return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
+        return [(s.running, s.waiting, s.kv_blocks_used, s.pending_kv_transfers) for s in stats]
 
     async def wait_idle(self, within_s: float = SOON_S) -> None:
         await until(lambda: set(self.held()) == {(0, 0, 0, 0)}, within_s, self.held)

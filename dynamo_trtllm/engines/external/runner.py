@@ -198,8 +198,8 @@ class LibraryCalls:
             waiting=waiting,
             kv_blocks_used=counts.kv_blocks_used,
             kv_blocks_total=counts.kv_blocks_total,
-            tickets_held=len(transfers),
-            ticket_kv_blocks=transfers.kv_blocks,
+            pending_kv_transfers=len(transfers),
+            pending_kv_blocks=transfers.kv_blocks,
             leaked_kv_blocks=transfers.leaked_kv_blocks,
             queued_prefill_tokens=queued_prefill_tokens,
             context_tokens=context_tokens,
@@ -451,7 +451,7 @@ class ExternalCall(Stream):
             inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)
             phases["submit"] = max(0.0, first_s - inside_s)
         else:
-            phase = "prefill" if kv_params is None else "handoff"
+            phase = "prefill" if kv_params is None else "kv_transfer"
             phases = {phase: first_s}
         cached_tokens = call.cached_tokens if kv_params is None else 0
         return phase_timings(phases, kv_params, cached_tokens=cached_tokens)

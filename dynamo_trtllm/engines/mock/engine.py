@@ -117,7 +117,7 @@ class MockEngine(Engine):
         await self._transfers.fetch(stream.request, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
-        stream.phases.end("handoff")
+        stream.phases.end("kv_transfer")
         self._scheduler.store(stream)
         self._scheduler.generate_rest(stream)
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())

@@ -204,9 +204,9 @@ class MockScheduler:
             waiting=len(self._waiting),
             kv_blocks_used=self._blocks.used,
             kv_blocks_total=self._args.kv_cache_blocks,
-            tickets_held=len(pending),
+            pending_kv_transfers=len(pending),
             # Transfers share cached blocks, so the sum may be too large.
-            ticket_kv_blocks=min(self._blocks.used, pending_blocks),
+            pending_kv_blocks=min(self._blocks.used, pending_blocks),
             queued_prefill_tokens=sum(
                 stream.prefill_left for stream in (*self._waiting, *self._running)
             ),

@@ -337,7 +337,7 @@ class TorchEngine(Engine):
         scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
         begun_s = time.monotonic()
         await self.kv_connector.import_kv(seq, allocation, scatter)
-        seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
+        seq.phases.seconds["kv_transfer.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
     def _on_prefilled(

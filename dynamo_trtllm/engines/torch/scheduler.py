@@ -149,7 +149,7 @@ class Scheduler:
         if seq.logits_processor is not None:
             for token_id in kv_params.first_token_ids:
                 seq.logits_processor.accept_token(token_id)
-        seq.phases.end("handoff")
+        seq.phases.end("kv_transfer")
         first = Chunk(
             token_ids=kv_params.first_token_ids,
             logprobs=kv_params.first_logprobs,
@@ -246,8 +246,8 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_blocks_used=self.blocks.manager.used,
             kv_blocks_total=self.pool.num_blocks,
-            tickets_held=len(self._awaiting_fetch.sequences),
-            ticket_kv_blocks=len(self._awaiting_fetch.blocks),
+            pending_kv_transfers=len(self._awaiting_fetch.sequences),
+            pending_kv_blocks=len(self._awaiting_fetch.blocks),
             queued_prefill_tokens=sum(
                 seq.prefill_left for seq in (*self._waiting, *self._prefilling)
             ),

@@ -177,7 +177,7 @@ def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
     if fetches_kv:
         ends = {
             "queue": "kv_cache_transfer_start",
-            "handoff": "kv_cache_transfer_end",
+            "kv_transfer": "kv_cache_transfer_end",
             "first_token": "first_token_time",
         }
     else:

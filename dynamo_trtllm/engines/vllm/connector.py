@@ -87,8 +87,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def _note_posts(self, worker: Any) -> None:
         """Note when each read was posted.
 
-        With a release that lacks this method, `handoff.read` is 0, and ended reads are noticed a
-        step later.
+        With a release that lacks this method, `kv_transfer.read` is 0, and ended reads are noticed
+        a step later.
         """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:

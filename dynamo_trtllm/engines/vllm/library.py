@@ -285,7 +285,7 @@ class VllmCall:
         computed_s = times.first_token_ts - times.scheduled_ts
         if self._fetches_kv:
             parts = read_parts(times.queued_ts, result.kv_transfer_params)
-            return {"handoff": waited_s, "first_token": computed_s, **parts}
+            return {"kv_transfer": waited_s, "first_token": computed_s, **parts}
         return {"queue": waited_s, "prefill": computed_s}
 
     def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:

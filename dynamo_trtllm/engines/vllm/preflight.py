@@ -146,7 +146,7 @@ def prompts_too_long_for_a_step(facts: VllmFacts) -> Violation | None:
     why="NixlConnector supports only one pipeline stage",
     fix="use --tensor-parallel-size in prefill and decode workers",
 )
-def pipeline_handoff(facts: VllmFacts) -> Violation | None:
+def pipeline_kv_transfer(facts: VllmFacts) -> Violation | None:
     """Find a pipeline that is to transfer KV."""
     return Violation() if facts.args.count("pipeline_parallel_size") > 1 else None
 

@@ -93,7 +93,7 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     )
 
 
-_PARTS = ("handoff.queue", "handoff.post", "handoff.read", "handoff.notice")
+_PARTS = ("kv_transfer.queue", "kv_transfer.post", "kv_transfer.read", "kv_transfer.notice")
 
 
 def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, float]:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
 _SHOWN_S = 0.0001  # shorter times are not in the log line
-_ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
+_ALWAYS_SHOWN = ("queue", "prefill", "kv_transfer", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
 _PROGRAM_CHARS = 64

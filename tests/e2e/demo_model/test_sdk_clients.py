@@ -39,7 +39,9 @@ def check_idle(torch: TorchCluster) -> None:
 
 def _holds_nothing(worker: Process) -> bool:
     found = gauges(worker)
-    return not any(found[name] for name in ("running", "waiting", "tickets_held", "kv_blocks_used"))
+    return not any(
+        found[name] for name in ("running", "waiting", "pending_kv_transfers", "kv_blocks_used")
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[openai.OpenAI], Any], type[openai.APIStatusError], str, str | None]] = {

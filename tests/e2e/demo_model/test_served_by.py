@@ -30,7 +30,7 @@ def test_metrics_when_requests_were_served_then_every_name_counts(tiny: httpx.Cl
     for phase, role in (
         ("queue", "prefill"),
         ("prefill", "prefill"),
-        ("handoff", "decode"),
+        ("kv_transfer", "decode"),
         ("decode_wait", "decode"),
     ):
         count = f'dynamo_trtllm_phase_seconds_count{{model="{TINY}",phase="{phase}",role="{role}"}}'
@@ -71,12 +71,12 @@ def test_stats_when_asked_for_then_who_served_and_how(
         "queue",
         "prefill",
         "export",
-        "handoff",
+        "kv_transfer",
         "decode_wait",
         "decode",
     } <= set(stats["phase_s"])
     assert sum(stats["phase_s"].values()) == pytest.approx(stats["total_s"])
-    assert 0 < stats["part_s"]["handoff.read"] <= stats["phase_s"]["handoff"]
+    assert 0 < stats["part_s"]["kv_transfer.read"] <= stats["phase_s"]["kv_transfer"]
 
 
 def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:

@@ -138,7 +138,9 @@ def start_pair(
 
 def _is_idle(worker: Process) -> bool:
     now = gauges(worker)
-    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+    return not any(
+        now[name] for name in ("running", "waiting", "kv_blocks_used", "pending_kv_transfers")
+    )
 
 
 class Answer(NamedTuple):

@@ -133,7 +133,9 @@ def greedy(client: httpx.Client, model: str, length: int) -> str:
 
 def is_idle(worker: Process) -> bool:
     now = gauges(worker)
-    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+    return not any(
+        now[name] for name in ("running", "waiting", "kv_blocks_used", "pending_kv_transfers")
+    )
 
 
 def check_idle(*workers: Process) -> None:

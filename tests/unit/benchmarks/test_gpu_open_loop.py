@@ -82,9 +82,9 @@ def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_n
     timed = record()
     timed.sent_s = 100.02  # planned for 100.0
     timed.server_ttft_s = 0.4
-    timed.phase_s = {"prefill": 0.3, "handoff": 0.08, "handoff.read": 0.05, "decode": 9.0}
+    timed.phase_s = {"prefill": 0.3, "kv_transfer": 0.08, "kv_transfer.read": 0.05, "decode": 9.0}
     found = phase_times([timed, record()])
-    assert found["phase_ms"]["handoff.read"] == pytest.approx(
+    assert found["phase_ms"]["kv_transfer.read"] == pytest.approx(
         dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 50.0)
     )
     assert found["named_ttft_percent"]["frontend"] == pytest.approx({"mean": 95.0, "lowest": 95.0})

@@ -132,10 +132,10 @@ def test_phases_when_the_frontend_tells_them_then_models_are_added_up() -> None:
         'dynamo_trtllm_phase_seconds_count{model="a",phase="prefill"} 3.0\n'
         'dynamo_trtllm_phase_seconds_sum{model="b",phase="prefill"} 0.5\n'
         'dynamo_trtllm_phase_seconds_count{model="b",phase="prefill"} 1.0\n'
-        'dynamo_trtllm_phase_seconds_sum{model="a",phase="handoff"} 0.25\n'
-        'dynamo_trtllm_phase_seconds_count{model="a",phase="handoff"} 5.0\n'
+        'dynamo_trtllm_phase_seconds_sum{model="a",phase="kv_transfer"} 0.25\n'
+        'dynamo_trtllm_phase_seconds_count{model="a",phase="kv_transfer"} 5.0\n'
     )
-    assert parse_phases(text) == {"prefill": (2.0, 4.0), "handoff": (0.25, 5.0)}
+    assert parse_phases(text) == {"prefill": (2.0, 4.0), "kv_transfer": (0.25, 5.0)}
 
 
 def test_start_phases_when_logged_twice_then_the_last_is_reported() -> None:

@@ -171,14 +171,14 @@ dynamo_trtllm_phase_seconds_count{model="m",phase="prefill"} 4
 dynamo_trtllm_phase_seconds_sum{model="m",phase="prefill"} 2.0
 dynamo_trtllm_phase_seconds_count{model="n",phase="prefill"} 1
 dynamo_trtllm_phase_seconds_sum{model="n",phase="prefill"} 0.5
-dynamo_trtllm_phase_seconds_count{model="m",phase="handoff"} 0
-dynamo_trtllm_phase_seconds_sum{model="m",phase="handoff"} 0
+dynamo_trtllm_phase_seconds_count{model="m",phase="kv_transfer"} 0
+dynamo_trtllm_phase_seconds_sum{model="m",phase="kv_transfer"} 0
 """
 
 
 def test_phases_when_read_twice_then_the_mean_between() -> None:
     after = phases.totals(METRICS_TEXT)
-    assert after == {"prefill": (2.5, 5), "handoff": (0.0, 0)}
+    assert after == {"prefill": (2.5, 5), "kv_transfer": (0.0, 0)}
     assert phases.means({"prefill": (0.5, 1)}, after) == {"prefill": 0.5}
     # of which those before the first token count, per request
     after |= {"receive": (0.25, 5), "decode": (9.0, 5)}

@@ -219,8 +219,8 @@ def test_main_when_json_is_asked_then_it_is_all_there(
     assert set(error) == {"role", "severity", "rule", "field", "value", "other", "why", "fix"}
     assert [table["role"] for table in body["memory"]] == ["prefill", "decode"]
     assert body["memory"][0]["kv_token_bytes"] == 36 * 1024
-    assert body["handoff"]["tokens"] == 8192
-    assert set(body["handoff"]["seconds"]) == {"NVLink", "PCIe", "network (400 Gb/s)"}
+    assert body["kv_transfer"]["tokens"] == 8192
+    assert set(body["kv_transfer"]["seconds"]) == {"NVLink", "PCIe", "network (400 Gb/s)"}
 
 
 def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(

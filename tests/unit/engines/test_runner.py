@@ -77,7 +77,7 @@ async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_un
     assert chunk.stats is not None
     assert (chunk.stats.kv_bytes, chunk.stats.transport) == (chunk.kv_params.kv_bytes, "a/b")
     stats = runner.stats()
-    assert (stats.tickets_held, stats.ticket_kv_blocks, stats.kv_blocks_used) == (1, 2, 5)
+    assert (stats.pending_kv_transfers, stats.pending_kv_blocks, stats.kv_blocks_used) == (1, 2, 5)
     assert stream.holds_kv
     runner.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
     assert not stream.holds_kv

@@ -116,9 +116,9 @@ async def test_stop_when_prefill_finishes_at_the_same_time_then_its_kv_is_still_
     (chunk,) = events
     assert isinstance(chunk, Chunk)
     assert chunk.kv_params is not None
-    assert (call.releases, runner.stats().tickets_held) == ([], 1)
+    assert (call.releases, runner.stats().pending_kv_transfers) == ([], 1)
     stream.cancel()
-    assert runner.stats().tickets_held == 0
+    assert runner.stats().pending_kv_transfers == 0
 
 
 async def test_stop_when_prefill_was_aborted_in_time_then_the_stream_ends_with_an_error() -> None:

@@ -174,9 +174,15 @@ async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
     stats = body["dynamo_trtllm"]
     assert (stats["prefill_instance"], stats["decode_instance"]) == ("ab", "cd")
     assert (stats["kv_bytes"], stats["transport"]) == (4096, "nixl")
-    assert {"queue", "prefill", "handoff", "decode_wait", "receive", "tokenize", "respond"} <= set(
-        stats["phase_s"]
-    )
+    assert {
+        "queue",
+        "prefill",
+        "kv_transfer",
+        "decode_wait",
+        "receive",
+        "tokenize",
+        "respond",
+    } <= set(stats["phase_s"])
     assert sum(stats["phase_s"].values()) == pytest.approx(stats["total_s"])
     assert stats["total_s"] >= stats["ttft_s"] >= 0
 

@@ -40,7 +40,7 @@ from tests.kit.memory_http import asgi
 from tests.kit.routing import FINISHED, Cluster, kv_chunk
 
 PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
-DECODE = PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, more={"handoff.read": 0.2})
+DECODE = PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, more={"kv_transfer.read": 0.2})
 
 
 def served(prefill: PhaseTimings | None, decode: PhaseTimings | None) -> PhaseSeconds:
@@ -65,7 +65,7 @@ def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way()
             ("prefill", "prefill"): 0.5,
             ("prefill", "export"): 0.1,
             ("prefill", "send"): 0.2,
-            ("decode", "handoff"): 0.3,
+            ("decode", "kv_transfer"): 0.3,
             ("decode", "send"): 0.2,
             ("decode", "decode_wait"): 0.4,
             ("decode", "decode"): 1.1,
@@ -263,7 +263,7 @@ async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_
         "queue",
         "prefill",
         "export",
-        "handoff",
+        "kv_transfer",
         "decode_wait",
         "decode",
     } <= seen

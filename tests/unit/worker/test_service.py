@@ -400,8 +400,8 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
                 waiting=0,
                 kv_blocks_used=6,
                 kv_blocks_total=10,
-                tickets_held=1,
-                ticket_kv_blocks=6,
+                pending_kv_transfers=1,
+                pending_kv_blocks=6,
             )
 
     admission = WorkerAdmission(
@@ -459,8 +459,8 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
                 waiting=2,
                 kv_blocks_used=3,
                 kv_blocks_total=4,
-                tickets_held=0,
-                ticket_kv_blocks=0,
+                pending_kv_transfers=0,
+                pending_kv_blocks=0,
                 queued_prefill_tokens=5,
                 context_tokens=6,
             )

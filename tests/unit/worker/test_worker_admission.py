@@ -34,14 +34,14 @@ def call(reservation_id: str | None = None) -> GenerateRequest:
     )
 
 
-def stats(*, ticket_kv_blocks: int, total: int = 100) -> EngineStats:
+def stats(*, pending_kv_blocks: int, total: int = 100) -> EngineStats:
     return EngineStats(
         running=0,
         waiting=0,
-        kv_blocks_used=ticket_kv_blocks,
+        kv_blocks_used=pending_kv_blocks,
         kv_blocks_total=total,
-        tickets_held=7,
-        ticket_kv_blocks=ticket_kv_blocks,
+        pending_kv_transfers=7,
+        pending_kv_blocks=pending_kv_blocks,
     )
 
 
@@ -127,12 +127,12 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_a
 
 def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=9, max_pending_kv_fraction=0.5, clock=clock)
-    with admission.admit(call(), stats(ticket_kv_blocks=50)):
+    with admission.admit(call(), stats(pending_kv_blocks=50)):
         pass
-    with admission.admit(call(), stats(ticket_kv_blocks=51)):
+    with admission.admit(call(), stats(pending_kv_blocks=51)):
         clock.now += 1
     with pytest.raises(Overloaded, match="7 pending KV transfers hold 51 of 100 KV blocks"):
-        with admission.admit(call(), stats(ticket_kv_blocks=51)):
+        with admission.admit(call(), stats(pending_kv_blocks=51)):
             raise AssertionError("it was let in")
     assert admission.active() == 0
 
@@ -142,11 +142,11 @@ def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others
 ) -> None:
     admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
-        with admission.admit(call(), stats(ticket_kv_blocks=blocks)):
+        with admission.admit(call(), stats(pending_kv_blocks=blocks)):
             clock.now += 0.6
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
     admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
-    with admission.admit(call(), stats(ticket_kv_blocks=51, total=0)):
+    with admission.admit(call(), stats(pending_kv_blocks=51, total=0)):
         pass

@@ -20,7 +20,7 @@ from tensorrt_llm.executor.result import GenerationResult, Response
 from tensorrt_llm.executor.utils import RequestError, RPCError
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
-from tensorrt_llm.standin.handoff import PythonTransceiver
+from tensorrt_llm.standin.kv_transfer import PythonTransceiver
 from tensorrt_llm.standin.release import LINE
 
 _SLOW_ABORT_S = 0.3

@@ -33,7 +33,7 @@ from tensorrt_llm.executor.result import (
 )
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.standin import traps
-from tensorrt_llm.standin.handoff import context_answer, transfer_params_of
+from tensorrt_llm.standin.kv_transfer import context_answer, transfer_params_of
 from tensorrt_llm.standin.sampling import Stop, sampling_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
-from tensorrt_llm.standin.handoff import python_transceiver
+from tensorrt_llm.standin.kv_transfer import python_transceiver
 from tensorrt_llm.standin.model_defaults import apply_model_defaults
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 

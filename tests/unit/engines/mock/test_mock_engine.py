@@ -155,7 +155,7 @@ async def test_close_when_a_transfer_is_held_then_it_is_withdrawn() -> None:
     decoder = mock(Role.DECODE)
     async with started(prefill, decoder):
         await prefill_params(prefill, PROMPT)
-        assert prefill.stats().tickets_held == 1
+        assert prefill.stats().pending_kv_transfers == 1
         await prefill.aclose()
         await check_nothing_left(prefill)
 
@@ -289,7 +289,7 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tra
         await backend.reached.wait()
         await cancelled(stream)
         await check_nothing_left(decoder)
-        assert prefill.stats().tickets_held == 1
+        assert prefill.stats().pending_kv_transfers == 1
         prefill.release(kv_params.transfer_id, ReleaseOutcome.ABORTED)
         await check_nothing_left(prefill)
 

@@ -373,7 +373,7 @@ def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_e
     prefill = reported_phases(SimpleNamespace(**at), fetches_kv=False)
     assert prefill == pytest.approx({"queue": 0.5, "prefill": 0.5})
     decode = reported_phases(SimpleNamespace(**at), fetches_kv=True)
-    assert decode == pytest.approx({"queue": 0.5, "handoff": 0.25, "first_token": 0.25})
+    assert decode == pytest.approx({"queue": 0.5, "kv_transfer": 0.25, "first_token": 0.25})
 
 
 @pytest.mark.parametrize("name", TIMES)

@@ -62,9 +62,13 @@ async def test_prefill_when_the_first_token_stops_then_no_transfer_and_kv_is_hel
         FinishReason.STOP,
         None,
     )
-    assert (at.stats().tickets_held, at.stats().ticket_kv_blocks, result.aborts) == (held, held, 0)
+    assert (at.stats().pending_kv_transfers, at.stats().pending_kv_blocks, result.aborts) == (
+        held,
+        held,
+        0,
+    )
     await check_idle(at)
-    assert at.stats().tickets_held == 0
+    assert at.stats().pending_kv_transfers == 0
 
 
 async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_until_the_vendors_timeout() -> (
@@ -76,9 +80,9 @@ async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_un
     await asyncio.gather(task, return_exceptions=True)
     assert result.aborts == 1
     result.say(7, finish="length")
-    await check_stats(at, running=0, tickets_held=1)
+    await check_stats(at, running=0, pending_kv_transfers=1)
     await check_idle(at)
-    assert at.stats().tickets_held == 0
+    assert at.stats().pending_kv_transfers == 0
 
 
 @pytest.mark.parametrize("outcome", [ReleaseOutcome.ABORTED, None])
@@ -94,7 +98,11 @@ async def test_transfer_when_the_vendor_never_frees_its_kv_then_it_counts_as_lea
     if outcome is not None:  # else it expires
         at.release(chunk.kv_params.transfer_id, outcome)
     await check_idle(at)
-    assert (at.stats().tickets_held, at.stats().leaked_kv_blocks, result.aborts) == (0, 1, 0)
+    assert (at.stats().pending_kv_transfers, at.stats().leaked_kv_blocks, result.aborts) == (
+        0,
+        1,
+        0,
+    )
 
 
 async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
@@ -104,7 +112,7 @@ async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
     (chunk,) = await task
     assert chunk.kv_params is not None
     at.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
-    assert (at.stats().tickets_held, at.stats().leaked_kv_blocks) == (0, 0)
+    assert (at.stats().pending_kv_transfers, at.stats().leaked_kv_blocks) == (0, 0)
 
 
 async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_that_of_the_call() -> (
