@@ -45,7 +45,7 @@ _SWITCHES = ("frontend", "worker")  # as first argument: run this process with t
 _OFF = signal.SIGUSR1
 _ON = signal.SIGUSR2
 _SWITCHED_S = 0.05
-_LIMIT = 1 << 20  # bytes of a response
+_MAX_RESPONSE_BYTES = 1 << 20  # bytes of a response
 _WAVES = 4  # not counted: they fill caches
 _MEASURES = {"all processes": ("frontend", "prefill", "decode"), "frontend": ("frontend",)}
 
@@ -153,7 +153,10 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
     extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
     host, port = stack.url.removeprefix("http://").split(":")
     streams = await asyncio.gather(
-        *(asyncio.open_connection(host, int(port), limit=_LIMIT) for _ in range(point.streams))
+        *(
+            asyncio.open_connection(host, int(port), limit=_MAX_RESPONSE_BYTES)
+            for _ in range(point.streams)
+        )
     )
     for _ in range(_WAVES):
         await _wave(stack, streams, point)

@@ -18,12 +18,12 @@ from .context import FaultContext
 from .deployment import Deployment, NotReady
 from .stand_in.sitecustomize import KV_READ, LAST_STEP, TRIGGER
 
-MOST_DEATHS = 2
+MAX_DEATHS = 2
 _CODE = "query_of_death"
 _STATUS = 422
 _NUM_TOKENS = 100
 # of a request: the third one is refused even if innocent requests were charged with it before
-_MOST_REPEATS = 3
+_MAX_REPEATS = 3
 _RESTARTED_S = 90.0  # the torch engine loads for tens of seconds on a busy machine
 _ENDED = re.compile(r"^launch\s*\| \S+ (?:was killed|exited)")
 
@@ -67,7 +67,7 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
     """
     for number, case in enumerate(cases):
         expected = _num_deaths(context.deployment)
-        for _ in range(_MOST_REPEATS):
+        for _ in range(_MAX_REPEATS):
             answer = await asyncio.to_thread(_send, context, case, number)
             if (answer.status, answer.code) != (_STATUS, _CODE):
                 raise NotReady(
@@ -75,12 +75,12 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
                 )
             if answer.is_refused:
                 break
-            expected += MOST_DEATHS
+            expected += MAX_DEATHS
             await _wait_for_deaths(context.deployment, expected)
             await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
         else:
             raise NotReady(
-                f"a deadly request ({case}) ran {_MOST_REPEATS} times and is still not refused"
+                f"a deadly request ({case}) ran {_MAX_REPEATS} times and is still not refused"
             )
         deaths = _num_deaths(context.deployment)
         if deaths != expected:

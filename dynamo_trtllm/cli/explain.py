@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 class NotExplained(Exception):
@@ -176,7 +176,7 @@ def outcome(request: RequestRecording) -> str:
 
 def _latest(requests: Sequence[RequestRecording]) -> str:
     """Return a table of the latest requests."""
-    latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MOST_SHOWN:]
+    latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MAX_SHOWN:]
     rows = [("request", "began", "processes", "outcome")]
     for request in latest:
         first = request.steps[0]

@@ -46,8 +46,8 @@ from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, short
 _SETTLE_S: Final = 0.5
 _CLOCK_READINGS: Final = 3
 _CLOCK_TIMEOUT_S: Final = 0.25
-_MOST_HOST_CHARS: Final = 256
-_MOST_KEYS: Final = 50_000  # which fit into one message
+_MAX_HOST_CHARS: Final = 256
+_MAX_KEYS: Final = 50_000  # which fit into one message
 
 
 def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
@@ -114,7 +114,7 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         found = _keys(query, [*local.processes, *queries.processes()])
         # Ask all again, for what each knows of the requests that any process has named.
         if selection is not Selection.ALL and found - ids.keys:
-            kept = sorted(found)[:_MOST_KEYS]
+            kept = sorted(found)[:_MAX_KEYS]
             await queries.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
             if len(kept) < len(found):
                 queries.problems.append(
@@ -273,7 +273,7 @@ class RecordingQueries:
             self._asked_ns - part.now_ns, received_ns - part.now_ns
         )
         key = (header.boot_id, header.pid, header.epoch_ns)
-        host = escape_controls(shorten(part.host, _MOST_HOST_CHARS))
+        host = escape_controls(shorten(part.host, _MAX_HOST_CHARS))
         sender = self._senders.setdefault(key, _Sender(header, host))
         sender.header = header
         if part.slots:

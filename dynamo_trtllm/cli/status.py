@@ -39,7 +39,7 @@ _DEFAULT_URL = "http://localhost:8000"
 _HTTP_PORT = 80
 _UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
-_MOST_WORKERS = 10_000
+_MAX_WORKERS = 10_000
 _READY = "ready"
 _REGISTERED = "registered"
 _STARTING = "starting"
@@ -364,7 +364,7 @@ async def _of_server(
 
 async def _health(host: str, port: int, deadline: float) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, f"/health?limit={_MOST_WORKERS}", deadline)
+    _, body = await _get(host, port, f"/health?limit={_MAX_WORKERS}", deadline)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:

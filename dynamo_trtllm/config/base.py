@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.config import JsonDict
 
 from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.protocol.number_types import MOST_INT64, MOST_SECONDS
+from dynamo_trtllm.protocol.number_types import MAX_INT64, MAX_SECONDS
 from dynamo_trtllm.support.network.addresses import is_wildcard
 
 
@@ -25,10 +25,10 @@ def _role(given: object) -> object:
 
 RoleName = Annotated[Role, BeforeValidator(_role)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-PositiveInt = Annotated[int, Field(gt=0, le=MOST_INT64)]
-PositiveFloat = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_INT64)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT64)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT64)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 
 
 def matching(pattern: str, message: str) -> AfterValidator:

@@ -27,7 +27,7 @@ from dynamo_trtllm.config.base import (
 )
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
-from dynamo_trtllm.protocol.number_types import MOST_SECONDS
+from dynamo_trtllm.protocol.number_types import MAX_SECONDS
 
 
 def _server_url(value: str) -> str:
@@ -385,7 +385,7 @@ class ExplainConfig(ConnectionConfig):
         False,
         help="List requests that have not ended and are silent, with the process that holds each.",
     )
-    older_than_s: Annotated[float, Field(ge=1.5, le=MOST_SECONDS)] = option(
+    older_than_s: Annotated[float, Field(ge=1.5, le=MAX_SECONDS)] = option(
         "process",
         10.0,
         help="Seconds of silence after which a request counts as stuck, at least 1.5: the progress"

@@ -14,7 +14,7 @@ from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_LARGEST = 2**63 - 1
+_MAX_INT64 = 2**63 - 1
 
 
 class Found(NamedTuple):
@@ -206,7 +206,7 @@ def _check_value(
     key: str, value: Any, field: ManifestField, release: ApiManifest, where: str
 ) -> None:
     low, high = release.library.ranges.get(key, (None, None))
-    if isinstance(value, int) and abs(value) > _LARGEST:
+    if isinstance(value, int) and abs(value) > _MAX_INT64:
         raise ConfigError(
             f"{where}: {key} has {len(str(abs(value)))} digits: expected a number of 64 bits",
             field=key,

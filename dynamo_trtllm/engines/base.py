@@ -24,7 +24,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import Generator, KvHolder, OnEvent, StreamHandle
 
-MOST_STEPS = 512  # measured steps that wait for the worker
+MAX_STEPS = 512  # measured steps that wait for the worker
 # as the frontend appends it to the unique part of an id
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
@@ -174,7 +174,7 @@ class Engine(Generator, KvHolder, Protocol):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """The newest measured steps, at most MOST_STEPS, the oldest first.
+        """The newest measured steps, at most MAX_STEPS, the oldest first.
 
         Their one reader removes them.
         """

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # the GIL.
 BLOCK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 NOTHING = 1  # the checksum of no regions; 0 means that a checksum is not known yet
 HOST = "xxh3-64/2"  # names of checksum methods, part of the wire format
@@ -55,7 +55,7 @@ class Checksums:
         self.device_checksum: Callable[[MemoryRegion], int] | None = None
         self.mismatches = 0  # number of fetches with a wrong checksum
         num_cpus = os.cpu_count() or 1
-        num_threads = max(1, min(_MOST_THREADS, num_cpus // 2))
+        num_threads = max(1, min(_MAX_THREADS, num_cpus // 2))
         self._pool = ThreadPoolExecutor(num_threads, "kv-checksum")  # starts threads on demand
 
     def method(self, regions: Sequence[MemoryRegion]) -> str:

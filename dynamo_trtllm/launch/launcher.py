@@ -30,7 +30,7 @@ from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scr
 
 _FOLDER = "dynamo-launch-"
 _RECORD = "deployment.json"
-_LONGEST_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
 
@@ -102,7 +102,7 @@ class ManagedProcess(Child):
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
     async def _pump(self) -> None:
-        reader = asyncio.StreamReader(limit=_LONGEST_LINE_BYTES)
+        reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             partial(asyncio.StreamReaderProtocol, reader), self._process.stdout
         )

@@ -35,7 +35,7 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 _ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 1.0
 _PAUSE_FRACTION = 0.1  # of the time waited so far
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ async def until(
         spent_s = now() - began
         if spent_s >= within_s:
             raise NotYet(why)
-        pause_s = min(max(_PAUSE_FRACTION * spent_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        pause_s = min(max(_PAUSE_FRACTION * spent_s, _SHORTEST_PAUSE_S), _MAX_PAUSE_S)
         await asyncio.sleep(min(pause_s, within_s - spent_s))
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import KvLayout, SamplingDefaults
-from dynamo_trtllm.protocol.number_types import MOST_INT64
+from dynamo_trtllm.protocol.number_types import MAX_INT64
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -370,7 +370,7 @@ def _index_bytes(folder: Path) -> int | None:
     if path.is_file():
         metadata = _read_json(path).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if isinstance(total, int | float) and 0 < total <= MOST_INT64:
+        if isinstance(total, int | float) and 0 < total <= MAX_INT64:
             return int(total)
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file()]
     return sum(sizes) or None

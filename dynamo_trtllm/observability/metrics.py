@@ -90,7 +90,7 @@ class Histogram(Collector):
 
 
 PREFIX = "dynamo_trtllm_"
-MOST_WORKERS = 256  # with a label of their own
+MAX_WORKERS = 256  # with a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -143,7 +143,7 @@ _BUCKETS = {
 }
 
 
-_MOST_FIELDS = 100  # ignored fields that are counted by their name
+_MAX_FIELDS = 100  # ignored fields that are counted by their name
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,7 +255,7 @@ class FrontendMetrics(ProcessMetrics):
 
         Clients choose the names, so later ones are counted as "other".
         """
-        if len(self._fields) < _MOST_FIELDS:
+        if len(self._fields) < _MAX_FIELDS:
             self._fields.add(name)
         self.child("ignored_fields_total", name if name in self._fields else "other").inc()
 
@@ -293,14 +293,14 @@ class FrontendMetrics(ProcessMetrics):
     def render(self) -> bytes:
         """Return the metrics of this process.
 
-        Gauges by worker are those of at most MOST_WORKERS workers, those with the highest values.
+        Gauges by worker are those of at most MAX_WORKERS workers, those with the highest values.
         """
         self._observe_all()
         for name, read in self.by_worker.items():
             gauge = self._metrics[name]
             values = read()
             gauge.clear()  # of workers that are gone
-            for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
+            for instance_id in heapq.nlargest(MAX_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
         return super().render()
 

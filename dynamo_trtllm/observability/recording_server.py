@@ -33,7 +33,7 @@ from dynamo_trtllm.protocol.number_types import Int64, Number, UInt64
 
 _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10
-_MOST_WAITING: Final = 16  # queries; more are not answered
+_MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 # after an answer; otherwise clients that ask often would take most of the event loop's time
 _PAUSE_S = 0.25
@@ -151,7 +151,7 @@ async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int =
         namespace: namespace of the process.
         instance_id: id of a worker; 0 for a frontend.
     """
-    waiting: asyncio.Queue[RecordingQuery] = asyncio.Queue(_MOST_WAITING)
+    waiting: asyncio.Queue[RecordingQuery] = asyncio.Queue(_MAX_WAITING)
 
     def receive(data: bytes, _reply: str) -> None:
         with suppress(BadFrame, asyncio.QueueFull):  # BadFrame: of another release

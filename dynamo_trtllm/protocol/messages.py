@@ -17,10 +17,10 @@ import msgspec
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.number_types import (
+    MAX_COUNT,
     MAX_DP_RANKS,
     MAX_LOGPROBS,
-    MOST_COUNT,
-    PRIORITY_LIMIT,
+    MAX_PRIORITY,
     Count,
     EpochSeconds,
     Int64,
@@ -124,13 +124,13 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 _Temperature: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=2)]
 _Probability: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _TopP: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_TopK: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=MOST_COUNT)]  # 0 and -1: all
+_TopK: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]  # 0 and -1: all
 _Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _RepetitionPenalty: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=10)]
 _Bias: TypeAlias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 _NumLogprobs: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 _DpRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_DP_RANKS)]
-_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -311,7 +311,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         }
 
 
-MOST_VOCABULARY: Final = 1 << 24
+MAX_VOCABULARY: Final = 1 << 24
 
 
 class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -322,7 +322,7 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     name: str  # the served name, which clients send as `model`
     context_length: PositiveCount  # tokens, prompt plus output
-    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_VOCABULARY)]
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_VOCABULARY)]
     eos_token_ids: tuple[TokenId, ...]
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser

@@ -11,22 +11,22 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-MOST_COUNT: Final = (1 << 31) - 1
-MOST_INT64: Final = (1 << 63) - 1
-PRIORITY_LIMIT: Final = 1 << 20  # not every engine distinguishes more values
+MAX_COUNT: Final = (1 << 31) - 1
+MAX_INT64: Final = (1 << 63) - 1
+MAX_PRIORITY: Final = 1 << 20  # not every engine distinguishes more values
 MAX_DP_RANKS: Final = 1 << 16
 MAX_LOGPROBS: Final = 20  # alternatives of one token
-MOST_SECONDS: Final = 1e9  # 31 years
+MAX_SECONDS: Final = 1e9  # 31 years
 _LAST_TIME: Final = 1e11  # in the year 5138
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_COUNT)]  # of tokens, blocks, requests, layers
-PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # of tokens, blocks, requests, layers
+PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 # Any other whole number: an id, a number of bytes, an address, or a number in order.
-Number: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_INT64)]
-Int64: TypeAlias = Annotated[int, Meta(ge=-MOST_INT64 - 1, le=MOST_INT64)]
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT64)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 # MessagePack has no larger ones, and msgspec no larger bound
 UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 EpochSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=_LAST_TIME)]  # seconds since the epoch

@@ -34,7 +34,7 @@ from dynamo_trtllm.protocol.cost_model import (
 
 _log = logging.getLogger(__name__)
 
-_MOST_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
+_MAX_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
 _PER_KIND = 12  # samples that are kept of each kind; the newest ones
 _WARM_UP = 4  # samples to ignore at first
 _MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
@@ -44,7 +44,7 @@ _FIRST_INTERVAL = (0.5, 2.0)
 # Samples of known kinds. If all but one are too fast, or too slow, older samples are dropped.
 _CHANGED = 12
 # Samples for which the coefficients stay until it is clear that the engine has changed.
-_MOST_DOUBTED = 64
+_MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
 _ROUNDS = 3  # rounds of a fit; each has new weights
@@ -116,7 +116,7 @@ class RobustFit:
             self._evaluate(ratio, is_known=is_known)
         if samples is None:
             samples = deque(maxlen=_PER_KIND)
-            if len(self._kinds) >= _MOST_KINDS:
+            if len(self._kinds) >= _MAX_KINDS:
                 oldest = next(iter(self._kinds))
                 del self._kinds[oldest]
         samples.append(_Sample(self.num_samples, features, seconds))
@@ -170,7 +170,7 @@ class RobustFit:
             self._doubted_at = self.num_samples
             return False
         if num_out < _CHANGED - 1:
-            return self.num_samples - self._doubted_at < _MOST_DOUBTED
+            return self.num_samples - self._doubted_at < _MAX_DOUBTED
         # The first of these samples may be the one that is as before.
         first_changed, _ = self._known_ratios[1]
         self._drop_before(first_changed, self._coefficients, median(ratios))
@@ -339,7 +339,7 @@ class CallSample(NamedTuple):
 
 
 _LEARN_EVERY_S = 1.0
-_MOST_CALLS = 256  # from which the model has not learned yet
+_MAX_CALLS = 256  # from which the model has not learned yet
 
 
 def _ignore_outcome(name: str, ratio: float, is_covered: bool) -> None:
@@ -363,7 +363,7 @@ class CostFit:
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         self._steps.clear()  # those of the warm-up
-        self.calls: deque[CallSample] = deque(maxlen=_MOST_CALLS)  # that the caller has measured
+        self.calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)  # that the caller has measured
         self._learned_at = -math.inf
         if prior is None:
             prior = CostModel()

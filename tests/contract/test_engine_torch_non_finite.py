@@ -273,7 +273,7 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
                     seen[exc.code] += 1
             raise AssertionError("forty attempts failed")
 
-    monkeypatch.setattr(scheduler, "_MOST_NON_FINITE", count)
+    monkeypatch.setattr(scheduler, "_MAX_NON_FINITE", count)
     async with started(prefill, decode):
         clean = await asyncio.gather(*(retried(number) for number in range(35)))
         assert seen == {}

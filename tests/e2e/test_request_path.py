@@ -22,7 +22,7 @@ from tests.kit.cluster import Cluster, Process, events, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
-MOST_FILES = 64  # files are cut by subject: this only notices a path that grows
+MAX_FILES = 64  # files are cut by subject: this only notices a path that grows
 # Renews leases; broadcasts the load, with the times that the worker has learned.
 BESIDE = {
     "cluster/discovery/etcd_store.py",
@@ -111,7 +111,7 @@ def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
         before.file != after.file for path in paths for before, after in itertools.pairwise(path)
     )
     print(f"{len(executed)} files, {num_functions} functions, {num_switches} switches")
-    assert len(executed) <= MOST_FILES, "\n".join(sorted(executed))
+    assert len(executed) <= MAX_FILES, "\n".join(sorted(executed))
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     path = page.partition("## Life of a request")[2].partition("\n## ")[0]
     named = re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)

@@ -75,7 +75,7 @@ from dynamo_trtllm.protocol.messages import (
     decode,
     encode,
 )
-from dynamo_trtllm.protocol.number_types import MOST_INT64
+from dynamo_trtllm.protocol.number_types import MAX_INT64
 from tests.inproc_plane import InprocTransport
 from tests.kit.generator_streams import call_stream
 from tests.kit.instances import make_instance
@@ -251,7 +251,7 @@ def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(
                 continue
             if isinstance(found, int | float):
                 assert math.isfinite(found), (name, number)
-                assert abs(found) <= MOST_INT64, (name, number)
+                assert abs(found) <= MAX_INT64, (name, number)
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e999", "NaN", "[" + "9" * 5000 + "]"])

@@ -37,9 +37,9 @@ CALL_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 # Also for long leases: after etcd has lost its data, workers must register again before watchers
 # remove them (10 s).
-LONGEST_PAUSE_S = 3.0
+MAX_PAUSE_S = 3.0
 FIRST_DELAY_S = 0.05  # between attempts
-LONGEST_DELAY_S = 1.0
+MAX_DELAY_S = 1.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _PORT = re.compile(r":\d+$")
 _OPTIONS = [
@@ -340,7 +340,7 @@ def backoff() -> Iterator[float]:
     full_s = FIRST_DELAY_S
     while True:
         yield full_s * random.uniform(0.5, 1.0)
-        full_s = min(2 * full_s, LONGEST_DELAY_S)
+        full_s = min(2 * full_s, MAX_DELAY_S)
 
 
 class LeaseKeeper:
@@ -390,7 +390,7 @@ class LeaseKeeper:
     async def _keep(self, lease: Lease) -> None:
         while True:
             # A third of the TTL leaves time for two more attempts before the lease expires.
-            await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
+            await asyncio.sleep(min(lease.ttl_s / 3, MAX_PAUSE_S) * random.uniform(0.8, 1.0))
             try:
                 if await self._store.keep_alive(lease):
                     await self._restore(lease)

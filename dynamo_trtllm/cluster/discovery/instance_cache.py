@@ -21,7 +21,7 @@ from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role
 
 log = logging.getLogger(__name__)
 
-MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
+MAX_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
 
 
 class _ModelInstances:
@@ -247,13 +247,13 @@ class InstanceCache:
         if known == reason:
             return []
         if known is None:
-            if len(self._rejected) >= MOST_REJECTED:
+            if len(self._rejected) >= MAX_REJECTED:
                 if not self._has_logged_full:
                     text = (
                         "%d etcd records rejected, not logging further ones; check which client"
                         " writes them"
                     )
-                    log.warning(text, MOST_REJECTED)
+                    log.warning(text, MAX_REJECTED)
                 self._has_logged_full = True
                 return []
             log.warning("etcd record rejected: %s (key %s)", reason, shown)

@@ -24,19 +24,19 @@ from dynamo_trtllm.protocol.messages import (
 )
 
 PREFIX: Final = "v1/instances"  # of the keys
-MOST_RECORD_BYTES: Final = 256 << 10
-MOST_MODEL_NAME_CHARACTERS: Final = 256
-_MOST_EOS_IDS: Final = 1024
-_MOST_FILES: Final = 32
-_MOST_PAIRING: Final = 64
-_MOST_FEATURES: Final = 256
+MAX_RECORD_BYTES: Final = 256 << 10
+MAX_MODEL_NAME_CHARACTERS: Final = 256
+_MAX_EOS_IDS: Final = 1024
+_MAX_FILES: Final = 32
+_MAX_PAIRING: Final = 64
+_MAX_FEATURES: Final = 256
 _TOKENIZER: Final = "tokenizer.json"
 _SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
 _LONG: Final = 256
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
-_MOST_FILE_NAME: Final = 255
+_MAX_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
-_MOST_REASON: Final = 400
+_MAX_REASON: Final = 400
 _SHOWN_CHARACTERS: Final = 256  # of a key
 _SHOWN_HEAD: Final = 200
 
@@ -114,9 +114,9 @@ class BadRecord(Exception):
     """A record is invalid. The message is shortened and has no control characters."""
 
     def __init__(self, reason: str) -> None:
-        escaped = _CONTROL.sub(_escape, reason[: _MOST_REASON + 1])
-        if len(escaped) > _MOST_REASON:
-            escaped = f"{escaped[:_MOST_REASON]}..."
+        escaped = _CONTROL.sub(_escape, reason[: _MAX_REASON + 1])
+        if len(escaped) > _MAX_REASON:
+            escaped = f"{escaped[:_MAX_REASON]}..."
         super().__init__(escaped)
 
 
@@ -136,8 +136,8 @@ def read_instance(key: str, record: bytes) -> Instance:
         raise BadRecord(
             f"the key is not of the form {PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID"
         ) from exc
-    if len(record) > MOST_RECORD_BYTES:
-        raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
+    if len(record) > MAX_RECORD_BYTES:
+        raise BadRecord(f"the record has {len(record)} bytes; the limit is {MAX_RECORD_BYTES}")
     try:
         instance = decode(record, Instance)
     except BadFrame as exc:
@@ -215,7 +215,7 @@ def check_model_name(name: str) -> None:
         ConfigError: frontends would reject the name.
     """
     try:
-        _check_text("the served model name", name, most=MOST_MODEL_NAME_CHARACTERS)
+        _check_text("the served model name", name, most=MAX_MODEL_NAME_CHARACTERS)
     except BadRecord as exc:
         raise ConfigError(
             f"{exc}; pass another --served-model-name", field="served_model_name"
@@ -247,15 +247,15 @@ def _check_kinds(instance: Instance) -> None:
     _check_kind("layout.dtype", instance.layout.dtype)
     _check_text("version", instance.version, least=0, most=_LONG)
     _check_names("supported_features", instance.supported_features)
-    _check_size("pairing", instance.kv_compat, _MOST_PAIRING)
+    _check_size("pairing", instance.kv_compat, _MAX_PAIRING)
     for name, value in instance.kv_compat.items():
         _check_text("a name in pairing", name, most=_LONG)
         _check_text(f"pairing.{name}", value, least=0, most=_PATH)
 
 
 def _check_card(card: ModelDeploymentCard) -> None:
-    _check_text("card.name", card.name, most=MOST_MODEL_NAME_CHARACTERS)
-    _check_size("card.eos_token_ids", card.eos_token_ids, _MOST_EOS_IDS)
+    _check_text("card.name", card.name, most=MAX_MODEL_NAME_CHARACTERS)
+    _check_size("card.eos_token_ids", card.eos_token_ids, _MAX_EOS_IDS)
     largest = max(card.eos_token_ids, default=0)
     if card.eos_token_ids and largest >= card.vocab_size:
         raise BadRecord(
@@ -264,9 +264,9 @@ def _check_card(card: ModelDeploymentCard) -> None:
     for field in ("renderer", "reasoning_parser", "tool_call_parser"):
         _check_kind(f"card.{field}", getattr(card, field))
     _check_names("card.refuses", card.unsupported_features)
-    _check_size("card.files", card.files, _MOST_FILES)
+    _check_size("card.files", card.files, _MAX_FILES)
     for name, sha256 in card.files.items():
-        _check_text("a file name", name, most=_MOST_FILE_NAME)
+        _check_text("a file name", name, most=_MAX_FILE_NAME)
         if name in (".", "..") or "/" in name or "\\" in name:
             raise BadRecord(f"file name {_shown(name)} must be a plain name without a path")
         if not _SHA256.fullmatch(sha256):
@@ -281,7 +281,7 @@ def _check_size(field: str, values: Collection[object], most: int) -> None:
 
 
 def _check_names(field: str, names: Collection[str]) -> None:
-    _check_size(field, names, _MOST_FEATURES)
+    _check_size(field, names, _MAX_FEATURES)
     for name in names:
         _check_text(f"a name in {field}", name, most=_LONG)
 

@@ -132,7 +132,7 @@ class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 _NIL = msgspec.Raw(b"\xc0")
 # In one message. Each takes 10 microseconds, and a frontend has fewer streams.
-_MOST_BAD_FRAMES = 4096
+_MAX_BAD_FRAMES = 4096
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +153,7 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
         on_unreadable: called once if the message, or a part of it, can't be read.
 
     Raises:
-        BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are
+        BadFrame: the message can't be split into frames, or more than _MAX_BAD_FRAMES frames are
             unreadable.
     """
     try:
@@ -167,9 +167,9 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
         frame = _read_frame(raw_frame)
         if frame is None or frame.failure is not None:
             bad += 1
-        if bad > _MOST_BAD_FRAMES:
+        if bad > _MAX_BAD_FRAMES:
             raise errors.BadFrame(
-                f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable"
+                f"more than {_MAX_BAD_FRAMES} of {len(raw.frames)} frames are unreadable"
             )
         if frame is not None:
             frames.append(frame)

@@ -55,7 +55,7 @@ _CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "pending_size": 1 << 40,
 }
 # A server closes the connection of a client that sends a line of more than 4096 bytes.
-_LONGEST_SUBJECT = 1024
+_MAX_SUBJECT = 1024
 
 
 async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
@@ -279,9 +279,9 @@ class NatsTransport:
 
         Without a connection, wait up to `timeout_s` for one first.
         """
-        if len(subject) > _LONGEST_SUBJECT:
+        if len(subject) > _MAX_SUBJECT:
             raise Unreachable(
-                f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}"
+                f"the subject has {len(subject)} characters; the limit is {_MAX_SUBJECT}"
             )
         if not self._up.is_set():
             await self._connected(timeout_s)
@@ -325,7 +325,7 @@ class NatsTransport:
     def publish(self, subject: str, data: bytes) -> None:
         if not self._is_open:
             return
-        if len(subject) > _LONGEST_SUBJECT:
+        if len(subject) > _MAX_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
         # Not sent within this call: an error ends all streams, which publish cancels.

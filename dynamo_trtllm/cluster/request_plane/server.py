@@ -42,7 +42,7 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-_LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
+_MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _TOKENS_SINCE = 3  # wire version
 _LOAD_EVERY_S = 0.05
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
@@ -174,10 +174,9 @@ class PlaneServer:
             return
         try:
             body = decode(data, ClientMessage).body
-            if len(body.inbox) > _LONGEST_INBOX:
+            if len(body.inbox) > _MAX_INBOX:
                 raise errors.BadFrame(
-                    f"the inbox name has {len(body.inbox)} characters; the limit is"
-                    f" {_LONGEST_INBOX}"
+                    f"the inbox name has {len(body.inbox)} characters; the limit is {_MAX_INBOX}"
                 )
             caller = self._callers.get(body.inbox)
             if caller is not None:

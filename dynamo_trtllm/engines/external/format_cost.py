@@ -53,8 +53,8 @@ _PROPERTY_US: Final = 350
 _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
 _AMBIGUITY_US: Final = 40_000  # multiplied by the square of a run of variable parts
 _LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
-_MOST_STATES: Final = 128  # xgrammar writes out no more repetitions than these
-_MOST_LENGTH: Final = 10**9  # larger ones count as this one
+_MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
+_MAX_LENGTH: Final = 10**9  # larger ones count as this one
 _LEAST_WEIGHT: Final = 0.05  # a part of variable length
 _LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
 # each copy of a group, in comparison with a part that is written several times
@@ -161,15 +161,15 @@ def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
     The states of a length that is written out are also those of shorter ones.
     """
     states = [max(length) for length in lengths]
-    written_out = max((count for count in states if count < _MOST_STATES), default=0)
-    return written_out + sum(_MOST_STATES for count in states if count >= _MOST_STATES)
+    written_out = max((count for count in states if count < _MAX_STATES), default=0)
+    return written_out + sum(_MAX_STATES for count in states if count >= _MAX_STATES)
 
 
 def _count(value: Any) -> int:
     """Return the value of a keyword of lengths, 0 if it has none."""
     if not isinstance(value, int | float) or not value > 0:
         return 0
-    return int(min(value, _MOST_LENGTH))
+    return int(min(value, _MAX_LENGTH))
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
@@ -348,13 +348,13 @@ def _quantified(piece: _Piece, text: str) -> _Piece:
     least, most = _bounds(text)
     if piece.width is not None:
         return _characters(piece.width, least, most)
-    times = min(max(1, least) if most is None else most, _MOST_STATES)
+    times = min(max(1, least) if most is None else most, _MAX_STATES)
     return piece.repeated(times) if least == most else piece.variable(times)
 
 
 def _characters(width: Width, least: int, most: int | None) -> _Piece:
     """Return a repeated character or class. In a run, the number of repetitions does not matter."""
-    written_out = min(max(least, most or 0), _MOST_STATES)
+    written_out = min(max(least, most or 0), _MAX_STATES)
     us = 0.0 if most is not None else width.loop_us
     states = 0.0
     if width.weight and written_out > _LONG:

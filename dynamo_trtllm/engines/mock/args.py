@@ -12,7 +12,7 @@ from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.messages import KvLayout, Limits
-from dynamo_trtllm.protocol.number_types import MOST_COUNT
+from dynamo_trtllm.protocol.number_types import MAX_COUNT
 
 _UNSUPPORTED_FEATURES = (
     "guided",
@@ -26,7 +26,7 @@ _UNSUPPORTED_FEATURES = (
 )
 
 
-_Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
+_Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 KV_WORDS = 64  # 32-bit words of simulated KV per block
 
 

@@ -8,7 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
+from dynamo_trtllm.engines.base import MAX_STEPS, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
@@ -111,7 +111,7 @@ class MockScheduler:
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
-        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self.steps: deque[StepSample] = deque(maxlen=MAX_STEPS)
 
     def start(self) -> None:
         """Start the steps."""

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_trtllm.config.base import PositiveFloat, matching
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
-from dynamo_trtllm.protocol.number_types import MOST_COUNT
+from dynamo_trtllm.protocol.number_types import MAX_COUNT
 
-_Count = Annotated[int, Field(gt=0, le=MOST_COUNT)]
+_Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 
 
 class TorchArgs(BaseModel):

@@ -45,10 +45,10 @@ from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_id
 from dynamo_trtllm.protocol.phases import QueueWaits
 
 log = logging.getLogger(__name__)
-_MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
+_MAX_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
 # Prompt tokens per step whose log-probabilities are requested: each takes logits of its own.
-_MOST_SCORED = 256
+_MAX_SCORED = 256
 
 Delivery: TypeAlias = list[Callable[[], None]]
 """The events of one step, in order: calls to make on the event loop."""
@@ -328,7 +328,7 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
         planned = []
-        scores_budget = _MOST_SCORED
+        scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
             count = min(budget, self.args.prefill_chunk_tokens, tokens_left)
@@ -357,7 +357,7 @@ class Scheduler:
                 seq.awaits_step = False
                 seq.phases.end("decode_wait")
             self._emit(seq, token)
-        if len(self._non_finite) >= _MOST_NON_FINITE:
+        if len(self._non_finite) >= _MAX_NON_FINITE:
             raise EngineFailed(
                 f"the model's output was NaN or infinite in {len(self._non_finite)} requests within"
                 f" {_NON_FINITE_S:g} s"

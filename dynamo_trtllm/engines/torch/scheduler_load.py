@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
+from dynamo_trtllm.engines.base import MAX_STEPS, EngineStats
 from dynamo_trtllm.engines.torch.kv import ForwardBatch
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.cost_model import StepSample
@@ -32,7 +32,7 @@ class SchedulerLoad:
         self._submitted = _Submitted()  # so far
         self._taken = _Submitted()  # so far
         self._published = (stats, self._taken)
-        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self.steps: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self._is_behind = False  # a step was not awaited, and its time is in the next one
 
     def submit(self, seq: TorchSequence) -> None:

@@ -25,7 +25,7 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.base import MAX_STEPS, EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -111,7 +111,7 @@ class TrtllmEngine(ExternalEngine):
         self.kv_transfer_ttl_s = kv_transfer_ttl_s(self._facts, config.kv_transfer_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
         self._watchdog: Watchdog | None = None  # once the LLM is built
-        self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self._publishes_kv_events = config.publish_kv_events
         self._kv_events: KvEventPoller | None = None  # once they are read
         if config.publish_kv_events:

@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.vllm import start_progress
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 _POLL_S = 0.25
-_LONGEST_S = 120.0  # torch.compile takes 18 to 47 s for gpt-oss-120b
+_MAX_WAIT_S = 120.0  # torch.compile takes 18 to 47 s for gpt-oss-120b
 
 
 class CompileLock:
@@ -39,7 +39,7 @@ class CompileLock:
         self._lock = FileLock(folder / f"{key}.lock", thread_local=False)
         self._compiled = folder / f"{key}.compiled"
 
-    def acquire(self, longest_s: float = _LONGEST_S) -> bool:
+    def acquire(self, longest_s: float = _MAX_WAIT_S) -> bool:
         """Wait for another process that compiles. Hold the lock unless the code is there now.
 
         Args:

@@ -16,7 +16,7 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
+from dynamo_trtllm.engines.base import MAX_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, releases, transfers
@@ -41,7 +41,7 @@ class StepStats:
 
     def __init__(self) -> None:
         self._last: dict[int, Any] = {}  # vLLM's `SchedulerStats`
-        self.times: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self.times: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self.blocks_per_rank = 0  # set once the engine is built
 
     def record(self, rank: int, stats: Any) -> None:

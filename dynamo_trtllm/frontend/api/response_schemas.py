@@ -17,7 +17,8 @@ from dynamo_trtllm.protocol.messages import ModelDeploymentCard
 from dynamo_trtllm.protocol.sanitize import shorten
 
 OWNER = "dynamo_trtllm"
-LONGEST = 1000  # characters of an error message: it may quote a request of several megabytes
+# An error message may quote a request of several megabytes.
+MAX_MESSAGE_CHARACTERS = 1000
 
 Schema: TypeAlias = dict[str, Any]
 Time = Annotated[int, Field(ge=0, description="Seconds since the epoch.")]
@@ -505,14 +506,19 @@ def error_body(
     message: str, *, type: ErrorType, param: str | None = None, code: str
 ) -> ErrorObject:
     return {
-        "error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}
+        "error": {
+            "message": shorten(message, MAX_MESSAGE_CHARACTERS),
+            "type": type,
+            "param": param,
+            "code": code,
+        }
     }
 
 
 def messages_error_body(
     message: str, *, type: MessagesErrorType, param: str | None, code: str, request_id: str
 ) -> MessagesErrorObject:
-    text = shorten(message, LONGEST)
+    text = shorten(message, MAX_MESSAGE_CHARACTERS)
     error: MessagesErrorDetail = {"type": type, "message": text, "param": param, "code": code}
     return {"type": "error", "error": error, "request_id": request_id}
 

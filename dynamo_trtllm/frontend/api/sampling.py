@@ -32,9 +32,9 @@ from dynamo_trtllm.frontend.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_
 from dynamo_trtllm.protocol.messages import GenerateRequest, OutputFormat, Sampling, token_ids
 from dynamo_trtllm.protocol.number_types import (
     MAX_DP_RANKS,
+    MAX_INT64,
     MAX_LOGPROBS,
-    MOST_INT64,
-    PRIORITY_LIMIT,
+    MAX_PRIORITY,
 )
 
 MAX_STOPS = 4
@@ -44,7 +44,7 @@ MAX_BIASED = 1024
 MAX_CHOICES = 128  # per request, over all its prompts
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
-SEED_LIMIT = MOST_INT64 + 1
+SEED_LIMIT = MAX_INT64 + 1
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 MAX_WORDS: Final = 1024
 _META: Final = re.compile(r"[][\\.^$*+?{}()|]")
@@ -124,7 +124,7 @@ class StreamOptions(RequestModel):
 
 _NO_STREAM_OPTIONS = StreamOptions()
 _NO_SAMPLING = Sampling(max_tokens=0)
-Priority = Annotated[int, Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 DpRank = Annotated[int, Field(ge=0, lt=MAX_DP_RANKS)]
 
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
 _MAX_NAME: Final = 64  # characters of each
 _SHORTEST: Final = 3  # characters of a known name; every name of one character is nearly "n"
-_MOST_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
+_MAX_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
 
 
 class IgnoredFields:
@@ -40,7 +40,7 @@ class IgnoredFields:
         Only the first unknown fields of a request are compared, so that no request costs more than
         its size.
         """
-        if not self._rejects_misspelled or len(self._compared) >= _MOST_COMPARED:
+        if not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED:
             return None
         if len(name) > _MAX_NAME or (name, known) in self._compared:
             return None

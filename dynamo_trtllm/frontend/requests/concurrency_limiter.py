@@ -14,7 +14,7 @@ from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.support.network.by_network import ByNetwork
 
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
-_LONGEST_RETRY_S = 60
+_MAX_RETRY_S = 60
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +203,7 @@ class ConcurrencyLimiter:
         wait_s = 1.0
         if self._finished:
             wait_s = (self._num_waiting_choices + 1) * counted_s / self._finished
-        return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
+        return max(1, min(_MAX_RETRY_S, math.ceil(wait_s)))
 
     def grant(self) -> None:
         """Let the next requests run for which there are permits, and which workers can begin."""

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from dynamo_trtllm.frontend.requests.format_graph import Graph, components, longest_path
 from dynamo_trtllm.frontend.requests.format_syntax import (
-    MOST_GROUPS,
+    MAX_GROUPS,
     GrammarSyntax,
     grammar_modes,
     read_grammar,
@@ -37,7 +37,7 @@ LIMITS: Final = {
     "patterns": 100,
     "properties": 5_000,
     # Limits of each single place in a format:
-    _GROUPS: MOST_GROUPS,
+    _GROUPS: MAX_GROUPS,
     _WRITTEN_OUT: 100_000,
     "quantifiers of a regular expression": 100,
     _LEVELS: 1_000,

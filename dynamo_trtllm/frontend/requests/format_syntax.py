@@ -13,7 +13,7 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-MOST_GROUPS: Final = 64  # nested groups of a format
+MAX_GROUPS: Final = 64  # nested groups of a format
 _MANY: Final = 10**9  # stands for numbers with more than _MAX_DIGITS digits
 _MAX_DIGITS: Final = 9
 
@@ -173,7 +173,7 @@ def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     braces = 0  # number of open braces, which may contain rules
     position = 0
     tokens = _TOKENS[mode]
-    while grammar.depth <= MOST_GROUPS:
+    while grammar.depth <= MAX_GROUPS:
         token = tokens.search(text, position)
         if token is None:
             break

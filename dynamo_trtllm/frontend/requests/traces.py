@@ -30,8 +30,8 @@ from dynamo_trtllm.support import http_client
 
 log = logging.getLogger(__name__)
 
-_MOST_QUEUED: Final = 2048  # traces
-_MOST_SENT: Final = 128  # in one message
+_MAX_QUEUED: Final = 2048  # traces
+_MAX_SENT: Final = 128  # in one message
 _EVERY_S = 1.0
 _TIMEOUT_S = 2.0  # of a message, and of all that are sent at the end of the process
 _WARN_EVERY_S = 60.0
@@ -127,7 +127,7 @@ class TraceExporter:
         if not is_sampled:
             return
         self._queued.set()
-        if len(self._queue) < _MOST_QUEUED:
+        if len(self._queue) < _MAX_QUEUED:
             self._queue.append(_QueuedTrace(trace_id, parent_id, request))
         else:
             self._drop(1)
@@ -167,7 +167,7 @@ class TraceExporter:
         """
         failure: Exception | None = None
         while self._queue and failure is None:
-            traces = list(islice(self._queue, _MOST_SENT))
+            traces = list(islice(self._queue, _MAX_SENT))
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await self._send(traces)

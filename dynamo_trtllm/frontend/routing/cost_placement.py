@@ -1,6 +1,6 @@
 """Place requests by the load of the workers and by the prefixes in their caches, without I/O.
 
-A selection compares all instances of a role, or of more than MOST_COMPARED those whose caches have
+A selection compares all instances of a role, or of more than MAX_COMPARED those whose caches have
 the longest prefixes of the prompt, and a few at random ("power of d choices"). So its time does not
 grow with the number of instances, and frontends that know the same do not all send their next
 requests to the same worker. Callers pass the time, and the seed of the random choices.
@@ -36,11 +36,11 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
 #     compared                                     8     4     2   none: in turn
 #     16 frontends                               615   432   325             291
 #     1 frontend, prompts of different lengths   469   564   735            1196
-MOST_COMPARED: Final = 4
-_DEEPEST = 2  # those that are compared because of their caches
+MAX_COMPARED: Final = 4
+_MAX_BY_PREFIX = 2  # those that are compared because of their caches
 # An instance that takes this many times as long per token as the fastest one costs more.
 _SLOWER: Final = 1.5
-_MOST_EXPONENT: Final = 700.0  # math.exp overflows above 709
+_MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709
 _NO_INSTANCES = ModelView()
 
 
@@ -262,18 +262,18 @@ class Placement:
 
         They are all, or of too many those with the longest prefixes and a few at random.
         """
-        if len(instances) <= MOST_COMPARED:
+        if len(instances) <= MAX_COMPARED:
             return {instance.id: instance for instance in instances}
         chosen: dict[int, Instance] = {}
         if overlaps is not None:
             by_id = _by_id(view)
             role = instances[0].role
             key = view.keys.get(instances[0].id)
-            for instance_id in overlaps.deepest(role, _DEEPEST):
+            for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
                 # Others are excluded from the view, or have another pairing key.
                 if instance_id in by_id and view.keys.get(instance_id) == key:
                     chosen[instance_id] = by_id[instance_id]
-        for _ in range(MOST_COMPARED - len(chosen)):
+        for _ in range(MAX_COMPARED - len(chosen)):
             index = int(self._random() * len(instances))
             instance = instances[index]
             chosen[instance.id] = instance
@@ -316,7 +316,7 @@ def _draw_order(ranked: list[Candidate], temperature: float) -> None:
     def arrival(candidate: Candidate) -> float:
         exponential = -math.log1p(-candidate.tie_breaker)
         exponent = (candidate.cost - least) / scale
-        return exponential * math.exp(min(_MOST_EXPONENT, exponent))
+        return exponential * math.exp(min(_MAX_EXPONENT, exponent))
 
     ranked.sort(key=arrival)
 

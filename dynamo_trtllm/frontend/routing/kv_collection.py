@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Longest collection, in seconds: equal to KV_WAIT_S in engines/external/runner.py.
 COLLECTION_S = 30.0
 # At the same time. The KV of further requests stays until the library's timeout.
-MOST_COLLECTIONS = 1024
+MAX_COLLECTIONS = 1024
 _CLOSE_S = 5.0  # for the collections in progress when the frontend stops
 _LAST = 1 << 20  # the priority behind that of every request
 
@@ -92,7 +92,7 @@ class KvCollector:
             decode: the worker that is to fetch it.
             request: the decode call; without KV transfer parameters while the prefill call runs.
         """
-        if len(self._running) >= MOST_COLLECTIONS:
+        if len(self._running) >= MAX_COLLECTIONS:
             self._drop(call, prefill, request)
         elif request.kv_params is not None:
             self._begin(prefill, decode, request).follow_decode(call, request.kv_params)

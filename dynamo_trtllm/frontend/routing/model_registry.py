@@ -47,7 +47,7 @@ from dynamo_trtllm.support.background import cancel_all, in_thread
 log = logging.getLogger(__name__)
 
 # Limit of one card's files together. The size that a worker sends is not trusted.
-MOST_FILES_BYTES: Final = 256 << 20
+MAX_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 
 
@@ -289,7 +289,7 @@ class ModelRegistry:
     async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
         """Fetch the card's files and return them by name. Raises as `_fetch`."""
         files: dict[str, bytes] = {}
-        left = MOST_FILES_BYTES
+        left = MAX_FILES_BYTES
         for file, sha256 in card.files.items():
             files[file] = await self._fetch(card.name, sha256, left)
             left -= len(files[file])
@@ -363,7 +363,7 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
     if total_bytes > most_bytes:
         return (
             f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and"
-            f" {MOST_FILES_BYTES >> 20} MiB for all files of a model"
+            f" {MAX_FILES_BYTES >> 20} MiB for all files of a model"
         )
     if offset + len(chunk.data) > total_bytes:
         return (
@@ -381,7 +381,7 @@ def _with_models(pairs: Mapping[str, Iterable[Pair]]) -> Iterator[tuple[str, Pai
             yield name, pair
 
 
-_MOST_NAMED = 20  # pairs or instances in a message
+_MAX_NAMED = 20  # pairs or instances in a message
 
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
@@ -395,12 +395,12 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
         return f"model {name} has no {workers}"
     pairs = pairs_of(view)
     if not pairs:
-        differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
+        differing = "; ".join(islice(mismatches(view), _MAX_NAMED))
         return f"no prefill worker of model {name} matches a decode worker: {differing}"
     if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
         return None
     states = []
-    for pair in pairs[:_MOST_NAMED]:
+    for pair in pairs[:_MAX_NAMED]:
         status = breakers.status(pair)
         reason = f" ({status.reason})" if status.reason else ""
         states.append(f"{format_pair(pair)} is {status.state}{reason}")

@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, WorkerDied,
 
 log = logging.getLogger(__name__)
 
-MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
-_MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
+MAX_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
+_MAX_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 
 
 class PairState(StrEnum):
@@ -136,7 +136,7 @@ class PairBreakers:
             if pair in self._withheld or (status is not None and status.is_wrong):
                 return False
             # Thousands of workers have millions of pairs. One without a status gets requests, too.
-            if status is None and len(self._statuses) >= MOST_STATUSES:
+            if status is None and len(self._statuses) >= MAX_STATUSES:
                 return False
         if status is None:
             status = self._status(pair)
@@ -185,7 +185,7 @@ class PairBreakers:
             status.state = PairState.FAILING
             return False
         status.state = PairState.QUARANTINED
-        num_doublings = min(status.num_openings, _MOST_DOUBLINGS)
+        num_doublings = min(status.num_openings, _MAX_DOUBLINGS)
         status.open_until = now + min(limits.max_open_s, limits.open_s * 2**num_doublings)
         status.num_openings += 1
         self._half_open_at = min(self._half_open_at, status.open_until)

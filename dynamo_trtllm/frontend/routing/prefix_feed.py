@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 # After the first request for a snapshot. Each one after it waits twice as long.
 PAUSE_S: Final = 2.0
-_LONGEST_PAUSE_S = 30.0
+_MAX_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
 _AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
 _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
@@ -131,4 +131,4 @@ class PrefixFeed:
                 except DynamoError as exc:
                     failure = f"{exc.code}: {exc.message}"
             await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)

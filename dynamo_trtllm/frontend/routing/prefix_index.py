@@ -23,7 +23,7 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
 _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
-_MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
+_MAX_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
 # A number of blocks, and the mask of the instances that have at least so many.
 Level: TypeAlias = tuple[int, int]
@@ -69,7 +69,7 @@ class PrefixIndex:
         self.roles = {role: mask & ~bit for role, mask in self.roles.items()}
 
     def levels(self, hashes: Sequence[int]) -> list[Level]:
-        """Return how deep instances match a prompt, at most _MOST_LEVELS, the deepest first.
+        """Return how deep instances match a prompt, at most _MAX_LEVELS, the deepest first.
 
         Each mask includes the one before it.
         """
@@ -84,7 +84,7 @@ class PrefixIndex:
         # The mask of a block has the bits of the block after it, and maybe more. So a mask with
         # more bits is a larger number, and a binary search finds the next block that has more.
         index = 0
-        while matching | mask != mask and len(levels) < _MOST_LEVELS:
+        while matching | mask != mask and len(levels) < _MAX_LEVELS:
             index = bisect_right(hashes, mask, index, key=masks.__getitem__)
             if index == len(hashes):
                 break
@@ -205,7 +205,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
     def search(self, bit: int) -> int:
         """Return how many of the prompt's first blocks an instance has that is in no level."""
         # With fewer levels, they have all instances that match.
-        if len(self.levels) < _MOST_LEVELS:
+        if len(self.levels) < _MAX_LEVELS:
             return 0
         masks = self.index.masks
 

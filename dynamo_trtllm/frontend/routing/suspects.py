@@ -4,7 +4,7 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 
 * A death is charged to requests that ran on the worker, or whose KV was being read from it. A
   request that is charged with a death is a suspect. It is given up when it is charged with
-  MOST_DEATHS deaths, so that it ends no third worker.
+  MAX_DEATHS deaths, so that it ends no third worker.
 * A query of death ends each worker at the same point: after as many tokens of a call, or after as
   many tokens of its answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the
   charge, and has settled.
@@ -41,18 +41,18 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, encode
 
 log = logging.getLogger(__name__)
 
-MOST_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
+MAX_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
 # A request whose prompt, format or first steps end workers does so before it has this many tokens.
 # Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
 # A suspect that failed later settles now, so that others need not wait for seconds.
-MOST_UNSETTLED_TOKENS: Final = 64
+MAX_UNSETTLED_TOKENS: Final = 64
 # Long enough to restart workers with a large model before a repeated query of death ends two more
 # of them. Not longer, because the refused request may be innocent.
 REFUSED_S: Final = 600.0
-MOST_REFUSED: Final = 1024  # requests; the oldest one is dropped
+MAX_REFUSED: Final = 1024  # requests; the oldest one is dropped
 _LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
-_MOST_DEAD: Final = 4096  # instances; the oldest one is dropped
+_MAX_DEAD: Final = 4096  # instances; the oldest one is dropped
 
 Key = tuple[str, bytes]
 K = TypeVar("K")
@@ -87,7 +87,7 @@ class Suspicion:
         if not self.deaths:
             return 0
         past_all = max(death.call for death in self.deaths.values()) + SETTLED_TOKENS
-        return min(past_all, MOST_UNSETTLED_TOKENS)
+        return min(past_all, MAX_UNSETTLED_TOKENS)
 
     def is_at_earlier_death(self, now: RequestProgress) -> bool:
         """Return whether the request is at the point at which it failed before."""
@@ -275,7 +275,7 @@ class Suspects:
         suspicion = call.suspicion
         suspicion.charge(dead, call.progress(), self._dead.__contains__)
         deaths = suspicion.deaths
-        if len(deaths) < MOST_DEATHS:
+        if len(deaths) < MAX_DEATHS:
             return None
         if not suspicion.is_given_up:  # else another choice of the prompt was given up before
             suspicion.is_given_up = True
@@ -291,8 +291,8 @@ class Suspects:
         self._dead[instance_id] = None
         self._charged[instance_id] = charged
         self._is_certain[instance_id] = len({call.suspicion for call in charged}) == 1
-        _drop_oldest(self._dead, _MOST_DEAD)
-        _drop_oldest(self._is_certain, _MOST_DEAD)
+        _drop_oldest(self._dead, _MAX_DEAD)
+        _drop_oldest(self._is_certain, _MAX_DEAD)
 
     def _find_charged(self, instance_id: int) -> set[TrackedCall]:
         """Return the calls to which the death of an instance is charged."""
@@ -328,7 +328,7 @@ class Suspects:
         """Add a key as the latest one, or renew it."""
         expiry_of.pop(key, None)
         expiry_of[key] = now + REFUSED_S
-        _drop_oldest(expiry_of, MOST_REFUSED)
+        _drop_oldest(expiry_of, MAX_REFUSED)
 
     def completed(self, request: GenerateRequest) -> None:
         """Note that a request was completed: those like it are probably innocent."""

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # The pause between two checks for acknowledgments.
 _SHORTEST_WAIT_S = 0.0002
-_LONGEST_WAIT_S = 0.005
+_MAX_WAIT_S = 0.005
 # The listener runs on after the last transfer: some transports need it to serve late readers.
 _LINGER_S = 2.0
 
@@ -246,7 +246,7 @@ class NixlBackend:
             if woken or any_read:
                 wait_s = _SHORTEST_WAIT_S
             else:
-                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
     # --- decode worker ----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     kind_of,
     validity_agent_of,
 )
-from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
+from dynamo_trtllm.kv_transfer.nixl.poller import MAX_SLEEP_S, PollSteps
 from dynamo_trtllm.kv_transfer.nixl.validity import (
     ACK_BYTES,
     ACK_OFFSET,
@@ -298,7 +298,7 @@ class Fetch:
         for jobs in self._hashing:
             running += [job for job in jobs if not job.cancel()]
         while not all(job.done() for job in running):
-            yield LONGEST_SLEEP_S
+            yield MAX_SLEEP_S
 
     def _read_validity(self) -> Generator[float, None, Validity]:
         """Read the prefill worker's validity slot.
@@ -351,4 +351,4 @@ class Fetch:
                     xfer.agent.release_xfer_handle(xfer.handle)
                     break
                 except self.bindings.errors:
-                    yield LONGEST_SLEEP_S
+                    yield MAX_SLEEP_S

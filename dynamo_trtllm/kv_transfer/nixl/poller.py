@@ -18,7 +18,7 @@ from typing import TypeAlias
 MAX_CONCURRENT_FETCHES = 16  # more would delay each fetch and speed up none
 _SPIN_S = 0.0005  # poll without sleeping for so long (128 MiB take 0.35 ms over NVLink)
 _SLEEP_SHARE = 1 / 16  # then sleep this share of the time since the last progress
-LONGEST_SLEEP_S = 0.001
+MAX_SLEEP_S = 0.001
 
 PollSteps: TypeAlias = Iterator[float]
 
@@ -162,7 +162,7 @@ class TransferPoller:
         shortest_s = min(fetch.waited_s for fetch in self._moving)
         if shortest_s < _SPIN_S:
             return 0
-        return min(shortest_s * _SLEEP_SHARE, LONGEST_SLEEP_S)
+        return min(shortest_s * _SLEEP_SHARE, MAX_SLEEP_S)
 
     def _oldest_and_next(self) -> list[_PolledFetch]:
         if len(self._moving) < 2:

@@ -136,7 +136,7 @@ async def test_cancel_when_the_kv_never_arrives_then_the_collection_ends_after_i
 async def test_cancel_when_too_many_collections_run_then_the_call_is_cancelled(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_collection, "MOST_COLLECTIONS", 0)
+    monkeypatch.setattr(kv_collection, "MAX_COLLECTIONS", 0)
     pair, _ = await cancelled_in_decode(cluster)
     assert await pair.ended() == ["too_many"]
     await asyncio.wait_for(pair.decode.closed.wait(), SOON_S)

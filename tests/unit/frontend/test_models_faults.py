@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing import model_registry as models_module
-from dynamo_trtllm.frontend.routing.model_registry import MOST_FILES_BYTES, RegistryTiming
+from dynamo_trtllm.frontend.routing.model_registry import MAX_FILES_BYTES, RegistryTiming
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.protocol.errors import EngineNotReady
@@ -66,7 +66,7 @@ class Sizes(ChunkSource):
             "not a FileChunk: Expected `int` >= 0 - at `$.total_bytes`",
         ),
         (
-            lambda offset: FileChunk(b"x", MOST_FILES_BYTES + 1),
+            lambda offset: FileChunk(b"x", MAX_FILES_BYTES + 1),
             "with size 268435457; allowed are at most 268435456 bytes",
         ),
         (lambda offset: FileChunk(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
@@ -106,7 +106,7 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sizes = sorted(path.stat().st_size for path in files.values())
-    monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
+    monkeypatch.setattr(models_module, "MAX_FILES_BYTES", sum(sizes) - 1)
     assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
     await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
     await until(lambda: "cannot be loaded yet" in caplog.text)

@@ -215,7 +215,7 @@ async def test_request_when_it_ends_a_decode_and_then_a_prefill_worker_then_two_
 async def test_neighbors_when_a_request_ends_both_workers_that_ran_them_then_all_of_them_complete(
     deploy: type[Deployment], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspects, "MOST_UNSETTLED_TOKENS", 16)  # a shorter test
+    monkeypatch.setattr(suspects, "MAX_UNSETTLED_TOKENS", 16)  # a shorter test
     deployment = deploy({DEADLY: {AGGREGATED: after}}, replaces=True)
     await deployment.add(Role.AGGREGATED)
     settled = [asyncio.create_task(deployment.run(prompt(first, 300))) for first in range(3)]

@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.requests.choice import Choice, share_suspicions
 from dynamo_trtllm.frontend.routing import suspects
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import (
-    MOST_UNSETTLED_TOKENS,
+    MAX_UNSETTLED_TOKENS,
     REFUSED_S,
     SETTLED_TOKENS,
     RequestProgress,
@@ -193,7 +193,7 @@ def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() ->
 def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspects, "MOST_REFUSED", 2)
+    monkeypatch.setattr(suspects, "MAX_REFUSED", 2)
     fleet = Fleet()
     for number in range(3):
         deadly = fleet.start(10 * number, prompt(number))
@@ -274,7 +274,7 @@ def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> No
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    [(0, SETTLED_TOKENS), (20, 20 + SETTLED_TOKENS), (1000, MOST_UNSETTLED_TOKENS)],
+    [(0, SETTLED_TOKENS), (20, 20 + SETTLED_TOKENS), (1000, MAX_UNSETTLED_TOKENS)],
 )
 def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(
     num_tokens: int, expected: int

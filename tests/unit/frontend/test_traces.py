@@ -205,7 +205,7 @@ async def test_trace_when_it_is_sampled_then_it_is_sent(
 async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queue_stays_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_QUEUED", 3)
+    monkeypatch.setattr(module, "_MAX_QUEUED", 3)
     served, exporter = exporting(f"http://127.0.0.1:{free_ports()}")
     for _ in range(5):
         assert (await chat(served, {})).status_code == 200
@@ -257,7 +257,7 @@ LONG = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5000 + b"\r\nContent-Length: 0\r\n\r\n
 async def test_trace_when_the_collector_answers_slowly_or_redirects_then_all_traces_are_counted_as_dropped(
     answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_SENT", 1)
+    monkeypatch.setattr(module, "_MAX_SENT", 1)
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
     async with answering(answer) as url:
         exporter = TraceExporter(url, "dynamo")

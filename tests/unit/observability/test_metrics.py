@@ -2,7 +2,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.observability.metrics import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     PREFIX,
     TABLE,
     FrontendMetrics,
@@ -59,13 +59,13 @@ def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_
     placed = {255: 1}
     metrics.by_worker["placed_requests"] = lambda: placed
     assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
-    placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
+    placed = {number: number for number in range(1000, 1000 + MAX_WORKERS + 9)}
     found = {
         key: value
         for key, value in samples(metrics.render()).items()
         if key[0] == "placed_requests"
     }
-    assert sorted(found.values()) == list(range(1009, 1009 + MOST_WORKERS))
+    assert sorted(found.values()) == list(range(1009, 1009 + MAX_WORKERS))
 
 
 def test_phases_when_observed_then_they_are_counted_by_model_and_role():

@@ -40,7 +40,7 @@ _HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
-MOST_BLOCKS_AT_ONCE = 4096  # that the event loop gets in one callback
+MAX_BLOCKS_AT_ONCE = 4096  # that the event loop gets in one callback
 _HASH_BYTES = 8
 
 
@@ -303,7 +303,7 @@ class KvEventPoller(Poller):
 
 
 def _parts(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
-    """Yield the events in parts with about MOST_BLOCKS_AT_ONCE blocks.
+    """Yield the events in parts with about MAX_BLOCKS_AT_ONCE blocks.
 
     The buffer may have a hundred times as many.
     """
@@ -315,7 +315,7 @@ def _parts(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
             num_blocks += len(event.blocks)
         elif isinstance(event, BlocksRemoved):
             num_blocks += len(event.hashes)
-        if num_blocks >= MOST_BLOCKS_AT_ONCE:
+        if num_blocks >= MAX_BLOCKS_AT_ONCE:
             yield part
             part = []
             num_blocks = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from dynamo_trtllm.engines.base import MOST_STEPS
+from dynamo_trtllm.engines.base import MAX_STEPS
 from dynamo_trtllm.protocol.cost_model import StepSample
 
 
@@ -129,7 +129,7 @@ class StepReader:
         self._context = context or self._context
         self._longest = max(longest, self._longest_now)
         self._longest_now = longest
-        for row in rows[-MOST_STEPS:]:
+        for row in rows[-MAX_STEPS:]:
             try:
                 self._add(_Iteration(row))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

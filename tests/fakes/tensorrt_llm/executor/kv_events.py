@@ -17,7 +17,7 @@ from typing import Any
 from tensorrt_llm.standin import traps
 
 _BLOCKS = 1000
-_MOST_EVENTS = 1 << 20
+_MAX_EVENTS = 1 << 20
 _BLOCK_TOKENS = 32
 
 
@@ -126,7 +126,7 @@ class EventBuffer:
                 self._events.append(event if group is None else event | {"layer_group_id": group})
                 self._news.notify_all()
 
-    def take(self, timeout: float, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
+    def take(self, timeout: float, most: int = _MAX_EVENTS) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
         deadline = time.monotonic() + timeout
         with self._news:

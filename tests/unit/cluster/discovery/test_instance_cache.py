@@ -268,7 +268,7 @@ def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() 
 def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_module, "MOST_REJECTED", 3)
+    monkeypatch.setattr(mirror_module, "MAX_REJECTED", 3)
     cache = InstanceCache()
     odd = [f"v1/instances/dynamo/odd-{number}" for number in range(6)]
     assert [len(cache.put(key, b"")) for key in odd] == [1, 1, 1, 0, 0, 0]

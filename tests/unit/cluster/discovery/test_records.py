@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.discovery.records import (
-    MOST_RECORD_BYTES,
+    MAX_RECORD_BYTES,
     BadRecord,
     EndpointId,
     check_model_name,
@@ -19,7 +19,7 @@ from dynamo_trtllm.cluster.discovery.records import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import (
-    MOST_VOCABULARY,
+    MAX_VOCABULARY,
     WIRE_VERSION,
     Instance,
     Limits,
@@ -69,7 +69,7 @@ def reason(key: str, record: bytes) -> str:
         replace(ONE, version="", kv_compat={"model_folder": "/" + "x" * 4000, "release": ""}),
         replace(ONE, engine="another", strategy="of_a_newer_version"),
         with_card(renderer="of.a-newer_version2", tool_call_parser="x", name="org/Modèle 7B (β)"),
-        with_card(context_length=1, vocab_size=MOST_VOCABULARY, eos_token_ids=()),
+        with_card(context_length=1, vocab_size=MAX_VOCABULARY, eos_token_ids=()),
         with_card(eos_token_ids=(0, 31)),
         with_card(files={"tokenizer.json": SHA256, "..x": "f" * 64}),
         with_limits(max_batch_size=2048, max_num_tokens=1 << 20, kv_blocks=1 << 24),
@@ -178,7 +178,7 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
         (with_card(context_length=0), "$.card.context_length"),
         (with_card(context_length=-5), "$.card.context_length"),
         (with_card(vocab_size=0, eos_token_ids=()), "`int` >= 1 - at `$.card.vocab_size`"),
-        (with_card(vocab_size=MOST_VOCABULARY + 1), "`int` <= 16777216 - at `$.card.vocab_size`"),
+        (with_card(vocab_size=MAX_VOCABULARY + 1), "`int` <= 16777216 - at `$.card.vocab_size`"),
         (
             with_card(eos_token_ids=(2, 32)),
             "card.eos_token_ids contains 32; the vocabulary has 32 tokens",
@@ -242,7 +242,7 @@ def raw(**fields: Any) -> bytes:
         (raw(id=-1), "$.id"),
         (raw(card=None), "$.card"),
         (b"\x81\xa5later" + b"\x91" * 100_000 + b"\xc0", "recursion"),
-        (raw(later="x" * MOST_RECORD_BYTES), f"the limit is {MOST_RECORD_BYTES}"),
+        (raw(later="x" * MAX_RECORD_BYTES), f"the limit is {MAX_RECORD_BYTES}"),
     ],
     ids=range(10),
 )

@@ -18,7 +18,7 @@ from dynamo_trtllm.protocol.cost_model import CostModel, StepSample
 from dynamo_trtllm.worker.cost_fit import CostFit
 
 _START = datetime(2026, 11, 23, 23, 59, 58)  # as the executor's
-_MOST_TOKENS = 2048  # of one step
+_MAX_TOKENS = 2048  # of one step
 
 
 def gpu_s(step: StepSample) -> float:
@@ -108,7 +108,7 @@ class Executor:
 
     def _schedule(self, num_new: int) -> Batch:
         decodes = [request for request in self.active if request.computed == request.prompt]
-        left = _MOST_TOKENS - len(decodes)
+        left = _MAX_TOKENS - len(decodes)
         prompts = list[tuple[Request, bool]]()
         pairs = 0.0
         cached = 0
@@ -121,7 +121,7 @@ class Executor:
                 request.computed += chunk
                 prompts.append((request, request.computed == request.prompt))
         context = sum(request.prompt + request.generated for request in decodes)
-        step = StepSample(0.0, len(decodes), context, _MOST_TOKENS - len(decodes) - left, pairs)
+        step = StepSample(0.0, len(decodes), context, _MAX_TOKENS - len(decodes) - left, pairs)
         step = step._replace(seconds=gpu_s(step) * self.random.uniform(0.97, 1.03))
         counts = {
             "numScheduledRequests": len(decodes) + len(prompts),
@@ -196,7 +196,7 @@ def read(executor: Executor, *, rows_per_poll: int = 60) -> list[StepSample]:
         context = decodes[-1].context_tokens / decodes[-1].decode_requests if decodes else 0.0
         return context, max(request.prompt for request in executor.requests)
 
-    reader = StepReader(steps, running, full_step=lambda: _MOST_TOKENS)
+    reader = StepReader(steps, running, full_step=lambda: _MAX_TOKENS)
     for position in range(0, len(rows), rows_per_poll):
         reader.read(rows[position : position + rows_per_poll])
         seen += steps
@@ -268,7 +268,7 @@ def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_t
 
 @pytest.mark.parametrize(
     ("prompt", "before"),
-    [(_MOST_TOKENS, [0]), (3 * _MOST_TOKENS, [0, _MOST_TOKENS, 2 * _MOST_TOKENS])],
+    [(_MAX_TOKENS, [0]), (3 * _MAX_TOKENS, [0, _MAX_TOKENS, 2 * _MAX_TOKENS])],
 )
 def test_chunks_when_rows_do_not_tell_their_place_then_it_comes_from_the_rows_before(
     prompt: int, before: list[int]
@@ -276,7 +276,7 @@ def test_chunks_when_rows_do_not_tell_their_place_then_it_comes_from_the_rows_be
     executor = Executor([Request(0.5, prompt, 1) for _ in range(12)], overlaps=False)
     steps = read(executor, rows_per_poll=3)
     assert {step.attention_pairs for step in steps} == {
-        _MOST_TOKENS * (step + _MOST_TOKENS / 2) for step in before
+        _MAX_TOKENS * (step + _MAX_TOKENS / 2) for step in before
     }
 
 

@@ -251,7 +251,7 @@ async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_betwe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(KvEventPoller, "pause_s", 0.001)
-    monkeypatch.setattr(reports.kv_events, "MOST_BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(reports.kv_events, "MAX_BLOCKS_AT_ONCE", 2)
     read = [event(stored(block(number, 5, 6)), number) for number in range(5)]
     answers: list[Any] = [read]
     order: list[int | str] = []

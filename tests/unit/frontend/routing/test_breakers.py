@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.frontend.routing.pair_breakers import (
-    MOST_STATUSES,
+    MAX_STATUSES,
     BreakerLimits,
     PairBreakers,
     PairState,
@@ -59,9 +59,9 @@ def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_ar
     None
 ):
     breakers = PairBreakers(LIMITS)
-    for number in range(MOST_STATUSES):
+    for number in range(MAX_STATUSES):
         assert breakers.record_success((number, PAIR[1]), 0.0)
-    other = (MOST_STATUSES, PAIR[1])
+    other = (MAX_STATUSES, PAIR[1])
     assert not breakers.record_success(other, 0.0)
     assert (breakers.status(other).state, breakers.is_open(other)) == (PairState.UNTRIED, False)
     assert breakers.record_success(other, 0.0, is_probe=True)
