@@ -38,13 +38,13 @@ from .point import Target
 from .result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
 from .shapes import SHAPES, Shape, find_shape
 
-_LOG = logging.getLogger(PROG)
+log = logging.getLogger(PROG)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. `argv` defaults to the arguments of the process."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    _LOG.setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     args = parser().parse_args(argv)
     words = list(argv) if argv is not None else sys.argv[1:]
     try:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         shape.check_fits(model, longest)
     except ValueError as exc:
-        _LOG.error("%s: %s", PROG, exc)
+        log.error("%s: %s", PROG, exc)
         raise SystemExit(2) from exc
     target = Target(url=args.url, model=model, timeout_s=args.timeout_s)
     run, lines, is_complete = _run(args, shape, target)
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     (folder / REPORT_FILE).write_text(
         draw(run, lines, earlier, shlex.join([*PROG.split(), *words]))
     )
-    _LOG.info("report: %s", folder / REPORT_FILE)
+    log.info("report: %s", folder / REPORT_FILE)
     misses = missed(limits, summary(run))
     for line in misses:
-        _LOG.error("limit missed: %s", line)
+        log.error("limit missed: %s", line)
     succeeded = sum(each.figures["ok"] for each in run.points)
     if not succeeded:
-        _LOG.error("no request succeeded")
+        log.error("no request succeeded")
     if misses or not succeeded or not is_complete:
         raise SystemExit(1)
 
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
     lines: list[Line] = []
     for repetition in range(1, args.repetitions + 1):
         for concurrency in shape.concurrency:
-            _LOG.info(
+            log.info(
                 "concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions
             )
             try:
@@ -128,9 +128,9 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
             except AllRequestsFailed as exc:
                 if not run.points:
                     raise SystemExit(f"{PROG}: {exc}") from exc
-                _LOG.error("%s. The report contains the earlier points.", exc)
+                log.error("%s. The report contains the earlier points.", exc)
                 return run, lines, False
-            _LOG.info("%s", table(found.figures).rstrip())
+            log.info("%s", table(found.figures).rstrip())
             run.points.append(found)
             lines += [
                 Line(concurrency=concurrency, repetition=repetition, record=record)

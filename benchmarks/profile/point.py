@@ -15,7 +15,7 @@ from .result import Point
 from .shapes import Shape
 from .steady import steady
 
-_LOG = logging.getLogger(PROG)
+log = logging.getLogger(PROG)
 _ALL_DAY_S = 24 * 3600.0
 _STREAMS_PER_CLIENT = 512  # streams that one client process can handle at the guides' rates
 
@@ -51,7 +51,7 @@ def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> 
 def _report(wanted: int, begun_s: float, tally: client_shards.SharedCounters) -> None:
     ended = tally.ok + tally.failed
     spent_s = time.monotonic() - begun_s
-    _LOG.info("  %d of %d requests done, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
+    log.info("  %d of %d requests done, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
 
 
 def measure(

@@ -23,7 +23,7 @@ from dynamo_trtllm.engines import argument_schema as library_schema
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -68,7 +68,7 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
     """
     merged = _merged(config, schema, engine)
     for note in merged.notes:
-        _log.info("%s", note)
+        log.info("%s", note)
     args = _checked(merged, schema, engine)
     if config.publish_kv_events and not getattr(args, "enable_prefix_caching", True):
         raise ConfigError(

@@ -25,7 +25,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import Generator, run_stream
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0
 _SLOWEST = 5  # steps in the log
@@ -97,14 +97,14 @@ class WarmUp:
             try:
                 await step.run()
             except DynamoError as exc:
-                _log.warning("warm-up with %s failed: %s", step.name, exc.message)
+                log.warning("warm-up with %s failed: %s", step.name, exc.message)
                 failed.append(step.name)
             times[step.name] = time.monotonic() - step_began
             self._done += 1
         missing = tuple(step.name for step in steps[self._done :])
         self._done = self._total
         if missing:
-            _log.warning(
+            log.warning(
                 "warm-up stopped after %g s; not reached: %s. The first requests of these kinds may"
                 " wait until kernels are compiled; raise --warm-up-budget-s",
                 self._budget_s,
@@ -112,7 +112,7 @@ class WarmUp:
             )
         if steps:
             slowest = sorted(times, key=times.__getitem__, reverse=True)[:_SLOWEST]
-            _log.info(
+            log.info(
                 "warm-up: %d steps in %.1f s; the slowest: %s",
                 len(times),
                 time.monotonic() - began,

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 from dynamo_trtllm.protocol.messages import TokenIds, encode, packed
 from dynamo_trtllm.protocol.number_types import Count, Number
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
 _MAX_REMOVALS = 256 << 10  # of blocks, not published yet
@@ -255,7 +255,7 @@ class KvEventPublisher:
     def _skip(self, num_blocks: int) -> None:
         """Count blocks that can't be published, and log the first time."""
         if not self.num_skipped:
-            _log.info(
+            log.info(
                 "KV blocks are not published: the block before them is unknown, or they"
                 " differ in size"
             )

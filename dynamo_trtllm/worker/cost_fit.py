@@ -32,7 +32,7 @@ from dynamo_trtllm.protocol.cost_model import (
     kv_transfer_features,
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MAX_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
 _PER_KIND = 12  # samples that are kept of each kind; the newest ones
@@ -401,7 +401,7 @@ class CostFit:
                 self.take(steps, calls)
             # Samples are damaged. The worker goes on with the last model.
             except (ArithmeticError, ValueError):
-                _log.exception(
+                log.exception(
                     "the cost model could not learn from %d steps and %d calls",
                     len(steps),
                     len(calls),

@@ -23,7 +23,7 @@ from dynamo_trtllm.support.background import BackgroundTasks, first_of
 from dynamo_trtllm.worker.health import Health
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 3.0
 _SOON_S = 0.1  # a shorter drain logs no progress
@@ -46,12 +46,12 @@ async def drain(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
             _finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s
         )
         if is_drained:
-            _log.info("drained")
+            log.info("drained")
         else:
             text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
-            _log.warning(text, timeout_s, _left(engine, serving))
+            log.warning(text, timeout_s, _left(engine, serving))
     except DynamoError as exc:
-        _log.warning("drain failed (%s): %s", exc.code, exc.message)
+        log.warning("drain failed (%s): %s", exc.code, exc.message)
 
 
 async def _finish(engine: Engine, serving: PlaneServer) -> bool:
@@ -65,9 +65,7 @@ async def _log_progress(engine: Engine, serving: PlaneServer, timeout_s: float) 
     spent_s = _SOON_S
     await asyncio.sleep(_SOON_S)
     while True:
-        _log.info(
-            "draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving)
-        )
+        log.info("draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving))
         await asyncio.sleep(_LOG_EVERY_S)
         spent_s += _LOG_EVERY_S
 
@@ -159,7 +157,7 @@ class Sleeper:
         await self.registration.aclose()
         await drain(self.engine, self.serving, self.drain_timeout_s)
         if self.serving.running:
-            _log.warning(
+            log.warning(
                 "not put to sleep: requests still run after --drain-timeout-s %g s",
                 self.drain_timeout_s,
             )
@@ -168,7 +166,7 @@ class Sleeper:
         self._answer = await self._sample()
         await self._within_limit(self.engine.sleep(), "fall asleep")
         self.health.phase = "asleep"
-        _log.info("asleep: GPU memory was released; POST /wake restores it")
+        log.info("asleep: GPU memory was released; POST /wake restores it")
 
     async def _wake_up(self) -> None:
         await self._within_limit(self.engine.wake(), "wake up")
@@ -178,7 +176,7 @@ class Sleeper:
                 f"the engine answers {answer} after its sleep and answered {self._answer} before"
             )
         await self._serve()
-        _log.info("awake")
+        log.info("awake")
 
     async def _serve(self) -> None:
         self.serving.is_accepting = True

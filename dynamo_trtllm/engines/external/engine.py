@@ -27,7 +27,7 @@ from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed, EngineNotRe
 from dynamo_trtllm.protocol.messages import GenerateRequest, ReleaseOutcome
 from dynamo_trtllm.protocol.streams import OnEvent
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 60.0
 _LOOK_EVERY_S = 2.0  # shortest time between two queries of the driver
@@ -62,7 +62,7 @@ async def run_in_daemon_thread(
     def discard(ended: Future[T]) -> None:
         error = ended.exception()
         if error is not None:
-            _log.debug("%s failed after its caller was cancelled: %s", name, error)
+            log.debug("%s failed after its caller was cancelled: %s", name, error)
         elif unwanted is not None:
             thread = threading.Thread(
                 target=unwanted, args=(ended.result(),), name=f"{name}-unwanted", daemon=True
@@ -180,7 +180,7 @@ class ExternalEngine(Engine):
             reported: see `LoadProgress`.
         """
         for note in args.notes:
-            _log.info("%s", note)
+            log.info("%s", note)
         bytes_per_gpu = weight_bytes(checkpoint).total // args.count("tensor_parallel_size")
         self._loading = LoadProgress(bytes_per_gpu, reported)
         try:
@@ -254,7 +254,7 @@ class ExternalEngine(Engine):
             async with asyncio.timeout(_SHUTDOWN_S):
                 await run_in_daemon_thread(shut_down, name=f"{self._engine}-shutdown")
         except TimeoutError:
-            _log.error(
+            log.error(
                 "%s did not shut down within %g s; check that its processes have ended",
                 self._library_name,
                 _SHUTDOWN_S,
@@ -265,7 +265,7 @@ class ExternalEngine(Engine):
         try:
             llm.shutdown()
         except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
-            _log.warning(
+            log.warning(
                 "%s failed to shut down; check for leftover processes: %s",
                 self._library_name,
                 exc,

@@ -38,7 +38,7 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.phases import phase_timings
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, unexpected_error
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Finish reasons of a prefill call that continues in decode: the libraries stop it after its first
 # token.
@@ -169,7 +169,7 @@ class LibraryCalls:
 
         After a fetch the library itself frees the KV, without reporting it.
         """
-        _log.debug("KV transfer %s released: %s", transfer_id, outcome)
+        log.debug("KV transfer %s released: %s", transfer_id, outcome)
         if self.is_open:
             self.transfers.release(transfer_id, outcome)
 
@@ -367,7 +367,7 @@ class ExternalCall(Stream):
             if calls.library.health(None) or len(calls.failed_requests) >= MAX_FAILED_REQUESTS:
                 calls.fail(error.message, error.__cause__)  # which ends this call, too
             else:
-                _log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
+                log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
                 if self._call is not None:
                     self._call.abort()  # the call may still run in the library
         self._end()
@@ -519,7 +519,7 @@ class ExternalCall(Stream):
         self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
 
     def _give_up_fetch(self, call: LibraryCall) -> None:
-        _log.warning(
+        log.warning(
             "KV transfer still running %g s after cancellation: %s",
             KV_WAIT_S,
             self._task.get_name(),
@@ -538,7 +538,7 @@ class ExternalCall(Stream):
             f"{self._calls.library_name} did not confirm the abort of a request within"
             f" {ANSWER_S:g} s"
         )
-        _log.warning("%s: %s", text, self._task.get_name())
+        log.warning("%s: %s", text, self._task.get_name())
         self._end()
         self._task.cancel()
         self._pass_on(MigrationFailed(text))  # dropped unless the stream was only stopped

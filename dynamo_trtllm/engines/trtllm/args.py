@@ -31,7 +31,7 @@ from dynamo_trtllm.models.checkpoint import read_checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 FOLDER = Path("kernels_config")
 BY_GPU = ("blackwell", "blackwell-rtx", "hopper")  # profiles with a list of architectures
@@ -127,7 +127,7 @@ def apply_profile(profile: KernelProfile) -> None:
     """
     for name, value in profile.environment.items():
         if environ.export(name, value, wanted_by=profile.source) == value:
-            _log.info("%s=%s (%s)", name, value, profile.source)
+            log.info("%s=%s (%s)", name, value, profile.source)
 
 
 def rank_environment(config: WorkerConfig) -> tuple[KernelProfile, dict[str, str]]:

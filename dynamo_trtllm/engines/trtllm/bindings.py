@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PACKAGE = LibraryPackage(
     engine="trtllm",
@@ -290,7 +290,7 @@ def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -
                 read is Presence.PRESENT
             ):
                 state = "has" if name in has[owner] else "lacks"
-                _log.warning(
+                log.warning(
                     "TensorRT-LLM %s %s %s.%s, unlike the published release; check the"
                     " installation",
                     release.name,
@@ -314,7 +314,7 @@ def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
         try:
             run()
         except Exception as exc:  # noqa: BLE001 - of any class; the error that caused the shutdown is reported
-            _log.warning("TensorRT-LLM failed to shut down after an error: %s", exc)
+            log.warning("TensorRT-LLM failed to shut down after an error: %s", exc)
 
     def guarded() -> None:
         try:

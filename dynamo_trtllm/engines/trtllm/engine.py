@@ -61,7 +61,7 @@ from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Instance, Limits, Phase, Role
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Errors of the preflight command with which a worker starts all the same: it restarts when too much
 # KV has leaked.
@@ -198,7 +198,7 @@ class TrtllmEngine(ExternalEngine):
         if self._args.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
         else:
-            _log.warning("%s", statistics_note(self._args))
+            log.warning("%s", statistics_note(self._args))
         return self._with_kv_cache(info, library, await library.kv_cache_size())
 
     def _with_kv_cache(
@@ -215,9 +215,7 @@ class TrtllmEngine(ExternalEngine):
         transfers = self.calls.transfers
         transfers.identity = transfers.identity._replace(layout=layout)
         if reported.blocks:
-            _log.info(
-                "KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens
-            )
+            log.info("KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens)
         return replace(
             info,
             layout=layout,
@@ -336,7 +334,7 @@ class TrtllmEngine(ExternalEngine):
         self._watch(library)
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
         limit = limits.prompt_limits[Phase[facts.role.name]]
-        _log.info(
+        log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens"
             " (%s)",
             bindings.version,
@@ -365,7 +363,7 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
         # per token (executor/result.py of 1.2; pull request 11727 transfers the entry).
         features.append("logprobs")
     if features:
-        _log.info(
+        log.info(
             "Requests with %s will be rejected. To support them, set guided_decoding_backend or"
             " sampler_type: TRTLLMSampler, if TensorRT-LLM %s has these arguments",
             ", ".join(features),
@@ -445,7 +443,7 @@ def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     timeout_ms = facts.number(TIMEOUT)
     if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
         return requested_s
-    _log.warning(
+    log.warning(
         "Reduced --kv-transfer-ttl-s from %g to %g; raise %s to keep it",
         requested_s,
         timeout_ms / 1000,

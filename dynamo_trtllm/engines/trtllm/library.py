@@ -46,7 +46,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
 # NotImplementedError is for one that the release has no code for (request_handlers/handler_base.py
@@ -138,7 +138,7 @@ class TrtllmLibrary:
                     self.llm.get_kv_cache_capacity, name="trtllm-capacity"
                 )
         except Exception as exc:  # noqa: BLE001 - of any class, as for statistics; the size is assumed then
-            _log.warning("no KV cache capacity from TensorRT-LLM: %s: %s", type(exc).__name__, exc)
+            log.warning("no KV cache capacity from TensorRT-LLM: %s: %s", type(exc).__name__, exc)
             return size
         found = kv_cache_size(capacity)
         return found if found.block_tokens else size
@@ -188,8 +188,8 @@ class TrtllmLibrary:
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
-            _log.error(text)  # a value in a message would be shortened further
-        log_thread_stacks(_log)
+            log.error(text)  # a value in a message would be shortened further
+        log_thread_stacks(log)
 
     def _is_healthy(self) -> bool:
         try:
@@ -281,10 +281,10 @@ class TrtllmCall:
             results = aiter(result) if self._converted.keywords["streaming"] else None
         except Exception as exc:
             raise library.submit_error(exc) from exc
-        if _log.isEnabledFor(logging.DEBUG):
+        if log.isEnabledFor(logging.DEBUG):
             # not read in all releases; no request fails for a log
             known_as = getattr(result, "request_id", "unknown")
-            _log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
+            log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
         while result.outputs[0].finish_reason is None:
             try:
                 await (result if results is None else anext(results))
@@ -389,7 +389,7 @@ class TrtllmCall:
             with self._library.calls.note("abort"):
                 self._result.abort()
         except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class
-            _log.warning("TensorRT-LLM could not abort a request: %s", exc)
+            log.warning("TensorRT-LLM could not abort a request: %s", exc)
 
     def release_kv(self, *, has_expired: bool) -> float | None:
         """See `LibraryCall.release_kv`.

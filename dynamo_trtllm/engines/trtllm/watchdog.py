@@ -22,7 +22,7 @@ from typing import Final
 
 from dynamo_trtllm.observability.logging import log_thread_stacks
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 THREAD: Final = "trtllm-watchdog"  # its name
 PERIOD_S: Final = 0.5  # between two looks
@@ -179,8 +179,8 @@ def end_process(reason: str) -> None:
     """
 
     def report() -> None:
-        _log.critical("TensorRT-LLM hangs, this process exits with %d: %s", EXIT_STATUS, reason)
-        log_thread_stacks(_log)
+        log.critical("TensorRT-LLM hangs, this process exits with %d: %s", EXIT_STATUS, reason)
+        log_thread_stacks(log)
 
     reporting = threading.Thread(target=report, name="trtllm-hang-report", daemon=True)
     reporting.start()
@@ -224,7 +224,7 @@ class Watchdog:
                 reason = ""
                 failure = f"{type(exc).__name__}: {exc}"
                 if failure != self._failure and not self._detector.is_over:
-                    _log.warning("the watchdog of the event loop could not look: %s", failure)
+                    log.warning("the watchdog of the event loop could not look: %s", failure)
                 self._failure = failure
             if self._detector.is_over:
                 return

@@ -79,7 +79,7 @@ def explain_oom(
     return None
 
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 

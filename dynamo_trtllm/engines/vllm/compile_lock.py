@@ -19,7 +19,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm import start_progress
 
-_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 _POLL_S = 0.25
 _MAX_WAIT_S = 120.0  # torch.compile takes 18 to 47 s for gpt-oss-120b
 
@@ -55,14 +55,14 @@ class CompileLock:
             self._lock.acquire(blocking=False)
         except TimeoutError:
             start_progress.note(start_progress.WAITING)
-            _log.info(
+            log.info(
                 "waiting for another engine of this host, which compiles the same code (%s)",
                 self._lock.lock_file,
             )
             try:
                 self._lock.acquire(timeout=longest_s, poll_interval=_POLL_S)
             except TimeoutError:
-                _log.warning(
+                log.warning(
                     "waited %g s for the engine that holds %s; compiling, too",
                     longest_s,
                     self._lock.lock_file,
@@ -84,7 +84,7 @@ class CompileLock:
             self._lock.release()
         except OSError as exc:
             # Such as a full disk: the start goes on.
-            _log.warning("can't note that code was compiled: %s", exc)
+            log.warning("can't note that code was compiled: %s", exc)
 
 
 def lock_first_pass(worker_class: Any) -> None:
@@ -160,6 +160,6 @@ def _acquired(config: Any) -> CompileLock | None:
         lock.acquire()
     except (OSError, NotImplementedError) as exc:
         # A read-only cache, or a file system without locks.
-        _log.warning("can't wait for other engines that compile the same code: %s", exc)
+        log.warning("can't wait for other engines that compile the same code: %s", exc)
         return None
     return lock

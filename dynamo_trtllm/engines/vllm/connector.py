@@ -35,7 +35,7 @@ from dynamo_trtllm.engines.vllm.requests import READ_TIMES
 from dynamo_trtllm.engines.vllm.steps import measure_steps
 from dynamo_trtllm.engines.vllm.transfers import listen_there
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 # The connector with which an engine reads KV.
 _Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")
@@ -92,7 +92,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:
-            _log.warning(
+            log.warning(
                 "this vLLM has no _read_blocks_for_req: reads are noticed later, and their times"
                 " not known"
             )

@@ -20,7 +20,7 @@ from dynamo_trtllm.engines.vllm.patches.patch import MISFITS
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
 
-_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 # At most one: that of the connector in this process, if the engine has one rank.
 _worker_half: list[Any] = []
 
@@ -38,7 +38,7 @@ def install() -> None:
         output = PACKAGE.find("KVConnectorOutput", "vllm.v1.outputs")
         _look_before(scheduler, output)
     except MISFITS as exc:
-        _log.warning(
+        log.warning(
             "ended reads of KV are noticed a step later, because this vLLM has another scheduler"
             " (%s)",
             exc,

@@ -62,7 +62,7 @@ class StepStats:
         return Counts(waiting=waiting, kv_blocks_used=used, kv_blocks_total=usable * ranks)
 
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # From 0.29 on: the order of blocks, heads, layers, tokens and channels.
 KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
@@ -94,7 +94,7 @@ class VllmEngine(ExternalEngine):
         super().__init__(config, engine="vllm", library="vLLM", instance_id=instance_id)
         self._release = releases.installed()
         if self._release.note:
-            _log.warning("%s", self._release.note)
+            log.warning("%s", self._release.note)
         self._args = vllm_args(config, self._release.manifest)
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
@@ -174,7 +174,7 @@ class VllmEngine(ExternalEngine):
             channel = transfers.choose_side_channel(
                 self._kv_transfer_host, ranks, process_environment()
             )
-            _log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
+            log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | channel
             extra[decode_graphs.NEVER_DECODES] = self._role is Role.PREFILL
@@ -190,7 +190,7 @@ class VllmEngine(ExternalEngine):
         num_blocks = int(config.cache_config.num_gpu_blocks or 0)
         self._steps.blocks_per_rank = num_blocks
         if not self._has_tokenizer:
-            _log.info(
+            log.info(
                 "structured output is not available, because %s has no tokenizer.json",
                 checkpoint.folder,
             )
@@ -223,7 +223,7 @@ class VllmEngine(ExternalEngine):
         ranks = self._args.count("data_parallel_size")
         library = VllmLibrary(bindings, self._llm, model_limits, partial(self._steps.counts, ranks))
         self._run(library, info, "vllm/nixl")
-        _log.info(
+        log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,
             info.context_length,

@@ -28,7 +28,7 @@ from dynamo_trtllm.protocol.kv_events import (
 )
 from dynamo_trtllm.protocol.messages import token_ids
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times
 # as many, but a step of 16384 prompt tokens takes 80 kB per KV cache group.
@@ -139,7 +139,7 @@ class VllmEventConverter:
             # A replay had this batch.
             if batch.ts <= cache.ts:
                 return
-            _log.warning("vLLM's KV events begin again: its engine process was restarted")
+            log.warning("vLLM's KV events begin again: its engine process was restarted")
             cache = _CacheOfRank()
             self._ranks[rank] = cache
             yield BlocksCleared()
@@ -152,7 +152,7 @@ class VllmEventConverter:
         self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch
     ) -> Iterator[KvEvent]:
         if number > cache.next:
-            _log.warning(
+            log.warning(
                 "vLLM lost %d batches of KV events; readers forget this worker's blocks",
                 number - cache.next,
             )
@@ -181,7 +181,7 @@ class VllmEventConverter:
         has_blocks = any(isinstance(event, VllmBlocksStored) for event in batch.events)
         if cache.group is None and has_blocks and not self._has_warned:
             self._has_warned = True
-            _log.warning(
+            log.warning(
                 "no KV events: this model has no layers with full attention and KV blocks of %d"
                 " tokens",
                 self._block_tokens,
@@ -326,8 +326,8 @@ class KvEventSubscriber:
                     post(list(converter.read(int.from_bytes(number, "big"), payload)))
         except self._zmq.ContextTerminated:
             return
-        except Exception:  # noqa: BLE001 - of a form or size that no supported release sends
-            _log.exception("no more KV events from vLLM, because one can't be read")
+        except Exception:  # of a form or size that no supported release sends
+            log.exception("no more KV events from vLLM, because one can't be read")
             post([BlocksCleared()])
 
     def _replay(self, rank: int, first: int) -> Iterator[tuple[int, bytes]]:
@@ -347,7 +347,7 @@ class KvEventSubscriber:
                         return
                     yield number, payload
             except self._zmq.Again:
-                _log.warning("vLLM did not replay KV events within %g s", _REPLAY_S)
+                log.warning("vLLM did not replay KV events within %g s", _REPLAY_S)
 
 
 def _of_rank(endpoint: str, rank: int) -> str:

@@ -35,7 +35,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Methods of the worker extension.
 _RELEASE = "dynamo_release_kv"
@@ -84,7 +84,7 @@ class VllmLibrary:
         Raises EngineFailed if they are mute.
         """
         if not all(await self._call_workers(_BIND_LIFETIME, os.getpid())):
-            _log.warning(
+            log.warning(
                 "no pidfd_open on this system: if this process is killed, end vLLM's processes by"
                 " hand"
             )
@@ -111,7 +111,7 @@ class VllmLibrary:
         await self._call_workers(_COUNT_COMPILATIONS, True)
         yield
         compiled = await self._call_workers(_COUNT_COMPILATIONS, False)
-        _log.info(
+        log.info(
             "kernels compiled by the warm-up or loaded from the cache, per rank: %s",
             ", ".join(str(count) for count in compiled),
         )
@@ -307,7 +307,7 @@ class VllmCall:
         try:
             await self._library.llm.abort(self._call_id)
         except Exception as exc:  # noqa: BLE001 - vLLM raises a bare Exception, too
-            _log.warning("abort of %s failed: %s", self._call_id, exc)
+            log.warning("abort of %s failed: %s", self._call_id, exc)
 
     def release_kv(self, *, has_expired: bool) -> None:
         """See `LibraryCall.release_kv`."""

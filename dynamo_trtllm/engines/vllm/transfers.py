@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.messages import KvTransferParams, encode
 from dynamo_trtllm.protocol.number_types import Count, Int64, Port, PositiveCount
 from dynamo_trtllm.support.network.addresses import free_ports
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ENGINE_STATE_VERSION = 1
 
@@ -166,7 +166,7 @@ class KvReleaser:
             try:
                 released = await self._release(sorted(batch))
             except Exception as exc:  # noqa: BLE001 - logged; the next batch is released all the same
-                _log.warning(
+                log.warning(
                     "vLLM could not free the KV of %d requests, which stays until the lease"
                     " ends: %s",
                     len(batch),

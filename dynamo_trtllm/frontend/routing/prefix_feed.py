@@ -22,7 +22,7 @@ from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.protocol.messages import Instance, ResyncKvEvents, decode
 from dynamo_trtllm.support.background import first_of
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # After the first request for a snapshot. Each one after it waits twice as long.
 PAUSE_S: Final = 2.0
@@ -85,7 +85,7 @@ class PrefixFeed:
             self.metrics.child("kv_updates_total", "unreadable").inc()
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
-                _log.warning(
+                log.warning(
                     "unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc
                 )
             return
@@ -118,7 +118,7 @@ class PrefixFeed:
             async with self._slots:
                 if count == _UNANSWERED:
                     text = "worker %x did not send its prefix cache, asked %d times: %s"
-                    _log.warning(text, instance.id, count, failure)
+                    log.warning(text, instance.id, count, failure)
                     if instance.id in self.known.unsynced:  # it may be in sync by now
                         self.known.forget(instance.id)
                 self.metrics.child("kv_updates_total", "resync").inc()

@@ -10,7 +10,7 @@ import re
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LIBRARY = LibraryReleases.load(__name__)
 
@@ -38,7 +38,7 @@ def release_for(version: str) -> ApiManifest:
     releases = [release for release in LIBRARY.releases if _line(release.name) == max(known)]
     if max(known) != line:
         nearest = releases[-1].as_nearest()
-        _log.warning(
+        log.warning(
             "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md",
             version,
             nearest.title,
@@ -49,7 +49,7 @@ def release_for(version: str) -> ApiManifest:
         return release
     if _candidate(release.name) != _FINAL:
         release = release.as_nearest()
-    _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
+    log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
     return release
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
 from dynamo_trtllm.protocol.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class KvCacheSize(NamedTuple):
@@ -56,7 +56,7 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
     assumed = facts.block_tokens
     actual = reported.block_tokens
     if not actual:
-        _log.warning(
+        log.warning(
             "TensorRT-LLM does not report its KV cache, so the size of KV blocks can't be checked:"
             " %d tokens are assumed. If the model chooses another size, set %s to it on prefill and"
             " decode workers",
@@ -72,7 +72,7 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
             f" {actual} tokens. Set it to {actual} on prefill and decode workers, or remove it.",
             field=BLOCK_SIZE,
         )
-    _log.info("KV blocks have %d tokens and not %d, as the model chooses", actual, assumed)
+    log.info("KV blocks have %d tokens and not %d, as the model chooses", actual, assumed)
     return actual
 
 

@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.kv_events import (
 )
 from dynamo_trtllm.protocol.messages import token_ids
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
 # With it, also the second KV cache manager names blocks by numbers, as the first one does. That is
@@ -72,7 +72,7 @@ def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> 
     kv_cache = values.get("kv_cache_config") or {}
     if _HASH_ALGORITHM in kv_cache or not bindings.has_argument("KvCacheConfig", _HASH_ALGORITHM):
         return dict(values)
-    _log.info(
+    log.info(
         "kv_cache_config.%s was set to %s: KV events have numbers then", _HASH_ALGORITHM, _NUMBERS
     )
     return {**values, "kv_cache_config": {**kv_cache, _HASH_ALGORITHM: _NUMBERS}}
@@ -143,7 +143,7 @@ class KvEventConverter:
             except Exception as exc:  # noqa: BLE001 - whatever its form is; the others are read
                 self.num_unreadable += 1
                 if self.num_unreadable == 1:
-                    _log.warning(
+                    log.warning(
                         "A KV event can't be read, so readers forget this worker's blocks (%s: %s)."
                         " Further ones are counted in the metric"
                         " dynamo_trtllm_kv_events_unreadable_total",
@@ -160,7 +160,7 @@ class KvEventConverter:
         self._last_ids[rank] = number
         if last is not None and number != last + 1:
             self.num_gaps += 1
-            _log.warning("TensorRT-LLM lost KV events; raise kv_cache_config.event_buffer_max_size")
+            log.warning("TensorRT-LLM lost KV events; raise kv_cache_config.event_buffer_max_size")
             yield self._cleared()
         data = event["data"]
         place = _Place(rank, int(event.get("window_size") or 0), event.get("layer_group_id"))
@@ -237,7 +237,7 @@ class KvEventConverter:
                 raise ValueError(
                     f"a full KV block has {num_tokens} tokens and not {self._block_tokens}"
                 )
-            _log.warning(
+            log.warning(
                 "KV events have blocks of %d tokens and not %d; set %s to %d on prefill and decode"
                 " workers",
                 num_tokens,

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Poller:
@@ -53,5 +53,5 @@ class Poller:
                 # Remote calls raise RPCError (executor/rpc/rpc_common.py), a plain Exception.
                 failure = f"{type(exc).__name__}: {exc}"
                 if failure != self._failure and not self._stop.is_set():
-                    _log.warning("%s: %s", self._failure_text, failure)
+                    log.warning("%s: %s", self._failure_text, failure)
                 self._failure = failure

@@ -31,7 +31,7 @@ PATCH = Patch(
     is_vital=True,
 )
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 # What goes from workers to the scheduler.
 _WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")
@@ -87,7 +87,7 @@ def _end_failed_reads(scheduler: Any) -> None:
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
-            _log.warning(
+            log.warning(
                 "request %s: ending it, because its KV could not be read, or only after the KV"
                 " transfer had expired",
                 request_id,

@@ -20,7 +20,7 @@ MISFITS = (
     SyntaxError,
 )
 
-_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 
 
 class Patch(NamedTuple):
@@ -68,7 +68,7 @@ def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], Non
                 f"the patch {patch.name} does not fit this release of vLLM ({reason}). Without it,"
                 f" {patch.fault}; install a release that docs/vllm.md names"
             ) from exc
-        _log.warning(
+        log.warning(
             "running without the patch %s, which does not fit this vLLM (%s)", patch.name, reason
         )
         return False

@@ -21,7 +21,7 @@ from tensorrt_llm.standin.kv_transfer import python_transceiver
 from tensorrt_llm.standin.model_defaults import apply_model_defaults
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RequestOutput(GenerationResult):
@@ -76,7 +76,7 @@ class LLM:
             args[name] = llm_utils.checked(name, args[name])
         if args["max_num_tokens"] is None:
             args["max_num_tokens"] = 8192
-        _log.warning(
+        log.warning(
             "STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes",
             VERSION,
         )
