@@ -35,7 +35,7 @@ from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.network.addresses import free_ports
 from dynamo_trtllm.support.subprocesses import spawn
 from dynamo_trtllm.worker import Worker
@@ -77,7 +77,9 @@ async def serve_workers(role: Role, count: int, folder: Path) -> None:
                 worker = Worker(_config(role, folder))
                 workers[worker.instance_id] = worker
                 serving = asyncio.create_task(worker.serve())
-                await first_of(registered.event(worker.instance_id).wait(), asyncio.wait([serving]))
+                await wait_for_first(
+                    registered.event(worker.instance_id).wait(), asyncio.wait([serving])
+                )
             try:
                 await serving
             except DynamoError as exc:
@@ -87,7 +89,7 @@ async def serve_workers(role: Role, count: int, folder: Path) -> None:
                     exc.code,
                     exc.message,
                 )
-                await first_of(stopped.wait(), timeout_s=_RESTART_S)
+                await wait_for_first(stopped.wait(), timeout_s=_RESTART_S)
             del workers[worker.instance_id]
 
     async with asyncio.TaskGroup() as group:

@@ -62,8 +62,8 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.frontend.routing.worker_load import Share
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.worker_load import PlacedCall
 from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
 from dynamo_trtllm.protocol import kv_events
 from dynamo_trtllm.protocol.messages import (
@@ -270,7 +270,7 @@ class CachingFleet:
             for _ in range(min(instances, _CONVERSATIONS))
         ]
         self.conversations = [(self.system + chat)[:prompt_tokens] for chat in chats]
-        self.known = KnownPrefixes()
+        self.known = ClusterPrefixes()
         self.view = ClusterView()
         self.num_blocks = 0
         self._updates: list[bytes] = []
@@ -405,16 +405,16 @@ class SimulatedFrontends:
             selection = select_round_robin(view, "model", self._num_sent[frontend], self._breakers)
         assert selection.prefill is not None
         worker = selection.prefill.id
-        share = placement.loads.of(worker).place(prompt_tokens, 0)
-        share.sent(now)
+        call = placement.loads.of(worker).place(prompt_tokens, 0)
+        call.on_sent(now)
         begins_at = max(now, self._free_at[worker])
         ends_at = begins_at + prompt_tokens / self._rates[worker]
         self._free_at[worker] = ends_at
         self._ttfts.append(ends_at - arrived_at)
-        self._at(ends_at, partial(self._computed, frontend, worker, share))
+        self._at(ends_at, partial(self._computed, frontend, worker, call))
 
-    def _computed(self, frontend: int, worker: int, share: Share, now: float) -> None:
-        share.end()
+    def _computed(self, frontend: int, worker: int, call: PlacedCall, now: float) -> None:
+        call.end()
         if now - self._reported_at.get((frontend, worker), -1.0) >= _REPORT_S:
             self._reported_at[frontend, worker] = now
             self._report(frontend, worker, now)
@@ -500,7 +500,7 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
 
 
 def _lookups(
-    known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int
+    known: ClusterPrefixes, prompts: Sequence[PromptHashes], block_tokens: int
 ) -> list[float]:
     """Return the sorted times in us of look-ups that find candidates and read their overlaps."""
     for prompt in prompts:

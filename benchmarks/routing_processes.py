@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock import scheduler
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
 from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.worker import main as worker
@@ -46,11 +46,11 @@ class WritingManager(BlockManager):
         return is_reserved
 
 
-class LossyPrefixes(KnownPrefixes):
+class LossyPrefixes(ClusterPrefixes):
     """Loses updates with blocks, as if NATS had dropped them."""
 
     def on_update(self, update: KvCacheUpdate) -> None:
-        """See `KnownPrefixes.on_update`."""
+        """See `ClusterPrefixes.on_update`."""
         has_new_blocks = update.stored and not update.snapshot
         if has_new_blocks and update.number % _LOST == 1:
             return
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     # They are for measurements, so no flags name them.
     scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
     scheduler._OPENING = (_MESSAGE,)  # type: ignore[assignment]
-    run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
+    run_app.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     mains = {"worker": worker.main, "frontend": frontend.main}
     run_main = mains[sys.argv.pop(1)]
     run_main()

@@ -315,7 +315,7 @@ def _worker_attacks() -> list[Fault]:
             apply=attackers.bad_record,
         ),
         Fault(
-            name="late-ticket",
+            name="late-transfer",
             description="a prefill worker whose clock is an hour behind",
             apply=attackers.expired_params,
         ),

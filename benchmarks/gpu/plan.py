@@ -141,7 +141,7 @@ def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
     if match is None:
         raise ValueError(f"{word} is no topology; write, for example, 4A, 2P2D, 1P3D or 2A@2")
     aggregated, prefill, decode, width = (int(each or 0) for each in match.groups())
-    roles = ["whole"] * aggregated + ["prefill"] * prefill + ["decode"] * decode
+    roles = ["aggregated"] * aggregated + ["prefill"] * prefill + ["decode"] * decode
     width = width or 1
     if plan.gpus and len(roles) * width > len(plan.gpus):
         raise ValueError(f"{word} needs {len(roles) * width} GPUs, but there are {len(plan.gpus)}")
@@ -149,7 +149,7 @@ def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
         worker(
             plan,
             f"{role}-{number}",
-            AGGREGATED if role == "whole" else role,
+            AGGREGATED if role == "aggregated" else role,
             plan.gpus[number * width : (number + 1) * width],
         )
         for number, role in enumerate(roles)
@@ -164,12 +164,14 @@ def disaggregated(plan: Plan) -> list[dict[str, Any]]:
 
 def replicas(plan: Plan) -> list[dict[str, Any]]:
     """Return two aggregated workers on the same GPUs."""
-    return [worker(plan, f"whole-{n}", AGGREGATED, gpus) for n, gpus in enumerate(plan.halves, 1)]
+    return [
+        worker(plan, f"aggregated-{n}", AGGREGATED, gpus) for n, gpus in enumerate(plan.halves, 1)
+    ]
 
 
 def single(plan: Plan, half: int) -> list[dict[str, Any]]:
     """Return one aggregated worker on the first (0) or the second (1) half of the GPUs."""
-    return [worker(plan, "whole-1", AGGREGATED, plan.halves[half])]
+    return [worker(plan, "aggregated-1", AGGREGATED, plan.halves[half])]
 
 
 def server_arguments(plan: Plan, port: int, width: int) -> list[str]:

@@ -103,9 +103,9 @@ class RoutedServers:
 def router_arguments(servers: Sequence[tuple[str, str]]) -> list[str]:
     """Return the router's arguments for servers, given as (role, URL)."""
     argv = ["--policy=round_robin", "--log-level=warning"]
-    whole = [url for role, url in servers if role == AGGREGATED]
-    if whole:
-        return [*argv, "--worker-urls", *whole]
+    aggregated = [url for role, url in servers if role == AGGREGATED]
+    if aggregated:
+        return [*argv, "--worker-urls", *aggregated]
     argv += ["--vllm-pd-disaggregation", "--kv-connector=nixl"]
     for role, url in servers:
         argv += [f"--{role}", url]

@@ -75,7 +75,7 @@ def _converse(config: ChatConfig) -> int:
     chat = Chat(
         config,
         partial(stream_chat, config.url),
-        Screen(sys.stdout, has_colors=has_colors),
+        LiveOutput(sys.stdout, has_colors=has_colors),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if not is_terminal:
@@ -121,7 +121,7 @@ class Chat:
 
     config: ChatConfig
     ask: Ask
-    screen: Screen
+    live_output: LiveOutput
     say: Callable[[str], None]
     failures: int = 0
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -170,14 +170,14 @@ class Chat:
             with closing(self.ask(self.request(question))) as events:
                 for event in events:
                     for kind, text in turn.add(event):
-                        self.screen.show(kind, text)
-            self.screen.end()
+                        self.live_output.show(kind, text)
+            self.live_output.end()
             self.say(turn.report())
         except KeyboardInterrupt:
-            self.screen.end()
+            self.live_output.end()
             self.say(f"stopped; {turn.report()}")
         except ChatFailed as exc:
-            self.screen.end()
+            self.live_output.end()
             self.say(f"error: {exc}")
             self.failures += 1
             return
@@ -402,7 +402,7 @@ def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
             yield kind, text
 
 
-class Screen:
+class LiveOutput:
     """Prints an answer while it streams.
 
     Each part begins a line; reasoning is dim, or labeled without colors.

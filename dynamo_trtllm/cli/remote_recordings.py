@@ -43,7 +43,7 @@ from dynamo_trtllm.protocol.errors import BadFrame, PlaneError
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
 
-_SETTLE_S: Final = 0.5
+_ANSWER_GRACE_S: Final = 0.5
 _CLOCK_READINGS: Final = 3
 _CLOCK_TIMEOUT_S: Final = 0.25
 _MAX_HOST_CHARS: Final = 256
@@ -143,7 +143,7 @@ def _keys(query: RecordingQuery, processes: list[ProcessRecording]) -> set[int]:
         selector = KeySelector(query)
         for entry in process.entries:
             if entry.key:
-                selector.see(entry.key, entry.event, entry.ns, entry.a)
+                selector.add_event(entry.key, entry.event, entry.ns, entry.a)
         found |= selector.keys()
     return found
 
@@ -205,7 +205,7 @@ class RecordingQueries:
     instances: Mapping[int, Instance]  # workers that have to answer, by id
     timeout_s: float  # the most time for all answers to a query
     # The least time for them: frontends are not registered, so their number is not known.
-    settle_s: float = _SETTLE_S
+    settle_s: float = _ANSWER_GRACE_S
 
     def __post_init__(self) -> None:
         self._answered = set[int]()  # instances

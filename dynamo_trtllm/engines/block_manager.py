@@ -42,7 +42,7 @@ class BlockTable:
         self.chain: list[CachedBlock] = []
         self.refused_at = -1  # number of the manager's changes when it last refused the request
 
-    def own(self) -> list[int]:
+    def uncached_blocks(self) -> list[int]:
         """Return the numbers of the blocks that the cache does not have."""
         pairs = zip(self.numbers, self.chain, strict=False)
         return [number for number, cached in pairs if number != cached.number] + self.numbers[
@@ -175,7 +175,7 @@ class BlockManager:
 
     def free(self, table: BlockTable) -> None:
         """End the use of a request's blocks. Repeated calls are allowed."""
-        self._free += table.own()
+        self._free += table.uncached_blocks()
         self._free += self._release(table.chain)
         self._changes += bool(table.numbers)
         table.numbers = []

@@ -29,7 +29,7 @@ class Facts(Protocol):
     def line(self) -> tuple[int, ...]:
         """The release of the library as numbers: (1, 2, 1)."""
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         """Return an argument's value and its source as text."""
 
 
@@ -60,9 +60,9 @@ class PeerFacts(Generic[F]):
         """See `Facts.line`."""
         return self.mine.line
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         """Return this worker's value of an argument and its source as text."""
-        return self.mine.shown(key)
+        return self.mine.value_with_source(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Rule(Generic[F]):
                 severity=self.severity,
                 rule=self.name,
                 field=name,
-                value=violation.value or facts.shown(name),
+                value=violation.value or facts.value_with_source(name),
                 other=violation.other,
                 why=violation.why or self.why,
                 fix=violation.fix or self.fix,

@@ -31,7 +31,7 @@ _DEADLINE_S = 600.0
 _SLOWEST = 5  # steps in the log
 # vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on
 _BATCH = 8
-_SAMPLED = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
+_WARM_UP_SAMPLING = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
 _JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
 # What clients may ask for, the number of requests at once, and the fields of Sampling.
 _VARIANTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -136,7 +136,7 @@ def variants(
     steps = []
     for name, count, values in _VARIANTS:
         if not set(info.unsupported_features) & set(values):
-            sampling = msgspec.structs.replace(_SAMPLED, **values)
+            sampling = msgspec.structs.replace(_WARM_UP_SAMPLING, **values)
             run = partial(requests, engine, model, sampling, min(count, at_once), cache_salt)
             steps.append(WarmUpStep(name, run))
     return steps

@@ -120,9 +120,7 @@ class PendingTransfers:
         """
         kv_params = request.kv_params
         if kv_params is None:
-            raise RequestRejected(
-                "a decode call needs KV transfer parameters (ticket)", field="ticket"
-            )
+            raise RequestRejected("a decode call needs KV transfer parameters", field="kv_params")
         check_params(kv_params, self.identity, now=time.time())
         _require_equal(kv_params, "prompt_tokens", len(request.token_ids))
         if kv_bytes is not None:

@@ -27,7 +27,7 @@ ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFI
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
 # Settings that are specific to an engine.
-_OF_ENGINE = (
+_ENGINE_FLAGS = (
     "extra_engine_args",
     "override_engine_args",
     "kernels_profile",
@@ -117,7 +117,7 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
             flags.pop("served_model_name", None)
             flags["model_path"] = config.model
         if config.engine is not None and config.engine != flags.get("engine"):
-            flags = {name: value for name, value in flags.items() if name not in _OF_ENGINE}
+            flags = {name: value for name, value in flags.items() if name not in _ENGINE_FLAGS}
             flags["engine"] = config.engine
         workers.append(worker.model_copy(update={"flags": flags}))
     frontend = deployment.frontend

@@ -62,28 +62,28 @@ class Topology:
     reasons: dict[str, str] = field(default_factory=dict)  # by subject
 
 
-def choose(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> Topology:
+def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> Topology:
     """Choose how to serve a model.
 
     Raises:
         ConfigError: The model does not fit, or a wish can't be fulfilled.
     """
-    engine, why = _engine(machine, model, wishes)
+    engine, why = _engine(machine, model, options)
     reasons = {
         "model": f"{model.name}{_size(model.weight_bytes)}",
         "engine": f"{_TITLES[engine]}: {why}",
     }
     if engine == "mock" or not machine.gpus:
-        return _on_cpu(engine, machine, model, wishes, reasons)
-    return _on_gpus(engine, machine, model, wishes, reasons)
+        return _on_cpu(engine, machine, model, options, reasons)
+    return _on_gpus(engine, machine, model, options, reasons)
 
 
 def _engine(
-    machine: MachineFacts, model: ModelFacts, wishes: ServeConfig
+    machine: MachineFacts, model: ModelFacts, options: ServeConfig
 ) -> tuple[EngineName, str]:
     """Return the engine and the reason for it."""
-    if wishes.engine is not None:
-        return wishes.engine, "given with --engine"
+    if options.engine is not None:
+        return options.engine, "given with --engine"
     why_torch = ""  # why no other engine is possible
     if not machine.gpus:
         why_torch = f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
@@ -108,21 +108,21 @@ def _on_cpu(
     engine: EngineName,
     machine: MachineFacts,
     model: ModelFacts,
-    wishes: ServeConfig,
+    options: ServeConfig,
     reasons: dict[str, str],
 ) -> Topology:
-    if wishes.tensor_parallel_size not in (None, 1):
+    if options.tensor_parallel_size not in (None, 1):
         raise ConfigError(
-            f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers"
+            f"--tensor-parallel-size {options.tensor_parallel_size} needs GPUs, but these workers"
             " run on the CPU; remove it"
         )
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
-    wished = _wished(wishes)
-    if wished is None:
+    requested = _requested_workers(options)
+    if requested is None:
         workers = {Role.PREFILL: 1, Role.DECODE: 1}
         reasons["topology"] = f"{_described(workers)}, the smallest disaggregated deployment"
     else:
-        workers = wished
+        workers = requested
         reasons["topology"] = f"{_described(workers)}, as given"
     needed = _WORKER_BYTES * sum(workers.values())
     if needed > limit:
@@ -133,7 +133,7 @@ def _on_cpu(
     weights = None if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False)
     if weights is None:  # there are none, or their size is not known
         weights = 0
-    if wished is None and weights * sum(workers.values()) > limit:
+    if requested is None and weights * sum(workers.values()) > limit:
         workers = {Role.AGGREGATED: 1}
         reasons["topology"] = f"{_described(workers)}: the memory does not hold the weights twice"
     needed = weights * sum(workers.values())
@@ -152,7 +152,7 @@ def _on_gpus(
     engine: EngineName,
     machine: MachineFacts,
     model: ModelFacts,
-    wishes: ServeConfig,
+    options: ServeConfig,
     reasons: dict[str, str],
 ) -> Topology:
     free = [gpu for gpu in machine.gpus if gpu.free_bytes >= _MIN_FREE_FRACTION * gpu.total_bytes]
@@ -162,10 +162,10 @@ def _on_gpus(
             f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that"
             " nvidia-smi lists"
         )
-    size, why = _tensor_parallel_size(engine, free, model, wishes)
-    wished = _wished(wishes)
-    if wished is not None:
-        workers = wished
+    size, why = _tensor_parallel_size(engine, free, model, options)
+    requested = _requested_workers(options)
+    if requested is not None:
+        workers = requested
         reasons["topology"] = f"{_described(workers)}, as given"
     elif len(free) >= 2 * size:
         workers = {Role.PREFILL: 1, Role.DECODE: 1}
@@ -195,16 +195,16 @@ def _on_gpus(
 
 
 def _tensor_parallel_size(
-    engine: EngineName, gpus: Sequence[GpuMemory], model: ModelFacts, wishes: ServeConfig
+    engine: EngineName, gpus: Sequence[GpuMemory], model: ModelFacts, options: ServeConfig
 ) -> tuple[int, str]:
     """Return the number of GPUs per worker and the reason for it."""
-    if engine == "torch" and wishes.tensor_parallel_size not in (None, 1):
+    if engine == "torch" and options.tensor_parallel_size not in (None, 1):
         raise ConfigError(
             "the torch engine runs on one GPU; remove --tensor-parallel-size, or use another"
             " --engine"
         )
-    if wishes.tensor_parallel_size is not None:
-        return wishes.tensor_parallel_size, "as many per worker as given"
+    if options.tensor_parallel_size is not None:
+        return options.tensor_parallel_size, "as many per worker as given"
     weights = _bytes_in_memory(engine, model, on_gpu=True)
     if weights is None:
         return 1, "one per worker: the size of the weights is not known"
@@ -235,24 +235,24 @@ def _bytes_in_memory(engine: EngineName, model: ModelFacts, *, on_gpu: bool) -> 
     return model.torch_values * value_bytes
 
 
-def _wished(wishes: ServeConfig) -> dict[Role, int] | None:
-    if wishes.prefill is None and wishes.decode is None:
+def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
+    if options.prefill is None and options.decode is None:
         return None
     return {
-        Role.PREFILL: 1 if wishes.prefill is None else wishes.prefill,
-        Role.DECODE: 1 if wishes.decode is None else wishes.decode,
+        Role.PREFILL: 1 if options.prefill is None else options.prefill,
+        Role.DECODE: 1 if options.decode is None else options.decode,
     }
 
 
 def deployment_data(
-    chosen: Topology, model: ModelFacts, wishes: ServeConfig, worker_flags: dict[str, Any]
+    chosen: Topology, model: ModelFacts, options: ServeConfig, worker_flags: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the content of a deployment file.
 
     Args:
         chosen: Return value of `choose`.
         model: The model.
-        wishes: Settings of the command.
+        options: Settings of the command.
         worker_flags: More flags of every worker, by field name.
     """
     flags: dict[str, Any] = {"model-path": model.path, "engine": chosen.engine}
@@ -282,11 +282,11 @@ def deployment_data(
             worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers as in nvidia-smi
         worker["flags"] = dict(flags)
         workers.append(worker)
-    frontend: dict[str, Any] = {"http-port": wishes.port}
-    if wishes.host is not None:
-        frontend["http-host"] = wishes.host
+    frontend: dict[str, Any] = {"http-port": options.port}
+    if options.host is not None:
+        frontend["http-host"] = options.host
     return {
-        "namespace": wishes.namespace,
+        "namespace": options.namespace,
         "services": {"etcd": "start", "nats": "start"},
         "frontend": frontend,
         "workers": workers,

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from prometheus_client.utils import floatToGoString
 
 PROCESS_LABEL = "process"
-_OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
+_PROCESS_PREFIX = "process_"  # cpu seconds, memory, open files, start time
 # beginnings of the first two lines of a metric
 _HELP = "# HELP "
 _TYPE = "# TYPE "
@@ -80,7 +80,7 @@ def _families(page: bytes, process: str) -> _Families:
             families[f"{first}\n{line}"] = samples
         elif line:
             sample, _, value = line.rpartition(" ")
-            if sample.startswith(_OF_ONE_PROCESS):
+            if sample.startswith(_PROCESS_PREFIX):
                 sample += label
             samples[sample] = float(value)
     return families
@@ -98,7 +98,7 @@ def _summed(parts: Iterable[_Families]) -> _Families:
 
 
 def _is_cumulative(head: str) -> bool:
-    return head.endswith(_CUMULATIVE) and not head.startswith(_HELP + _OF_ONE_PROCESS)
+    return head.endswith(_CUMULATIVE) and not head.startswith(_HELP + _PROCESS_PREFIX)
 
 
 def sum_samples(text: str, prefix: str) -> dict[str, float]:

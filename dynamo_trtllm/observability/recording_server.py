@@ -101,7 +101,7 @@ def recordings_subject(namespace: str) -> str:
 class KeySelector:
     """Finds the requests of one process that a query wants.
 
-    `see` is called for every event; their order does not matter.
+    `add_event` is called for every event; their order does not matter.
     """
 
     def __init__(self, query: RecordingQuery) -> None:
@@ -111,7 +111,7 @@ class KeySelector:
         self._num_open: Counter[tuple[int, int]] = Counter()  # by request and event that opens
         self._closed: set[int] = set()
 
-    def see(self, key: int, event: int, ns: int, a: int) -> None:
+    def add_event(self, key: int, event: int, ns: int, a: int) -> None:
         """Take one event of a request."""
         query = self._query
         if key >> 32 == query.prefix or (event == RecordedEvent.RECEIVED and a == query.client_id):
@@ -188,7 +188,7 @@ async def _answer(
         for slots in _slices():
             for _, ns, key, event, _, a, _, _, _, _ in SLOT.iter_unpack(slots):
                 if key:
-                    selector.see(key, event, ns, a)
+                    selector.add_event(key, event, ns, a)
             await asyncio.sleep(0)
     keys = selector.keys()
     part = _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False)

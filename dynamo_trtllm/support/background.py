@@ -99,7 +99,7 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
     return await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+async def wait_for_first(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
     """Return the result of the coroutine that ends first, or raise its error.
 
     The others are cancelled.

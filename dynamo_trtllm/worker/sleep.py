@@ -19,14 +19,14 @@ from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.streams import as_stream
-from dynamo_trtllm.support.background import BackgroundTasks, first_of
+from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.worker.health import Health
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 3.0
-_SOON_S = 0.1  # a shorter drain logs no progress
+_QUIET_DRAIN_S = 0.1  # a shorter drain logs no progress
 _PROMPT = range(16)
 _ANSWER_TOKENS = 4
 _ANSWER_S = 120.0
@@ -42,7 +42,7 @@ async def drain(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
     """
     serving.is_accepting = False
     try:
-        is_drained = await first_of(
+        is_drained = await wait_for_first(
             _finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s
         )
         if is_drained:
@@ -62,8 +62,8 @@ async def _finish(engine: Engine, serving: PlaneServer) -> bool:
 
 
 async def _log_progress(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
-    spent_s = _SOON_S
-    await asyncio.sleep(_SOON_S)
+    spent_s = _QUIET_DRAIN_S
+    await asyncio.sleep(_QUIET_DRAIN_S)
     while True:
         log.info("draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving))
         await asyncio.sleep(_LOG_EVERY_S)
@@ -76,7 +76,7 @@ def _left(engine: Engine, serving: PlaneServer) -> str:
 
 
 @dataclass
-class Sleeper:
+class WorkerSleep:
     """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
 
     | phase    | registered | what happens                                     | next phase        |

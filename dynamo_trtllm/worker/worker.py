@@ -42,13 +42,13 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     SamplingDefaults,
 )
-from dynamo_trtllm.support.background import BackgroundTasks, first_of
+from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.support.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from dynamo_trtllm.worker.sleep import Sleeper, drain
+from dynamo_trtllm.worker.sleep import WorkerSleep, drain
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Worker:
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
         self._tasks = BackgroundTasks(self._background_failed)
-        self._sleeper: Sleeper | None = None
+        self._worker_sleep: WorkerSleep | None = None
         self._owns_process = False  # True: nothing but this worker runs in the process
 
     def run(self) -> None:
@@ -202,29 +202,29 @@ class Worker:
             DynamoError: like `run`.
         """
         async with AsyncExitStack() as stack:
-            started = await first_of(
+            started = await wait_for_first(
                 self._start(stack), self._stop.wait(), self._tasks.until_failed()
             )
             # Else the wait for `stop` ended first.
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
-            service, sleeper = started
+            service, worker_sleep = started
             log.info(
                 "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
             )
             try:
-                await first_of(
+                await wait_for_first(
                     self._stop.wait(), service.until_failed(), self._tasks.until_failed()
                 )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
-                await self._drain(sleeper)
+                await self._drain(worker_sleep)
                 raise
-            await self._drain(sleeper)
+            await self._drain(worker_sleep)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, Sleeper]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, WorkerSleep]:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
         self._config, sampling_defaults = await asyncio.to_thread(_completed, self._config)
@@ -255,7 +255,7 @@ class Worker:
         # Last, because requests come from now on.
         register = partial(discovery.register, instance)
         registration = await register()
-        sleeper = Sleeper(
+        worker_sleep = WorkerSleep(
             engine=engine,
             model=instance.card.name,
             serving=serving,
@@ -266,10 +266,10 @@ class Worker:
             tasks=self._tasks,
             timing=self._timing,
         )
-        self._sleeper = sleeper
-        stack.push_async_callback(sleeper.aclose)
+        self._worker_sleep = worker_sleep
+        stack.push_async_callback(worker_sleep.aclose)
         self._health.phase = "serving"
-        return service, sleeper
+        return service, worker_sleep
 
     def _start_recorder(self, stack: AsyncExitStack) -> None:
         config = self._config
@@ -288,8 +288,8 @@ class Worker:
             return self._metrics.render(asdict(engine.stats()))
 
         verbs = {
-            "/sleep": partial(self._change, Sleeper.sleep),
-            "/wake": partial(self._change, Sleeper.wake),
+            "/sleep": partial(self._change, WorkerSleep.sleep),
+            "/wake": partial(self._change, WorkerSleep.wake),
         }
         app = health_app(self._health, render_metrics, verbs)
         server = health_server(config.system_host, config.system_port, app, self._tasks)
@@ -393,14 +393,14 @@ class Worker:
         )
         return instance, {digests[name]: path for name, path in files.items()}
 
-    async def _drain(self, sleeper: Sleeper) -> None:
+    async def _drain(self, worker_sleep: WorkerSleep) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await sleeper.aclose()
-        await drain(sleeper.engine, sleeper.serving, sleeper.drain_timeout_s)
+        await worker_sleep.aclose()
+        await drain(worker_sleep.engine, worker_sleep.serving, worker_sleep.drain_timeout_s)
         self._health.phase = "stopped"
 
-    def _change(self, begin: Callable[[Sleeper], str]) -> str:
-        if self._sleeper is None:
+    def _change(self, begin: Callable[[WorkerSleep], str]) -> str:
+        if self._worker_sleep is None:
             return f"the worker is {self._health.phase}; retry later"
-        return begin(self._sleeper)
+        return begin(self._worker_sleep)

@@ -197,12 +197,12 @@ async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(pool: 
 async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(
     pool: EnginePool,
 ) -> None:
-    whole = pool.open()
+    aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
-    async with pool.started(whole, prefill, decode):
+    async with pool.started(aggregated, prefill, decode):
         chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
-        assert tokens(chunks) == await answer(whole, prompt_of(100), max_tokens=20)
+        assert tokens(chunks) == await answer(aggregated, prompt_of(100), max_tokens=20)
         stats = chunks[-1].stats
         assert stats is not None
         assert stats.kv_bytes > 0
@@ -216,13 +216,13 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
 async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_time_until_then(
     pool: EnginePool,
 ) -> None:
-    whole = pool.open()
+    aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
-    async with pool.started(whole, prefill, decode):
+    async with pool.started(aggregated, prefill, decode):
         kv_params = await prefill_params(prefill, prompt_of(70))
         for engine, request in (
-            (whole, ask(prompt_of(70))),
+            (aggregated, ask(prompt_of(70))),
             (decode, ask(prompt_of(70), phase=Phase.DECODE, kv_params=kv_params)),
         ):
             begun_s = time.monotonic()
@@ -261,17 +261,17 @@ async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
 async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_that_of_an_undisturbed_run(
     kind: Kind, pool: EnginePool
 ) -> None:
-    whole = pool.open()
+    aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
-    async with pool.started(whole, prefill, decode):
+    async with pool.started(aggregated, prefill, decode):
         # others promise it for greedy ones only
         for sampling in ({}, *SAMPLED) if kind.engine == "torch" else ({},):
-            undisturbed = await answer(whole, prompt_of(70), max_tokens=24, **sampling)
+            undisturbed = await answer(aggregated, prompt_of(70), max_tokens=24, **sampling)
             for made in (1, 22):
                 so_far = prompt_of(70) + token_ids(undisturbed[:made])
                 rest = {"max_tokens": 24 - made, "num_resumed_output_tokens": made, **sampling}
-                assert tokens(await collect(whole, ask(so_far, **rest))) == undisturbed[made:]
+                assert tokens(await collect(aggregated, ask(so_far, **rest))) == undisturbed[made:]
                 assert (
                     tokens(await prefill_then_decode(prefill, decode, so_far, **rest))
                     == undisturbed[made:]
@@ -281,10 +281,10 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
 async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
     pool: EnginePool,
 ) -> None:
-    whole = pool.open()
+    aggregated = pool.open()
     decode = pool.open(Role.DECODE)
-    async with pool.started(whole, decode):
-        assert await answer(decode, prompt_of(70)) == await answer(whole, prompt_of(70))
+    async with pool.started(aggregated, decode):
+        assert await answer(decode, prompt_of(70)) == await answer(aggregated, prompt_of(70))
         await pool.check_nothing_left(decode)
 
 
@@ -357,16 +357,16 @@ class Overwriting(LoopbackBackend):
 async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_the_next_answer_is_right(
     pool: EnginePool,
 ) -> None:
-    whole = pool.open()
+    aggregated = pool.open()
     decode = pool.open(Role.DECODE)
     prefill = pool.open(Role.PREFILL, backend=Overwriting())
-    async with pool.started(whole, prefill, decode):
+    async with pool.started(aggregated, prefill, decode):
         with pytest.raises(TransferFailed, match="checksum"):
             await prefill_then_decode(prefill, decode, prompt_of(100))
         await pool.check_nothing_left(decode)
         assert stats(decode).kv_checksum_mismatches == 1
         assert tokens(await prefill_then_decode(prefill, decode, prompt_of(100))) == await answer(
-            whole, prompt_of(100)
+            aggregated, prompt_of(100)
         )
         assert stats(decode).kv_checksum_mismatches == 1
 

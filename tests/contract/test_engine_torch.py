@@ -126,9 +126,9 @@ def of_one_process() -> dict[float, list[list[int]]]:
 
 
 async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[int]]:
-    whole = make("torch", folder, Role.AGGREGATED, prefill_chunk_tokens=CHUNK)
-    async with started(whole):
-        return [await answer(whole, prompt_of(length), **sampling) for length in LENGTHS]
+    aggregated = make("torch", folder, Role.AGGREGATED, prefill_chunk_tokens=CHUNK)
+    async with started(aggregated):
+        return [await answer(aggregated, prompt_of(length), **sampling) for length in LENGTHS]
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,13 @@ async def test_stop_token_when_the_models_own_are_ignored_then_it_still_stops(
 ) -> None:
     with fake_tensorrt_llm(version):
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
-        whole, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
-        async with started(whole, prefill, decode):
-            free = await answer(whole, PROMPT, ignore_eos=True)
+        aggregated, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
+        async with started(aggregated, prefill, decode):
+            free = await answer(aggregated, PROMPT, ignore_eos=True)
             # which is idle
             chosen = {"ignore_eos": True, "stop_token_ids": (free[4],), "min_tokens": 2}
             for chunks in (
-                await collect(whole, ask(PROMPT, **chosen)),
+                await collect(aggregated, ask(PROMPT, **chosen)),
                 await prefill_then_decode(prefill, decode, PROMPT, **chosen),
             ):
                 assert tokens(chunks) == free[:5]
@@ -135,12 +135,12 @@ async def test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_sto
     """A Harmony tool call that fits exactly ends with one."""
     with fake_tensorrt_llm(version):
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
-        whole, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
-        async with started(whole, prefill, decode):
-            free = await answer(whole, PROMPT)
+        aggregated, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
+        async with started(aggregated, prefill, decode):
+            free = await answer(aggregated, PROMPT)
             chosen = {"stop_token_ids": (free[4],), "max_tokens": 5}
             for chunks in (
-                await collect(whole, ask(PROMPT, **chosen)),
+                await collect(aggregated, ask(PROMPT, **chosen)),
                 await prefill_then_decode(prefill, decode, PROMPT, **chosen),
             ):
                 assert (tokens(chunks), chunks[-1].finish_reason) == (free[:5], FinishReason.STOP)

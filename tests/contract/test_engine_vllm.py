@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Engines(NamedTuple):
-    whole: Engine
+    aggregated: Engine
     prefill: Engine
     decode: Engine
 
@@ -112,7 +112,7 @@ def core_of(engine: Engine) -> Any:
 async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(
     engines: Engines, phase: Phase
 ) -> None:
-    engine = engines.prefill if phase is Phase.PREFILL else engines.whole
+    engine = engines.prefill if phase is Phase.PREFILL else engines.aggregated
     prompt = prompt_of(1500)
     chunks = await collect(
         engine, ask(prompt, phase=phase, prompt_logprobs=1, logprobs=1, max_tokens=2)
@@ -148,11 +148,11 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_aggregated_
     engines: Engines, prompt: Any, sampling: dict[str, Any]
 ) -> None:
     chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
-    whole = await collect(engines.whole, ask(prompt, **chosen))
+    aggregated = await collect(engines.aggregated, ask(prompt, **chosen))
     chunks = await prefill_then_decode(engines.prefill, engines.decode, prompt, **chosen)
-    assert tokens(chunks) == tokens(whole)
+    assert tokens(chunks) == tokens(aggregated)
     assert logprobs(chunks) == tokens(chunks)
-    assert chunks[-1].finish_reason is whole[-1].finish_reason
+    assert chunks[-1].finish_reason is aggregated[-1].finish_reason
     for engine in engines:
         await check_nothing_left(engine)
 
@@ -173,7 +173,7 @@ async def test_two_calls_when_random_without_a_seed_then_the_answer_begins_with_
 async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed_at_once(
     engines: Engines,
 ) -> None:
-    stop = (await answer(engines.whole, PROMPT))[0]
+    stop = (await answer(engines.aggregated, PROMPT))[0]
     request = ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(stop,))
     (last,) = await collect(engines.prefill, request)
     assert (last.finish_reason, tokens([last]), last.kv_params) == (FinishReason.STOP, [stop], None)
@@ -230,11 +230,11 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(
 async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(
     engines: Engines,
 ) -> None:
-    whole = (await collect(engines.whole, ask(PROMPT)))[-1].stats
+    aggregated = (await collect(engines.aggregated, ask(PROMPT)))[-1].stats
     decode = (await prefill_then_decode(engines.prefill, engines.decode, PROMPT))[-1].stats
-    assert whole is not None
+    assert aggregated is not None
     assert decode is not None
-    assert min(whole.queue_s, whole.prefill_s, whole.more["submit"]) > 0
+    assert min(aggregated.queue_s, aggregated.prefill_s, aggregated.more["submit"]) > 0
     assert min(decode.kv_transfer_s, decode.more["first_token"], decode.more["submit"]) > 0
 
 
@@ -283,8 +283,8 @@ async def test_decode_when_its_kv_cant_be_read_then_transfer_failed_and_nothing_
 async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) -> None:
     request = msgspec.structs.replace(ask(PROMPT, max_tokens=4000), deadline=time.time() + 0.1)
     with pytest.raises(DeadlineExceeded):
-        await collect(engines.whole, request)
-    await check_nothing_left(engines.whole)
+        await collect(engines.aggregated, request)
+    await check_nothing_left(engines.aggregated)
 
 
 async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(
@@ -292,7 +292,7 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
 ) -> None:
     async def first_then_rest(n: int) -> None:
         async with aclosing(
-            as_stream(engines.whole, ask(prompt_of(20, n), max_tokens=5000))
+            as_stream(engines.aggregated, ask(prompt_of(20, n), max_tokens=5000))
         ) as stream:
             await anext(stream)
             begun.release()
@@ -303,13 +303,13 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
     tasks = [asyncio.create_task(first_then_rest(n)) for n in range(3)]
     for _ in tasks:
         await begun.acquire()
-    core_of(engines.whole).die()
+    core_of(engines.aggregated).die()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [EngineFailed] * 3
     with pytest.raises(EngineFailed, match="died"):
-        await engines.whole.check()
+        await engines.aggregated.check()
     with pytest.raises(EngineFailed):
-        await answer(engines.whole, PROMPT)
+        await answer(engines.aggregated, PROMPT)
 
 
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
@@ -327,17 +327,17 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(place, Mock(side_effect=error("wrong")))
-            assert await error_code(engines.whole, ask(PROMPT)) == code
-        await engines.whole.check()
-        await check_nothing_left(engines.whole)
+            assert await error_code(engines.aggregated, ask(PROMPT)) == code
+        await engines.aggregated.check()
+        await check_nothing_left(engines.aggregated)
 
     async def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("wrong")
 
     with monkeypatch.context() as patch:
         patch.setattr("vllm.v1.engine.async_llm.AsyncLLM.add_request", refuse)
-        assert await error_code(engines.whole, ask(PROMPT)) == "engine_rejected"
-    assert len(await answer(engines.whole, PROMPT)) == 8
+        assert await error_code(engines.aggregated, ask(PROMPT)) == "engine_rejected"
+    assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
 async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Path) -> None:

@@ -402,7 +402,10 @@ async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answe
     )
     async with library.compiling():
         failed = await WarmUp(600.0).run(
-            [*library.passes([300, 17]), *variants(pair.decode, "tiny", cast("EngineInfo", info))]
+            [
+                *library.warm_up_steps([300, 17]),
+                *variants(pair.decode, "tiny", cast("EngineInfo", info)),
+            ]
         )
     assert failed == ()
     assert await answer(pair.decode, prompt) == before

@@ -152,7 +152,7 @@ async def test_offer_when_transfer_is_offered_already_then_transfer_failed(sides
     with pytest.raises(TransferFailed, match="already"):
         await holder.backend.publish("t", split(source, [10]))
     await holder.backend.unpublish("t")
-    await holder.backend.unpublish("t")  # unknown tickets are no error
+    await holder.backend.unpublish("t")  # unknown KV transfers are no error
     await holder.backend.publish("t", split(source, [10]))
 
 

@@ -81,7 +81,7 @@ async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sid
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(sides: Start) -> None:
+async def test_fetch_when_the_rest_never_becomes_ready_then_transfer_timeout(sides: Start) -> None:
     holder = await sides()
     reader = await sides()
     source = content("a", 5000)

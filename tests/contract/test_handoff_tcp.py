@@ -132,7 +132,7 @@ async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpBackend) -> 
         await holder.publish("t", [MemoryRegion(4096, 10, "cuda:0")])
 
 
-async def test_fetch_when_time_is_short_then_handoff_timeout(
+async def test_fetch_when_time_is_short_then_transfer_timeout(
     holder: TcpBackend, fetched: list[str]
 ) -> None:
     source = content("a", 1000)

@@ -146,7 +146,7 @@ class Cluster:
         left = {
             "running": sum(engine_stats.running + engine_stats.waiting for engine_stats in stats),
             "kv blocks": sum(engine_stats.kv_blocks_used for engine_stats in stats),
-            "tickets": sum(engine_stats.pending_kv_transfers for engine_stats in stats),
+            "KV transfers": sum(engine_stats.pending_kv_transfers for engine_stats in stats),
             "streams at workers": sum(serving.running for serving in self.plane._servers),
             "streams at the caller": len(self.plane.client._inbox),
             "peers": len(self.plane.client._running)
@@ -249,7 +249,7 @@ async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right
         assert seen["right"] > 0.99 * count
         assert len(network.faults) == 6  # each kind of fault struck
         with suppress(TimeoutError):
-            # a ticket whose release was lost lives as long
+            # a transfer whose release was lost lives as long
             async with asyncio.timeout(SOON_S + KV_TRANSFER_TTL_S):
                 while made.held():  # noqa: ASYNC110 - counts of several objects
                     await asyncio.sleep(0.1)

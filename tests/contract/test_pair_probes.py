@@ -1,4 +1,4 @@
-"""Canaries over real engines: a pair whose KV arrives wrongly is found, whatever engine and backend
+"""Probes over real engines: a pair whose KV arrives wrongly is found, whatever engine and backend
 move it.
 """
 
@@ -156,8 +156,8 @@ class Deployment:
         router = RequestRouter(
             self.view, self.plane, RouterOptions(hold_s=SOON_S, has_probes=True), breakers
         )
-        canaries = PairProbes(router, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
-        task = asyncio.create_task(canaries.run())
+        probes = PairProbes(router, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
+        task = asyncio.create_task(probes.run())
         try:
             yield breakers, router
         finally:

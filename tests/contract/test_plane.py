@@ -287,7 +287,7 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(
         bench.caller.client.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)),
         TransferExpired,
     )
-    assert error.field == "ticket_id"
+    assert error.field == "transfer_id"
     assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.FETCHED)]
     await check_fails(bench.caller.client.control(SUBJECT, GetFile("boom")), InternalError)
     await check_fails(bench.caller.client.control(SUBJECT, GetFile("huge")), PayloadTooLarge)

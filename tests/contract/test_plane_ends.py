@@ -1,4 +1,4 @@
-"""The request-plane contract where streams end: tickets on their way, and waiting for what runs."""
+"""The request-plane contract where streams end: KV transfers on their way, waiting for what runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request-plane contract for tickets whose way, or whose release, was disturbed: none is held
+"""The request-plane contract for KV transfers whose way, or whose release, was disturbed: none is held
 for nothing.
 """
 
@@ -84,7 +84,7 @@ async def test_report_when_it_is_repeated_after_a_transfer_was_taken_then_the_tr
     inbox = bench.caller.client._inbox_subject  # type: ignore[attr-defined]
     for data in reports:
         bench.worker._transport.publish(inbox, data)  # type: ignore[attr-defined]
-    await asyncio.sleep(3 * LIMITS.ping_interval_s)  # reports that list the ticket come, too
+    await asyncio.sleep(3 * LIMITS.ping_interval_s)  # reports that list the transfer come, too
     assert service.verbs == []
 
 

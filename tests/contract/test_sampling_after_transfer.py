@@ -75,14 +75,14 @@ def check_schema(text: str) -> None:
 async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(
     folder: Path, temperature: float
 ) -> None:
-    whole, prefill, decode = (
+    aggregated, prefill, decode = (
         make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
     )
-    async with started(whole, prefill, decode):
+    async with started(aggregated, prefill, decode):
         for seed in range(2):
             sampling: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 200}
             sampling["guided"] = form(literal="<|message|>")
-            chunks = await collect(whole, ask(prompt_of(20, seed), **sampling))
+            chunks = await collect(aggregated, ask(prompt_of(20, seed), **sampling))
             assert chunks[-1].finish_reason is FinishReason.STOP
             ids = tokens(chunks)
             assert (
@@ -91,7 +91,7 @@ async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(
             )
             assert (ids[0], ids[-1]) == (MESSAGE, END)
             check_schema(spell(ids[1:-1]))
-        for engine in (whole, decode):
+        for engine in (aggregated, decode):
             await check_nothing_left(engine)
 
 
@@ -101,7 +101,7 @@ async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(
     """The prefill call's only token is `after` itself, so only the KV transfer parameters tell the
     decode worker.
     """
-    whole, prefill, decode = (
+    aggregated, prefill, decode = (
         make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
     )
     sampling: dict[str, Any] = {
@@ -109,8 +109,8 @@ async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(
         "guided": form((CHANNEL,)),
         "logit_bias": ((CHANNEL, 100.0),),
     }
-    async with started(whole, prefill, decode):
-        ids = await answer(whole, prompt_of(9), **sampling)
+    async with started(aggregated, prefill, decode):
+        ids = await answer(aggregated, prompt_of(9), **sampling)
         assert tokens(await prefill_then_decode(prefill, decode, prompt_of(9), **sampling)) == ids
     assert (ids[0], ids[-1]) == (CHANNEL, END)
     check_schema(spell(ids[1:-1]))
@@ -158,10 +158,10 @@ async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_de
     folder: Path, penalty: str
 ) -> None:
     """The biases make 7 win, then 11 as long as 7 is penalized."""
-    whole, prefill, decode = (
+    aggregated, prefill, decode = (
         make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
     )
-    async with started(whole, prefill, decode):
+    async with started(aggregated, prefill, decode):
         for temperature in (0.0, 0.9):
             asked: dict[str, Any] = {
                 "logit_bias": ((7, 80.0), (11, 60.0)),
@@ -169,7 +169,7 @@ async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_de
                 "temperature": temperature,
             }
             asked |= {"seed": 3, "max_tokens": 12, "ignore_eos": True, "min_p": 0.02}
-            ids = await answer(whole, prompt_of(9), **asked)
+            ids = await answer(aggregated, prompt_of(9), **asked)
             assert ids[:2] == [7, 11]
             assert tokens(await prefill_then_decode(prefill, decode, prompt_of(9), **asked)) == ids
 

@@ -85,13 +85,13 @@ async def record(version: str, folder: Path) -> Uses:
             | (SCHEDULED_ARGS if is_newest else {})
         )
         more = {Role.AGGREGATED: ranks}
-        whole, prefill, decode = (
+        aggregated, prefill, decode = (
             make("trtllm", folder, role, **args, **more.get(role, {})) for role in roles
         )
-        async with started(whole, prefill, decode):
+        async with started(aggregated, prefill, decode):
             for sampling in SAMPLINGS:
                 try:
-                    await answer(whole, PROMPT, **sampling)
+                    await answer(aggregated, PROMPT, **sampling)
                 except EngineError as exc:
                     print(f"{version}: {exc}")
             logprobs = {"logprobs": 1} if is_newest else {}  # rejected before
@@ -101,7 +101,7 @@ async def record(version: str, folder: Path) -> Uses:
                 {"submit", "first_token"} if "return_perf_metrics" in args else set()
             )
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
-            await collect(whole, salted)
+            await collect(aggregated, salted)
             fields = {
                 "dp_rank": 1,
                 "conversation_id": "c",
@@ -109,14 +109,14 @@ async def record(version: str, folder: Path) -> Uses:
                 "traceparent": TRACEPARENT,
             }
             placed = msgspec.structs.replace(ask(PROMPT), **fields)
-            await collect(whole, placed)
-            async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
+            await collect(aggregated, placed)
+            async with aclosing(as_stream(aggregated, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)
-            assert whole.sleep_obstacle
-            whole.start_kv_events(lambda events: None)
-            await whole.check()
-            stats(whole)
-            await check_stats(whole, running=0)
+            assert aggregated.sleep_obstacle
+            aggregated.start_kv_events(lambda events: None)
+            await aggregated.check()
+            stats(aggregated)
+            await check_stats(aggregated, running=0)
             form = "" if version >= "1.2" else "_async"
             reads = {
                 (f"LLM.{name}{form}", "timeout") for name in ("get_stats", "get_kv_cache_events")

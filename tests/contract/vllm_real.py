@@ -50,7 +50,7 @@ SPOILED = ("dead port", "blocks out of range")
 
 
 def spoiled(kv_params: KvTransferParams, how: str, peer: str) -> KvTransferParams:
-    """A ticket whose KV can't be read.
+    """A transfer whose KV can't be read.
 
     `peer`: of a dead port, the engine that is said to listen there.
     """
@@ -77,11 +77,11 @@ async def failed_reads(
 ) -> list[str]:
     """What is wrong after the KV of all prompts could not be read, at once: how each call ended,
     what the decode engine
-    answers to the same prompt afterwards and from which cache, and what the good ticket still
+    answers to the same prompt afterwards and from which cache, and what the good transfer still
     gives.
     """
     peer = secrets.token_hex(8)
-    # else some first token ends the answer, and there is no ticket
+    # else some first token ends the answer, and there is no transfer
     free: dict[str, Any] = {"ignore_eos": True}
 
     async def read(n: int, prompt: array[int]) -> list[str]:

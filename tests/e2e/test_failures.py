@@ -1,7 +1,7 @@
 """What a client sees when something dies or leaves: an answer or a named error within a bound, and
 nothing kept.
 
-Mock engines: their scheduling, tickets and KV transfer are real, only the computing is not.
+Mock engines: their scheduling and KV transfer are real, only the computing is not.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
 @pytest.fixture(scope="module")
 def lasting(etcd_server: str, nats_server: str) -> Iterator[Pair]:
     """For tests in which no worker ends, and its own frontend stays."""
-    without_canaries = ("--probe-interval-s", "0")  # they too would be in a slow worker's step
-    cluster = Cluster(etcd_server, nats_server, "clients-leave", without_canaries)
+    without_probes = ("--probe-interval-s", "0")  # they too would be in a slow worker's step
+    cluster = Cluster(etcd_server, nats_server, "clients-leave", without_probes)
     try:
         yield start_pair(cluster)
     finally:

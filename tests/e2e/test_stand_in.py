@@ -40,10 +40,10 @@ SITE = checks.Site(model=TINY, gpus=0, env=ENV)
 
 
 def started_by_example(cluster: Cluster) -> Process:
-    """Start the worker that serves whole requests by the example for several nodes, with flags of
+    """Start the worker that serves aggregated requests by the example for several nodes, with flags of
     any worker.
     """
-    flags = ["--model-path", TINY, "--served-model-name", checks.WHOLE, "--system-port", "0"]
+    flags = ["--model-path", TINY, "--served-model-name", checks.AGGREGATED, "--system-port", "0"]
     arguments = json.dumps(SITE.arguments("prefill_and_decode"))
     env = {
         **SITE.env,
@@ -61,7 +61,7 @@ def started_by_example(cluster: Cluster) -> Process:
 def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
     cluster = Cluster(etcd_server, nats_server, f"stand-in-{secrets.token_hex(4)}")
     try:
-        yield checks.start(cluster, SITE, start_whole=started_by_example)
+        yield checks.start(cluster, SITE, start_aggregated=started_by_example)
     finally:
         cluster.stop()
 
@@ -88,7 +88,7 @@ def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_on
     tests/contract/test_engine_trtllm.py.
     """
     disaggregated = chat(served, checks.PAIR)
-    assert disaggregated == chat(served, checks.WHOLE)
+    assert disaggregated == chat(served, checks.AGGREGATED)
     assert len(disaggregated["tokens"]) > 20
 
 
@@ -152,11 +152,11 @@ def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(
     served: checks.Served,
 ) -> None:
     """The last test of these workers: one of them ends."""
-    served.whole.wait_for("STAND-IN: trtllm-llmapi-launch")
-    assert chat(served, checks.WHOLE)["tokens"]
-    served.whole.send(signal.SIGTERM)
-    assert served.whole.wait(20.0) == 0
-    served.cluster.until_status(checks.WHOLE, 503)
+    served.aggregated.wait_for("STAND-IN: trtllm-llmapi-launch")
+    assert chat(served, checks.AGGREGATED)["tokens"]
+    served.aggregated.send(signal.SIGTERM)
+    assert served.aggregated.wait(20.0) == 0
+    served.cluster.until_status(checks.AGGREGATED, 503)
 
 
 CONTRADICTIONS = [(["--stand-in"], "needs --engine trtllm"), (["--engine"], "needs a value")]

@@ -219,7 +219,7 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
 async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_one_is_gone(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    # 4 blocks per ticket
+    # 4 blocks per transfer
     small = {"override_engine_args": {"kv_cache_blocks": 16}}
     timing = WorkerTiming(unfetched_kv_s=0.0)
     async with scene(servers, running_workers, prefill=small, timing=timing) as made:
@@ -256,7 +256,7 @@ async def test_worker_when_it_is_full_then_the_router_asks_another(
         running_workers.planes.pop()
 
 
-async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
+async def test_move_when_it_hangs_then_transfer_timeout_after_its_own_bound(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     async with scene(servers, running_workers, kv_fetch_timeout_s=0.3) as made:

@@ -1,4 +1,4 @@
-"""The hand-off benchmark of GPU machines, in small and without a GPU: its text runs, and it checks
+"""The KV transfer benchmark of GPU machines, in small and without a GPU: its text runs, and it checks
 what arrived.
 """
 

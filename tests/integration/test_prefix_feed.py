@@ -14,7 +14,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
@@ -34,7 +34,7 @@ from tests.kit.workers import (
 BLOCK = 32  # tokens, of the mock engine
 
 
-class LossyPrefixes(KnownPrefixes):
+class LossyPrefixes(ClusterPrefixes):
     """A prefix index that loses the next update with blocks if `loses` is set."""
 
     loses = False

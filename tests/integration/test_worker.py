@@ -171,7 +171,7 @@ async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(
         begun_s = time.monotonic()
         worker.stop()
         await serving
-        assert 0.5 <= time.monotonic() - begun_s < SOON_S  # and not until the ticket expires
+        assert 0.5 <= time.monotonic() - begun_s < SOON_S  # and not until the transfer expires
 
 
 async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(

@@ -70,7 +70,7 @@ class ScriptedService(ChunkSource):
         self.verbs.append(verb)
         if isinstance(verb, ReleaseKv):
             self.pending.pop(verb.transfer_id, None)
-            raise TransferExpired("too late", field="ticket_id")
+            raise TransferExpired("too late", field="transfer_id")
         if verb.sha256 == "boom":
             raise RuntimeError("boom")
         return b"x" * (2_000_000 if verb.sha256 == "huge" else 1000)

@@ -55,9 +55,9 @@ from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.frontend.process.control_pipe import _Message
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.frontend.routing.worker_load import (
-    FleetLoad,
+    ClusterLoad,
     instance_cost,
     predicted_first_token_s,
 )
@@ -194,8 +194,8 @@ async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_c
     None
 ):
     transport = InprocTransport()
-    loads = FleetLoad()
-    known = KnownPrefixes()
+    loads = ClusterLoad()
+    known = ClusterPrefixes()
     cache = InstanceCache()
     plane = RequestPlane(transport, PlaneLimits())
     await plane.serve("s", MeteredService(PlainEngine()).service)

@@ -203,7 +203,11 @@ class ExternalEngine(Engine):
         self.calls.open(library, identity, ttl_s=self.kv_transfer_ttl_s)
 
     async def _warm_up(
-        self, info: EngineInfo, passes: Sequence[WarmUpStep] = (), *, cache_salt: str | None = None
+        self,
+        info: EngineInfo,
+        warm_up_steps: Sequence[WarmUpStep] = (),
+        *,
+        cache_salt: str | None = None,
     ) -> None:
         """Generate one token, so that `start` returns only when the library responds.
 
@@ -211,7 +215,7 @@ class ExternalEngine(Engine):
 
         Args:
             info: properties of the engine.
-            passes: steps of this engine, before the requests.
+            warm_up_steps: steps of this engine, before the requests.
             cache_salt: of the requests.
 
         Raises:
@@ -222,7 +226,7 @@ class ExternalEngine(Engine):
         except DynamoError as exc:
             text = f"{self._library_name} was loaded but the warm-up request failed: {exc.message}"
             raise EngineFailed(text) from exc
-        await self._warming.run([*passes, *variants(self, self._model, info, cache_salt)])
+        await self._warming.run([*warm_up_steps, *variants(self, self._model, info, cache_salt)])
         await self.check()
 
     async def check(self) -> None:

@@ -145,7 +145,7 @@ def rank_environment(config: WorkerConfig) -> tuple[KernelProfile, dict[str, str
     return profile, {**profile.environment, **caches}
 
 
-_LIFTED = "pytorch_backend_config"
+_LEGACY_SECTION = "pytorch_backend_config"
 _TRANSCEIVER = "cache_transceiver_config"
 _TIMEOUT = "kv_transfer_timeout_ms"
 _RUNTIME = "transceiver_runtime"
@@ -161,14 +161,15 @@ def translate(layer: Source, notes: list[str]) -> Source:
     Raises:
         ConfigError: a deprecated key and its replacement have different values.
     """
-    work = _Work(copy.deepcopy(dict(layer.values)), layer.source, notes)
-    if isinstance(work.values.get(_LIFTED), Mapping):
-        for key, value in work.values.pop(_LIFTED).items():
+    work = _ArgumentTranslation(copy.deepcopy(dict(layer.values)), layer.source, notes)
+    if isinstance(work.values.get(_LEGACY_SECTION), Mapping):
+        for key, value in work.values.pop(_LEGACY_SECTION).items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{layer.source}: key {key!r} of {_LIFTED} is not text; quote it", field=_LIFTED
+                    f"{layer.source}: key {key!r} of {_LEGACY_SECTION} is not text; quote it",
+                    field=_LEGACY_SECTION,
                 )
-            work.put(f"{_LIFTED}.{key}", key, value)
+            work.put(f"{_LEGACY_SECTION}.{key}", key, value)
     for old, new in LIBRARY.moved.items():
         work.move(old, new)
     work.graphs()
@@ -180,7 +181,7 @@ def translate(layer: Source, notes: list[str]) -> Source:
     return layer._replace(values=work.values)
 
 
-class _Work(NamedTuple):
+class _ArgumentTranslation(NamedTuple):
     """State of one translation."""
 
     values: dict[str, Any]
@@ -258,7 +259,7 @@ ADAPTER = "the trtllm engine"  # name of the source
 BUFFER_EVENTS = 100_000
 _TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
-_EITHER = {
+_ALTERNATIVES = {
     "cuda_graph_config.max_batch_size": "cuda_graph_config.batch_sizes",
     "cuda_graph_config.batch_sizes": "cuda_graph_config.max_batch_size",
 }
@@ -292,7 +293,7 @@ def trtllm_args(
     wanted = layers.merge(
         [Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)]
     )
-    own = _without_defaults(_own(config, given, release), given, release)
+    own = _without_defaults(_adapter_arguments(config, given, release), given, release)
     merged = layers.merge([own, _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
     runtime = merged.leaves.get(f"{_TRANSCEIVER}.{_RUNTIME}")
@@ -345,7 +346,9 @@ def statistics_note(args: TrtllmArgs) -> str:
     )
 
 
-def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> Source:
+def _adapter_arguments(
+    config: WorkerConfig, given: Sequence[Source], release: ApiManifest
+) -> Source:
     """Return the engine's own defaults, which every other source overrides."""
     values: dict[str, Any] = {_STATISTICS: True}  # see `statistics_note`
     if config.publish_kv_events:
@@ -504,6 +507,6 @@ def _advice(
                 )
                 notes.append(f"{source}: {key} {leaf.value} is not passed on: it is {default}")
             continue
-        if _EITHER.get(key) not in decided:
+        if _ALTERNATIVES.get(key) not in decided:
             applied[key] = leaf
     return Source(layers.nested(applied), source, is_default=True)

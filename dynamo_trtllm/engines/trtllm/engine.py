@@ -262,7 +262,7 @@ class TrtllmEngine(ExternalEngine):
         """Return the tokens from which a step cuts its last prompt, at a whole block; 0: prompts
         are not cut.
         """
-        if not self._facts.on("enable_chunked_prefill"):
+        if not self._facts.is_enabled("enable_chunked_prefill"):
             return 0
         return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
@@ -394,7 +394,7 @@ def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str,
 
 def sleep_obstacle(facts: RoleFacts) -> str:
     """Return why the engine can't sleep with these arguments, as text; "" if it can."""
-    if not facts.section("sleep_config"):
+    if not facts.has_section("sleep_config"):
         return "set sleep_config in the engine file to allow it (TensorRT-LLM 1.3)"
     if facts.is_disaggregated:
         return (

@@ -28,7 +28,7 @@ def dp_ranks(facts: RoleFacts) -> int:
     """Return the number of attention-DP ranks among which requests can choose; 0 without attention
     DP.
     """
-    return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
+    return facts.tensor_parallel if facts.is_enabled("enable_attention_dp") else 0
 
 
 def context_length(facts: RoleFacts) -> int:
@@ -52,7 +52,7 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     # longer prompts use a fallback that fails with NIXL
     if buffer and phase is not Phase.AGGREGATED:
         candidates.append(PromptLimit(buffer, BUFFER))
-    if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
+    if phase is not Phase.DECODE and not facts.is_enabled("enable_chunked_prefill"):
         candidates.append(
             PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill")
         )
@@ -82,10 +82,11 @@ class TrtllmModelLimits:
         self.dp_ranks = dp_ranks(facts)
         # The executor looks at conversation ids to choose a rank or to keep KV blocks.
         affinity = (
-            facts.on("attention_dp_config.kv_cache_routing_conversation_affinity")
+            facts.is_enabled("attention_dp_config.kv_cache_routing_conversation_affinity")
             and self.dp_ranks > 0
         )
         keeps_blocks = (
-            facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+            facts.section_values("kv_cache_config.block_reuse_config").get("policy")
+            == "per_conversation"
         )
         self.conversations = affinity or keeps_blocks

@@ -58,7 +58,7 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     for layer in given:
         _check_supported(layer)
         unchecked += arguments.check_source(layer, release)
-    merged = layers.merge([_own(config), *_defaults(config), *given])
+    merged = layers.merge([_adapter_arguments(config), *_defaults(config), *given])
     _check_kv_events(config, merged.leaves)
     experts = _experts(config, merged.leaves)
     if experts is not None:
@@ -82,7 +82,7 @@ def described(config: WorkerConfig) -> arguments.Described:
     return arguments.described_library_arguments(vllm_args(config, releases.manifest()))
 
 
-def _own(config: WorkerConfig) -> Source:
+def _adapter_arguments(config: WorkerConfig) -> Source:
     """Return the engine's own arguments.
 
     A configuration may override those that are not in `engine_set`.

@@ -137,7 +137,7 @@ class VllmEngine(ExternalEngine):
         await library.bind_lifetime()
         counts = compilation.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
-            await self._warm_up(info, library.passes(counts))
+            await self._warm_up(info, library.warm_up_steps(counts))
         return info
 
     @property

@@ -42,7 +42,7 @@ _RELEASE = "dynamo_release_kv"
 _BIND_LIFETIME = "dynamo_bind_lifetime"
 _PASS = "dynamo_run_pass"
 _COUNT_COMPILATIONS = "dynamo_count_compilations"
-_MUTE = "vLLM's workers do not respond"
+_NOT_RESPONDING = "vLLM's workers do not respond"
 _RPC_S = 10.0
 _PASS_S = 600.0  # compilers are slow on a busy host
 _ABORT_S = 5.0
@@ -67,7 +67,7 @@ class VllmLibrary:
         self._tasks: set[asyncio.Task[None]] = set()  # of aborts
 
     async def _call_workers(
-        self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _MUTE
+        self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _NOT_RESPONDING
     ) -> Any:
         """Return what a method of the worker extension returns at each rank.
 
@@ -89,7 +89,7 @@ class VllmLibrary:
                 " hand"
             )
 
-    def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
+    def warm_up_steps(self, counts: Sequence[int]) -> list[WarmUpStep]:
         """Return a step of a warm-up for each number of tokens.
 
         Each is one pass through the model, without KV.

@@ -46,7 +46,7 @@ class VllmFacts:
     def is_mxfp4(self) -> bool:
         return self.model.quantization == "mxfp4"
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         """Return the value of an argument with its source, for messages."""
         leaf = self.args.leaves.get(key)
         if leaf is None:
@@ -135,7 +135,7 @@ def prompts_too_long_for_a_step(facts: VllmFacts) -> Violation | None:
     longest = facts.args.get("max_model_len")
     if step is None or longest is None or step >= longest:
         return None
-    return Violation(other=f"max_model_len {facts.shown('max_model_len')}")
+    return Violation(other=f"max_model_len {facts.value_with_source('max_model_len')}")
 
 
 @WORKER.rule(

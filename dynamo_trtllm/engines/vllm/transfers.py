@@ -118,7 +118,7 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
 
 
 _TRIES = 4
-_AGAIN_S = 0.25
+_RETRY_INTERVAL_S = 0.25
 _GRACE_S = 1.0
 
 # From ids to the ids that each vLLM worker released.
@@ -178,7 +178,7 @@ class KvReleaser:
                 if request_id not in freed and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)
 
-    def _later(self, request_id: str, tried: int, wait_s: float = _AGAIN_S) -> None:
+    def _later(self, request_id: str, tried: int, wait_s: float = _RETRY_INTERVAL_S) -> None:
         def again() -> None:
             self._again.discard(handle)
             self._post(request_id, tried)

@@ -26,14 +26,14 @@ from dynamo_trtllm.frontend.api.request_model import (
     List,
     LongText,
     RequestModel,
-    agreed,
     check_object,
     check_size,
     check_unknown,
     first_repeated,
     invalid,
     kind_of,
-    shown,
+    quoted,
+    single_value,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.sampling import NO_OPS, CompletionFields
@@ -72,7 +72,7 @@ def part_texts(
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in types:
             fix = f"use {types[0]!r}" if kind.endswith("text") else "only text is supported"
-            unsupported(f"holds a part of type {shown(kind)} at index {index}; {fix}")
+            unsupported(f"holds a part of type {quoted(kind)} at index {index}; {fix}")
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(kind, str) or not isinstance(text, str):
             form = f'{{"type": "{types[0]}", "text": "…"}}'
@@ -80,7 +80,7 @@ def part_texts(
         for name in part.keys() - fields:
             if part[name] is not None:
                 check_unknown(
-                    name, fields, info, f"holds a part with {shown(name)} at index {index}, which "
+                    name, fields, info, f"holds a part with {quoted(name)} at index {index}, which "
                 )
         if part.get("annotations"):
             unsupported(
@@ -190,7 +190,9 @@ class AssistantMessage(RequestModel):
     @property
     def any_reasoning(self) -> str | None:
         """The reasoning, under either name. A validator rejects different ones."""
-        return agreed({"reasoning_content": self.reasoning_content, "reasoning": self.reasoning})
+        return single_value(
+            {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
+        )
 
 
 class ToolMessage(RequestModel):
@@ -413,7 +415,9 @@ class ChatRequest(CompletionFields):
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             invalid("is only allowed with logprobs set to true", field="top_logprobs")
-        agreed({"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens})
+        single_value(
+            {"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens}
+        )
         if (name := first_repeated(function.name for function in self.functions)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         self._check_effort()
@@ -424,7 +428,7 @@ class ChatRequest(CompletionFields):
         for name in sorted(both):
             if self.chat_template_args[name] != self.chat_template_kwargs[name]:
                 invalid(
-                    f"and chat_template_kwargs give {shown(name)} two values",
+                    f"and chat_template_kwargs give {quoted(name)} two values",
                     field="chat_template_args",
                 )
         effort = self.template_args.get("reasoning_effort")
@@ -433,7 +437,7 @@ class ChatRequest(CompletionFields):
                 f"must be one of {', '.join(get_args(Effort))}",
                 self.template_arg_path("reasoning_effort"),
             )
-        agreed(
+        single_value(
             {
                 self.template_arg_path("reasoning_effort"): effort,
                 "reasoning_effort": self.reasoning_effort,

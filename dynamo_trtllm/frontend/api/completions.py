@@ -13,7 +13,7 @@ from dynamo_trtllm.frontend.api.request_model import (
     LongText,
     invalid,
     kind_of,
-    shown,
+    quoted,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.sampling import MAX_CHOICES, NO_OPS, CompletionFields, TokenId
@@ -48,7 +48,7 @@ def _ids(value: Any, where: str) -> list[int]:
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item < 1 << 32:
             invalid(
-                f"must be a list of token ids; {shown(item)} at {where}[{index}] is not a token id"
+                f"must be a list of token ids; {quoted(item)} at {where}[{index}] is not a token id"
             )
     return value
 

@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.api.request_model import (
     RequestModel,
     invalid,
     kind_of,
-    shown,
+    quoted,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
@@ -61,12 +61,12 @@ def without_hosted(
         ignored: IgnoredFields | None = info.context
         if ignored is None:
             unsupported(
-                f"{shown(kind)} is not supported; use {' or '.join(map(repr, served))}",
+                f"{quoted(kind)} is not supported; use {' or '.join(map(repr, served))}",
                 field="type",
             )
         meant = ignored.meant(kind, known)
         if meant is not None:
-            unsupported(f"{shown(kind)} is not known; did you mean {meant!r}?", field="type")
+            unsupported(f"{quoted(kind)} is not known; did you mean {meant!r}?", field="type")
         ignored.add((f"tools.{kind}",))
         name = value.get("name")
         return {"type": kind, "name": name if isinstance(name, str) else None}
@@ -81,7 +81,7 @@ def reject_demanded(kind: str, field: str | None = None) -> NoReturn:
         kind: The type or the name of the tool.
         field: The `tool_choice`, unless its own validator calls this.
     """
-    unsupported(f"demands {shown(kind)}, which this server does not run; name a function", field)
+    unsupported(f"demands {quoted(kind)}, which this server does not run; name a function", field)
 
 
 def tag_of(*served: str, default: str | None = None) -> Callable[[Any], str]:

@@ -33,13 +33,13 @@ from dynamo_trtllm.frontend.api.request_model import (
     List,
     LongText,
     RequestModel,
-    agreed,
     check_object,
     check_size,
     first_repeated,
     invalid,
     kind_of,
-    shown,
+    quoted,
+    single_value,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.sampling import NO_OPS, SamplingFields, Stop
@@ -126,7 +126,7 @@ def _blocks(value: Any, types: Sequence[str]) -> Any:
             invalid(f"must hold blocks with a type; the one at index {index} has none")
         if kind not in types:
             supported = ", ".join(types)
-            what = f"a block of type {shown(kind)} at index {index}"
+            what = f"a block of type {quoted(kind)} at index {index}"
             unsupported(f"holds {what}; supported types are {supported}")
     return value
 
@@ -333,7 +333,7 @@ class CountTokensRequest(SamplingFields):
         if self.stream_options.continuous_usage_stats:
             field = "stream_options.continuous_usage_stats"
             unsupported("is not supported, except as false; leave it out", field=field)
-        agreed({"stop_sequences": self.stop_sequences or None, "stop": self.stop or None})
+        single_value({"stop_sequences": self.stop_sequences or None, "stop": self.stop or None})
         if (name := first_repeated(tool.name for tool in self.functions)) is not None:
             invalid(f"names the tool {name!r} twice", field="tools")
         return self

@@ -213,7 +213,7 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
     raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
 
 
-def agreed(values: Mapping[str, V | None]) -> V | None:
+def single_value(values: Mapping[str, V | None]) -> V | None:
     """Return the value that a client gives under one name or several. None: under no name.
 
     A validator rejects different values. `values` is by path.
@@ -312,7 +312,9 @@ def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | No
         invalid(f"may have {most} entries at most, not {len(value)}")
     for key, entry in value.items():
         if len(key) > key_chars:
-            invalid(f"may have keys of {key_chars} characters at most; {shown(key)} has {len(key)}")
+            invalid(
+                f"may have keys of {key_chars} characters at most; {quoted(key)} has {len(key)}"
+            )
         if value_chars is None:
             continue
         if not isinstance(entry, str):
@@ -352,16 +354,16 @@ def kind_of(value: Any) -> str:
     return _KINDS.get(type(value), "null")
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Format a value for an error: a number, the beginning of a text, or the type of any other
     value.
     """
     if isinstance(value, str):
-        return repr(cut(value))
+        return repr(truncated(value))
     return repr(value) if isinstance(value, int | float) else kind_of(value)
 
 
-def cut(text: str) -> str:
+def truncated(text: str) -> str:
     """Shorten a client's text for an error."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
@@ -390,7 +392,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
     if kind in ("missing", "union_tag_not_found"):
         return "is required"
     if kind == "union_tag_invalid":
-        return f"must be one of {context['expected_tags']}, not {shown(context['tag'])}"
+        return f"must be one of {context['expected_tags']}, not {quoted(context['tag'])}"
     if kind in ("invalid", _UNSUPPORTED):
         return str(context["reason"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -414,7 +416,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
     )
     wanted = wanted.replace("a integer", "an integer")
     wanted = wanted[0].lower() + wanted[1:]
-    return f"{wanted}, not {shown(given)}"
+    return f"{wanted}, not {quoted(given)}"
 
 
 def _field_path(path: Iterable[int | str]) -> str:
@@ -426,7 +428,7 @@ def _field_path(path: Iterable[int | str]) -> str:
     text = ""
     after_index = False
     for part in path:
-        part = cut(part) if isinstance(part, str) else part
+        part = truncated(part) if isinstance(part, str) else part
         if isinstance(part, int):
             text += f"[{part}]"
         elif not (after_index and part in _ROLES) and not part.startswith("<"):

@@ -25,11 +25,11 @@ from dynamo_trtllm.frontend.api.request_model import (
     List,
     LongText,
     RequestModel,
-    agreed,
     first_repeated,
     invalid,
     kind_of,
-    shown,
+    quoted,
+    single_value,
     unsupported,
 )
 from dynamo_trtllm.frontend.api.response_tools import NamedTool, ServedTool, Tools, served_tools
@@ -207,7 +207,7 @@ def _typed(value: Any) -> Any:
         invalid("must be a string", field="type")
     if kind not in _TYPES:
         unsupported(
-            f"{shown(kind)} is not supported; supported item types are {', '.join(_TYPES)}",
+            f"{quoted(kind)} is not supported; supported item types are {', '.join(_TYPES)}",
             field="type",
         )
     return value
@@ -321,7 +321,7 @@ class ResponsesAllowedTools(RequestModel):
 def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            invalid(f"must be 'auto', 'none', 'required' or an object, not {shown(value)}")
+            invalid(f"must be 'auto', 'none', 'required' or an object, not {quoted(value)}")
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
@@ -347,7 +347,7 @@ def _include(value: Any) -> Any:
         invalid(f"must be a list, not {kind_of(value)}")
     for name in value:
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            unsupported(f"of {shown(name)} is not supported; {LOGPROBS!r} is")
+            unsupported(f"of {quoted(name)} is not supported; {LOGPROBS!r} is")
     return value
 
 
@@ -396,7 +396,7 @@ class ResponseRequest(SamplingFields):
                 "is not supported, except as false; leave it out",
                 field="stream_options.continuous_usage_stats",
             )
-        agreed({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
+        single_value({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
         if (name := first_repeated(tool.name for tool in self.served_tools)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         return self

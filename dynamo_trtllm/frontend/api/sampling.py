@@ -21,12 +21,12 @@ from dynamo_trtllm.frontend.api.request_model import (
     Label,
     List,
     RequestModel,
-    agreed,
     check_object,
     check_size,
     invalid,
     kind_of,
-    shown,
+    quoted,
+    single_value,
 )
 from dynamo_trtllm.frontend.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_text
 from dynamo_trtllm.protocol.messages import GenerateRequest, OutputFormat, Sampling, token_ids
@@ -62,10 +62,10 @@ def _bias(value: Any) -> Any:
     biases = {}
     for key, bias in value.items():
         if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
-            invalid(f"must have token ids as keys; {shown(key)} is not a token id")
+            invalid(f"must have token ids as keys; {quoted(key)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             invalid(
-                f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}"
+                f"must have numbers from -100 to 100 as values, not {quoted(bias)} for token {key}"
             )
         biases[int(key)] = float(bias)
     return biases
@@ -219,7 +219,7 @@ class SamplingFields(RequestModel):
     def _priority(self) -> int | None:
         hints = self.nvext.agent_hints
         hint = None if hints is None or hints.priority is None else -hints.priority
-        return agreed({"priority": self.priority, "nvext.agent_hints.priority": hint})
+        return single_value({"priority": self.priority, "nvext.agent_hints.priority": hint})
 
     @property
     def num_choices(self) -> int:
@@ -230,13 +230,15 @@ class SamplingFields(RequestModel):
     def past_eos(self) -> bool:
         """True if generation continues past the model's stop tokens."""
         return bool(
-            agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos})
+            single_value({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos})
         )
 
     @property
     def salt(self) -> str | None:
         """The prefix-cache salt."""
-        return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
+        return single_value(
+            {"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt}
+        )
 
     def call(self, request_id: str, deadline: float, session_id: str) -> GenerateRequest:
         """Return the request as a call to workers, which has no prompt and no sampling values yet.
@@ -390,7 +392,7 @@ class CompletionFields(SamplingFields):
 
     @model_validator(mode="after")
     def _formats_agree(self) -> CompletionFields:
-        agreed(self.output_formats())
+        single_value(self.output_formats())
         return self
 
     def output_formats(self) -> dict[str, OutputFormat]:

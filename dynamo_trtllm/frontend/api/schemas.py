@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 from dynamo_trtllm.frontend.api.request_model import (
     LongText,
     check_size,
-    cut,
     invalid,
     kind_of,
-    shown,
+    quoted,
+    truncated,
 )
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
@@ -67,7 +67,7 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     ):
         invalid(
             f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not"
-            f" {shown(kind)}"
+            f" {quoted(kind)}"
         )
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         invalid(f"must have a list of values at {_pointer(where)}/enum")
@@ -97,6 +97,6 @@ def _pointer(where: _Place) -> str:
     """
     steps: list[str] = []
     while where:
-        steps[:0] = [cut(str(step)) for step in where[1:]]
+        steps[:0] = [truncated(str(step)) for step in where[1:]]
         where = where[0]
     return "".join(f"/{step}" for step in steps)

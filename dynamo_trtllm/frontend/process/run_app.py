@@ -27,16 +27,16 @@ from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.suspects import Suspects
-from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
+from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import LoadReport
-from dynamo_trtllm.support.background import BackgroundTasks, first_of
+from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.support.http_server.exchange import Handler
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 _OTHERS_START = "other processes of this frontend are starting"
 # For the totals of all processes. The parent's wait per process is shorter.
 _METRICS_TIMEOUT_S = 5.0
-_SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
+_FAILURE_VISIBLE_S = 1.0  # how long `/ready` reports a failure before the port is closed
 # Longest wait for existing models before the first request is accepted: others may be ready.
-_SETTLE_S = 15.0
+_LOADING_S = 15.0
 
 
 async def run_app(
@@ -104,7 +104,7 @@ async def run_app(
         stack.push_async_callback(app.close_responses)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
-        await first_of(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_SETTLE_S)
+        await wait_for_first(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_LOADING_S)
         tune_gc()
         open_gate(app.router)
         if pipe is not None:
@@ -170,7 +170,7 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
     except DynamoError as failure:
         log.error("shutting down after running requests: %s", tasks.reason)
         try:
-            await asyncio.sleep(_SHOWN_S)
+            await asyncio.sleep(_FAILURE_VISIBLE_S)
             stop()
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -205,7 +205,7 @@ def routing_work(
 
 
 async def follow_loads(
-    plane: RequestPlane, namespace: str, view: ClusterView, loads: FleetLoad
+    plane: RequestPlane, namespace: str, view: ClusterView, loads: ClusterLoad
 ) -> None:
     """Take the load that workers report, and drop that of gone workers, until cancelled."""
 
@@ -269,7 +269,9 @@ def placement_of(config: FrontendConfig) -> Placement | None:
         return None
     prefixes = None
     if config.router_mode == "kv":
-        prefixes = KnownPrefixes(reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs)
+        prefixes = ClusterPrefixes(
+            reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs
+        )
     return Placement(
         config.router_mode,
         prefixes,

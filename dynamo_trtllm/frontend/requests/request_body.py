@@ -41,8 +41,8 @@ _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
 # work.
 TURN_BYTES = 16 << 10
 # Of text without words, which takes up to twenty times as long to tokenize.
-_WORDLESS_BYTES = 48 << 10
-_SAMPLED = 61  # one byte of so many is looked at
+_MAX_INLINE_UNSPACED_BYTES = 48 << 10
+_SAMPLE_STRIDE = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
@@ -377,8 +377,8 @@ def is_large_body(raw_body: bytes) -> bool:
     size = len(raw_body)
     if size > INLINE_BYTES:
         return True
-    if size > _WORDLESS_BYTES:
-        num_blanks = raw_body[::_SAMPLED].count(b" ") * _SAMPLED
+    if size > _MAX_INLINE_UNSPACED_BYTES:
+        num_blanks = raw_body[::_SAMPLE_STRIDE].count(b" ") * _SAMPLE_STRIDE
         if num_blanks * _BYTES_PER_BLANK < size:
             return True
     if size <= TURN_BYTES:

@@ -35,7 +35,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
-_SHOWN_S = 0.0001  # shorter times are not in the log line
+_MIN_LOGGED_S = 0.0001  # shorter times are not in the log line
 _ALWAYS_SHOWN = ("queue", "prefill", "kv_transfer", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
@@ -220,7 +220,9 @@ class RequestLog:
 def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
     """Return the known facts of the request as name=value, without empty values."""
     phases = seconds_by_phase(end.phases)
-    shown = [f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _SHOWN_S]
+    shown = [
+        f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _MIN_LOGGED_S
+    ]
     known = {
         "status": end.status,
         "path": timeline.facts.path,
@@ -265,7 +267,7 @@ def _finish_text(outcome: str | DynamoError, answer: Answer | None) -> str:
 
 def _seconds(value: float) -> str | None:
     """Format a time in seconds; None if it rounds to zero."""
-    return f"{value:.4f}s" if value >= _SHOWN_S else None
+    return f"{value:.4f}s" if value >= _MIN_LOGGED_S else None
 
 
 def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:

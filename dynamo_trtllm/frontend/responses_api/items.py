@@ -115,7 +115,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         if is_assistant:
             turn.append(item)
         elif kind == "message":
-            messages.append(Message(role=item["role"], content=_said(item["content"])))
+            messages.append(Message(role=item["role"], content=_visible_text(item["content"])))
         else:
             messages.append(_result(item, called))
         if is_call:
@@ -148,10 +148,10 @@ def _assistant(turn: Iterable[Item]) -> list[Message]:
         elif kind in CALLS:
             kind = "call"
         by_type[kind].append(item)
-    preamble = "\n".join(_said(item["content"]) for item in by_type[COMMENTARY])
-    content = "\n".join(_said(item["content"]) for item in by_type["message"])
+    preamble = "\n".join(_visible_text(item["content"]) for item in by_type[COMMENTARY])
+    content = "\n".join(_visible_text(item["content"]) for item in by_type["message"])
     reasoning = "\n".join(
-        _said(item["content"] or item["summary"]) for item in by_type["reasoning"]
+        _visible_text(item["content"] or item["summary"]) for item in by_type["reasoning"]
     )
     calls = tuple(map(tool_call, by_type["call"]))
     if not (by_type["message"] or by_type[COMMENTARY] or calls):
@@ -167,7 +167,7 @@ def _assistant(turn: Iterable[Item]) -> list[Message]:
     ]
 
 
-def _said(parts: Iterable[Item]) -> str:
+def _visible_text(parts: Iterable[Item]) -> str:
     return "\n".join(part["text"] for part in parts)
 
 

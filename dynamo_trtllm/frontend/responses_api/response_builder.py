@@ -379,7 +379,7 @@ class ResponsesAdapter:
             items += await references.conversation(
                 body.previous_response_id, "previous_response_id"
             )
-        items += await _own(body.input, references)
+        items += await _resolve_references(body.input, references)
         size = characters(items)
         if size > MAX_TEXT:
             raise InvalidRequest(
@@ -399,7 +399,7 @@ class ResponsesAdapter:
             await self._store.put(answer.id, answer.packed, client)
 
 
-async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
+async def _resolve_references(given: Sequence[InputItem], references: References) -> list[Item]:
     """Return the request's items with references resolved."""
     items = []
     for index, item in enumerate(given):

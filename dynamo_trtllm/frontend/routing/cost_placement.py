@@ -21,12 +21,12 @@ from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.prefix_index import (
-    KnownPrefixes,
+    ClusterPrefixes,
     PrefixOverlaps,
     PromptHashes,
     SentPrompt,
 )
-from dynamo_trtllm.frontend.routing.worker_load import FleetLoad, PlacedRequest, instance_cost
+from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
 
 # Instances of a role that are compared. It is a compromise between many frontends, which learn of
@@ -94,12 +94,12 @@ class Placement:
     """
 
     mode: str
-    prefixes: KnownPrefixes | None = None
+    prefixes: ClusterPrefixes | None = None
     _: KW_ONLY
     overlap_credit: float = 1.0
     temperature: float = 0.0
     seed: int | None = None
-    loads: FleetLoad = field(default_factory=FleetLoad, init=False)
+    loads: ClusterLoad = field(default_factory=ClusterLoad, init=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed).random

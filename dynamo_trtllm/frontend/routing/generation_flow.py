@@ -147,7 +147,7 @@ class GenerationFlow:
         # As a prime suspect, it waits for workers that run no other suspect.
         self.awaits_turn = False
 
-    def on(self, event: FlowEvent) -> StreamEvent | None:
+    def handle(self, event: FlowEvent) -> StreamEvent | None:
         """Call the driver as an event demands.
 
         Return the event for the client, if any. After the end, do nothing.
@@ -181,10 +181,10 @@ class GenerationFlow:
                 assert_never(event)
         return None
 
-    def passes(self, chunk: Chunk) -> bool:
+    def try_forward(self, chunk: Chunk) -> bool:
         """Count the tokens of a chunk as sent if it is only passed on, as nearly all are.
 
-        Return True if so: then, `on` must not be called with it.
+        Return True if so: then, `handle` must not be called with it.
         """
         attempt = self._attempt
         if (

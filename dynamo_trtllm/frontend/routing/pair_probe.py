@@ -34,7 +34,7 @@ from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.protocol.streams import run_stream
-from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.background import wait_for_first
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class PairProbes:
                 timeout_s = None
                 if self._queue:
                     timeout_s = max(0.0, self._queue[0].due_at - now)
-                await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
+                await wait_for_first(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
     @property
     def _idle_s(self) -> float:

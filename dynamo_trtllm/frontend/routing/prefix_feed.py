@@ -15,12 +15,12 @@ from typing import Final
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import BadFrame, DynamoError
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.protocol.messages import Instance, ResyncKvEvents, decode
-from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.background import wait_for_first
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class PrefixFeed:
     If it reads events, those of the namespace update it, too.
     """
 
-    known: KnownPrefixes
+    known: ClusterPrefixes
     view: ClusterView
     plane: RequestPlane
     namespace: str
@@ -74,7 +74,7 @@ class PrefixFeed:
                     else:
                         self.known.add_instance(instance)
                 self._update_resyncs(group)
-                await first_of(changed.wait(), self._wake.wait())
+                await wait_for_first(changed.wait(), self._wake.wait())
 
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:

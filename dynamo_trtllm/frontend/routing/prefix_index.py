@@ -29,7 +29,7 @@ _MAX_LEVELS = 16  # searched for one prompt; a thousand instances may all have d
 Level: TypeAlias = tuple[int, int]
 
 
-class _Masks(dict[int, int]):
+class _InstanceMasks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
     # Returns 0 for a block that no instance has. Look-ups call it often, and a function of Python
@@ -47,7 +47,7 @@ class PrefixIndex:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.masks = _Masks()
+        self.masks = _InstanceMasks()
         self.roles = dict.fromkeys(Role, 0)  # masks of the instances
         self._ids: list[int] = []  # instance id of each bit
         self._free: list[int] = []  # bits
@@ -92,13 +92,13 @@ class PrefixIndex:
             levels.append((len(hashes) - index, mask))
         return levels
 
-    def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
+    def ids_of(self, mask: int, limit: int, start_at: int) -> list[int]:
         """Return ids of at most `limit` instances of a mask.
 
-        Another `turn` begins at another instance.
+        They begin with instance number `start_at`, modulo the number of instances.
         """
         found: list[int] = []
-        start = turn % len(self._ids)
+        start = start_at % len(self._ids)
         while mask and len(found) < limit:
             # The bits from `start` on come first, then those before it.
             rest = mask >> start << start
@@ -138,7 +138,7 @@ class PromptHashes:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Cache:
+class _InstancePrefixes:
     """What is known of one instance's prefix cache."""
 
     instance: Instance
@@ -224,9 +224,9 @@ class PrefixOverlaps(msgspec.Struct):
     """
 
     matches: Sequence[_IndexMatch]
-    caches: Mapping[int, _Cache]
+    caches: Mapping[int, _InstancePrefixes]
     now: float
-    turn: int
+    start_at: int
 
     def of(self, instance_ids: Collection[int]) -> list[int]:
         """Return the overlap of each instance."""
@@ -271,7 +271,7 @@ class PrefixOverlaps(msgspec.Struct):
                 deepest = mask & candidates
                 if not deepest:
                     continue
-                ids = match.index.ids_of(deepest, num_left, self.turn)
+                ids = match.index.ids_of(deepest, num_left, self.start_at)
                 found += ids
                 num_left -= len(ids)
                 if not num_left:
@@ -287,7 +287,7 @@ class SentPrompt:
     End it when the request ends.
     """
 
-    _cache: _Cache | None  # None: the instance is not known
+    _cache: _InstancePrefixes | None  # None: the instance is not known
     _blocks: Iterable[int]
     is_computed: bool = False
 
@@ -310,11 +310,11 @@ class SentPrompt:
 
 class _Sent(NamedTuple):
     expires_s: float
-    cache: _Cache
+    cache: _InstancePrefixes
     hashes: Sequence[int]
 
 
-class KnownPrefixes:
+class ClusterPrefixes:
     """The prefix caches of all instances, as far as this frontend knows them.
 
     Args:
@@ -326,7 +326,7 @@ class KnownPrefixes:
     def __init__(self, *, reads_events: bool = True, ttl_s: float = 120.0) -> None:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
-        self._caches: dict[int, _Cache] = {}
+        self._caches: dict[int, _InstancePrefixes] = {}
         # By model and block size.
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
@@ -344,13 +344,13 @@ class KnownPrefixes:
             return
         self.remove_instance(instance.id)
         has_events = self.reads_events and instance.publishes_kv_events
-        cache = _Cache(instance=instance, has_events=has_events)
+        cache = _InstancePrefixes(instance=instance, has_events=has_events)
         self._join_index(cache, instance.layout.block_tokens)
         self._caches[instance.id] = cache
         if has_events:
             self.unsynced.add(instance.id)
 
-    def _join_index(self, cache: _Cache, block_tokens: int) -> None:
+    def _join_index(self, cache: _InstancePrefixes, block_tokens: int) -> None:
         indexes = self._indexes[cache.instance.card.name]
         index = indexes.setdefault(block_tokens, PrefixIndex(block_tokens))
         cache.index = index
@@ -400,7 +400,7 @@ class KnownPrefixes:
                     cache.reads_snapshot = False
                     self.unsynced.discard(update.instance_id)
 
-    def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
+    def _apply(self, cache: _InstancePrefixes, update: KvCacheUpdate) -> None:
         # A malformed update raises before all of it is applied. The instance is out of sync then,
         # because no update has this number.
         expected = cache.next_number

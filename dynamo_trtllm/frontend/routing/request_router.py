@@ -179,22 +179,22 @@ class RoutedRequest(Stream):
         self._begun_s = 0.0
         self._round_robin_index = 0
         self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
-        asyncio.get_running_loop().call_soon(self._on, Signal.START)
+        asyncio.get_running_loop().call_soon(self._handle, Signal.START)
 
-    def _on(self, event: FlowEvent) -> None:
+    def _handle(self, event: FlowEvent) -> None:
         """Pass an event to the flow, and what comes of it to the client."""
         try:
-            if isinstance(event, Chunk) and self._flow.passes(event):  # nearly all events
+            if isinstance(event, Chunk) and self._flow.try_forward(event):  # nearly all events
                 if self._on_event is not None:
                     self._on_event(event)
                 return
-            answer = self._context.run(self._flow.on, event)
+            answer = self._context.run(self._flow.handle, event)
             if answer is not None:
                 self.emit(answer)
         except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
             error = unexpected_error(exc, self._flow.request.request_id)
             if event is not Signal.CANCEL:
-                self._on(Signal.CANCEL)  # frees the KV and the slot that the flow holds
+                self._handle(Signal.CANCEL)  # frees the KV and the slot that the flow holds
             self._stop()
             self.emit(error)
 
@@ -206,7 +206,7 @@ class RoutedRequest(Stream):
         if isinstance(event, Chunk) and event.prompt_logprobs:
             self._timeline.prompt_logprobs += event.prompt_logprobs
         else:
-            self._on(event)
+            self._handle(event)
 
     # --- the driver of the flow, see `FlowDriver` -------------------------------------------------
 
@@ -280,7 +280,7 @@ class RoutedRequest(Stream):
         request = self._flow.request
         left_s = min(self._begun_s + limit_s - time.monotonic(), request.deadline - time.time())
         if left_s <= 0:
-            asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
+            asyncio.get_running_loop().call_soon(self._handle, Signal.WAIT_TIMED_OUT)
             return
         quarantined = router.view.model(request.model).first_pair_of(router.breakers.quarantined)
         self._timeline.waiting_for_workers(request, quarantined)
@@ -300,8 +300,8 @@ class RoutedRequest(Stream):
         phase = request.phase
         self._timeline.calling(request, worker)
         if self._placed is not None:
-            self._placed.sent(worker.id, phase, time.monotonic())
-        on_event = self._on_prompt if scores_prompt else self._on
+            self._placed.on_sent(worker.id, phase, time.monotonic())
+        on_event = self._on_prompt if scores_prompt else self._handle
         self._call = None  # the one before has ended
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
@@ -320,7 +320,7 @@ class RoutedRequest(Stream):
             self._router.suspects.kv_arrived(self._tracked_call)
             self._timeline.decode_began()
             if self._placed is not None:
-                self._placed.prefilled()
+                self._placed.on_prefill_done()
         self._router.health.record_transfer(pair, error, time.monotonic())
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
@@ -369,7 +369,7 @@ class RoutedRequest(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the client gets InternalError
             answer = unexpected_error(exc, self._flow.request.request_id)
         self._task = None
-        self._on(answer)
+        self._handle(answer)
 
     async def _reserve(self, decode: Instance, reservation_id: str) -> Signal:
         deadline = self._flow.request.deadline
@@ -405,7 +405,7 @@ class RoutedRequest(Stream):
         self._end_trial()
         if last is None:
             # This may hand the call to the KV collector (`collect_kv`), so that `_stop` finds none.
-            self._on(Signal.CANCEL)
+            self._handle(Signal.CANCEL)
             self._stop()
 
 

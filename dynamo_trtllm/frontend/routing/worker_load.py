@@ -35,7 +35,7 @@ REQUEST_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class PlacedCall:
     """The part of one request that one instance runs, until the instance has done it."""
 
     load: InstanceLoad
@@ -44,18 +44,18 @@ class Share:
     sent_at: float = math.inf  # not sent yet
     is_unseen: bool = True  # no report includes it
 
-    def sent(self, now: float) -> None:
+    def on_sent(self, now: float) -> None:
         """Record that the call was sent to the instance."""
         self.sent_at = now
         self.load.sent[self] = None
 
-    def prefilled(self) -> None:
+    def on_prefill_done(self) -> None:
         """Record that the instance has computed the prompt."""
         if self.is_unseen:
             self.load.unseen_prefill_tokens -= self.prefill_tokens
         self.prefill_tokens = 0
 
-    def seen(self) -> None:
+    def on_reported(self) -> None:
         """Record that a report of the instance includes the call."""
         if self.is_unseen:
             self.is_unseen = False
@@ -66,7 +66,7 @@ class Share:
 
     def end(self) -> None:
         """Record that the instance does not run the call any more."""
-        self.seen()
+        self.on_reported()
         self.load.requests -= 1
 
 
@@ -79,25 +79,25 @@ class InstanceLoad:
     unseen_prefill_tokens: int = 0  # of these, to compute
     unseen_kv_tokens: int = 0  # of their context
     # The calls of this frontend that were sent, the oldest first.
-    sent: dict[Share, None] = field(default_factory=dict)
+    sent: dict[PlacedCall, None] = field(default_factory=dict)
     report: LoadReport | None = None
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 
-    def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
+    def place(self, prefill_tokens: int, kv_tokens: int) -> PlacedCall:
         """Count a part of a request, which is going to be sent to the instance."""
         self.requests += 1
         self.unseen_requests += 1
         self.unseen_prefill_tokens += prefill_tokens
         self.unseen_kv_tokens += kv_tokens
-        return Share(self, prefill_tokens, kv_tokens)
+        return PlacedCall(self, prefill_tokens, kv_tokens)
 
 
 _UNKNOWN = InstanceLoad()
 
 
-class FleetLoad:
+class ClusterLoad:
     """The load of all instances, as one frontend knows it.
 
     It is the last report of each instance, and the frontend's own requests since then.
@@ -119,9 +119,9 @@ class FleetLoad:
             return
         load.report = report
         load.reported_at = now
-        seen = [share for share in load.sent if share.sent_at < now - _SEEN_AFTER_S]
-        for share in seen:
-            share.seen()
+        seen = [call for call in load.sent if call.sent_at < now - _SEEN_AFTER_S]
+        for call in seen:
+            call.on_reported()
 
     def of(self, instance_id: int) -> InstanceLoad:
         """Return the load of an instance, without work if it is not known yet."""
@@ -231,7 +231,7 @@ class PlacedRequest:
 
     def __init__(
         self,
-        loads: FleetLoad,
+        loads: ClusterLoad,
         selection: WorkerSelection,
         request: GenerateRequest,
         new_tokens: int,
@@ -251,7 +251,7 @@ class PlacedRequest:
         self._tokens = len(request.token_ids)
         prefill = selection.prefill
         decode = selection.decode
-        self._prefill: Share | None = None
+        self._prefill: PlacedCall | None = None
         decode_prefill_tokens = new_tokens
         if prefill is not None:
             self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens)
@@ -259,11 +259,11 @@ class PlacedRequest:
         self._decode = loads.of(decode.id).place(decode_prefill_tokens, self._tokens)
         self._decode_id = decode.id
 
-    def sent(self, instance_id: int, phase: Phase, now: float) -> None:
+    def on_sent(self, instance_id: int, phase: Phase, now: float) -> None:
         """Record that a call was sent. The decode instance may be another one than selected."""
         if phase is Phase.PREFILL:
             if self._prefill is not None:
-                self._prefill.sent(now)
+                self._prefill.on_sent(now)
             return
         if self._prefill is not None and self._prompts:
             self._prompts[0].is_computed = True
@@ -276,11 +276,11 @@ class PlacedRequest:
             self._decode.end()
             self._decode = self._loads.of(instance_id).place(0, self._tokens)
             self._decode_id = instance_id
-        self._decode.sent(now)
+        self._decode.on_sent(now)
 
-    def prefilled(self) -> None:
+    def on_prefill_done(self) -> None:
         """Record that the decode or aggregated instance has sent its first chunk."""
-        self._decode.prefilled()
+        self._decode.on_prefill_done()
         if self._prompts:
             self._prompts[-1].is_computed = True
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.http_status import ErrorForm
-from dynamo_trtllm.support.background import first_of
+from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
@@ -225,7 +225,9 @@ class HttpServer(ConnectionGroup):
                 acceptor.close()
                 sock.close()
             self.drain()
-            await first_of(self.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s)
+            await wait_for_first(
+                self.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s
+            )
         finally:
             await self._end(acceptor)
 

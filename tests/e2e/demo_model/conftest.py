@@ -76,7 +76,7 @@ def _measure(torch: TorchCluster) -> None:
                 "max_tokens": 20,
             }
             assert client.post("/v1/chat/completions", json=body).status_code == 200
-    processes = {"prefill": torch.prefill, "decode": torch.decode, "whole": torch.aggregated}
+    processes = {"prefill": torch.prefill, "decode": torch.decode, "aggregated": torch.aggregated}
     processes["frontend"] = torch.cluster.frontend
     torch.resident_bytes.update(
         {role: psutil.Process(p.pid).memory_info().rss for role, p in processes.items()}

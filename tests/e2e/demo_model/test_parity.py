@@ -1,4 +1,4 @@
-"""Greedy tokens after a hand-off between two processes equal those of one process.
+"""Greedy tokens after a KV transfer between two processes equal those of one process.
 
 Through `/v1/completions`, fp32, the demo model. Compared by text, token texts and the
 log-probability of every token.

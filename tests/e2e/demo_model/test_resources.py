@@ -9,7 +9,7 @@ from tests.e2e.demo_model.conftest import TorchCluster
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 MB = 1_000_000
-BARS = {"prefill": 700 * MB, "decode": 700 * MB, "whole": 700 * MB, "frontend": 220 * MB}
+BARS = {"prefill": 700 * MB, "decode": 700 * MB, "aggregated": 700 * MB, "frontend": 220 * MB}
 
 
 @pytest.mark.parametrize("role", BARS)

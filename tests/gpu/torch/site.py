@@ -15,7 +15,7 @@ import httpx
 from tests.kit.cluster import Cluster, Process, gauges, until
 
 PAIR = "pair"
-WHOLE = "whole"
+AGGREGATED = "aggregated"
 OUTPUT_TOKENS = 24
 START_S = 240.0  # the first time on a machine, with three workers importing at once
 IDLE_S = 20.0
@@ -94,7 +94,7 @@ class Pair:
     engine_args: Mapping[str, Any]
     prefill: Process = field(init=False)
     decode: Process = field(init=False)
-    whole: Process = field(init=False)
+    aggregated: Process = field(init=False)
 
     def start(self, role: str, name: str, gpu: int) -> Process:
         args = [
@@ -114,14 +114,14 @@ class Pair:
         self.decode = self.start("decode", PAIR, 1)
 
     def until_serving(self) -> None:
-        for worker in (self.prefill, self.decode, self.whole):
+        for worker in (self.prefill, self.decode, self.aggregated):
             worker.wait_for(r"serving as instance ([0-9a-f]+)", START_S)
-        for name in (PAIR, WHOLE):
+        for name in (PAIR, AGGREGATED):
             self.cluster.until_status(name, 200, timeout_s=60)
 
     def check_idle(self) -> None:
-        """No request, no ticket and no KV block is left anywhere."""
-        for worker in (self.prefill, self.decode, self.whole):
+        """No request, no transfer and no KV block is left anywhere."""
+        for worker in (self.prefill, self.decode, self.aggregated):
             until(partial(_is_idle, worker), IDLE_S)
 
 
@@ -131,7 +131,7 @@ def start_pair(
     pair = Pair(cluster, site, folder, flags, engine_args)
     pair.start_prefill()
     pair.start_decode()
-    pair.whole = pair.start("prefill_and_decode", WHOLE, 0)
+    pair.aggregated = pair.start("prefill_and_decode", AGGREGATED, 0)
     pair.until_serving()
     return pair
 

@@ -56,13 +56,13 @@ async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then
     site: Site, tiny: Path, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    whole = make_on(site, tiny, Role.AGGREGATED)
+    aggregated = make_on(site, tiny, Role.AGGREGATED)
     prefill = make_on(site, tiny, Role.PREFILL)
     decode = make_on(site, tiny, Role.DECODE, 1)
     sampling: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 11}
-    async with started(whole, prefill, decode):
+    async with started(aggregated, prefill, decode):
         for length in LENGTHS:
-            expected = await collect(whole, ask(prompt_of(length), **sampling))
+            expected = await collect(aggregated, ask(prompt_of(length), **sampling))
             assert tokens(
                 await prefill_then_decode(prefill, decode, prompt_of(length), **sampling)
             ) == tokens(expected), length
@@ -80,12 +80,12 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
     exact = {"dtype": "float32"}  # or sums would depend on what else is in a batch
     # 1.3 MB; 900 tokens move 1.1
     small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}
-    whole = make_on(site, tiny, Role.AGGREGATED, **exact)
+    aggregated = make_on(site, tiny, Role.AGGREGATED, **exact)
     prefill = make_on(site, tiny, Role.PREFILL, **small)
     decode = make_on(site, tiny, Role.DECODE, 1, **small)
     prompts = [prompt_of(900, seed) for seed in range(12)]
-    async with started(whole, prefill, decode):
-        alone = [await answer(whole, prompt) for prompt in prompts]
+    async with started(aggregated, prefill, decode):
+        alone = [await answer(aggregated, prompt) for prompt in prompts]
         answers = await asyncio.gather(
             *(prefill_then_decode(prefill, decode, prompt) for prompt in prompts)
         )

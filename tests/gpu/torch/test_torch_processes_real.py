@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gpu.torch.site import OUTPUT_TOKENS, PAIR, WHOLE, Pair, body_of, greedy, prompt_of
+from tests.gpu.torch.site import AGGREGATED, OUTPUT_TOKENS, PAIR, Pair, body_of, greedy, prompt_of
 from tests.kit.cluster import events
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
@@ -32,7 +32,7 @@ def test_tokens_when_prefilled_on_another_gpu_then_equal_to_one_process(pair: Pa
     with pair.cluster.client(120.0) as client:
         for length in LENGTHS:
             disaggregated, single = (
-                greedy(client, model, prompt_of(length)) for model in (PAIR, WHOLE)
+                greedy(client, model, prompt_of(length)) for model in (PAIR, AGGREGATED)
             )
             assert disaggregated.tokens == single.tokens, length
             assert disaggregated.logprobs == pytest.approx(single.logprobs, abs=1e-3), length
@@ -42,7 +42,7 @@ def test_tokens_when_prefilled_on_another_gpu_then_equal_to_one_process(pair: Pa
 
 
 def test_stream_when_client_leaves_then_nothing_is_left(pair: Pair) -> None:
-    for model in (PAIR, WHOLE):
+    for model in (PAIR, AGGREGATED):
         _leave_after(pair, body_of(model, prompt_of(300), max_tokens=1500, stream=True), 3)
     pair.check_idle()
 
@@ -61,7 +61,7 @@ def test_kv_when_200_requests_ran_and_some_were_cancelled_at_random_then_every_b
     assert [0 if count is None else count for count in ended] == wanted
     pair.check_idle()
     with pair.cluster.client(120.0) as client:
-        assert greedy(client, PAIR, prompt_of(500)) == greedy(client, WHOLE, prompt_of(500))
+        assert greedy(client, PAIR, prompt_of(500)) == greedy(client, AGGREGATED, prompt_of(500))
 
 
 def _one(pair: Pair, length: int, is_cancelled: bool, when: float) -> int | None:

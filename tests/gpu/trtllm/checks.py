@@ -17,7 +17,7 @@ import httpx
 from tests.kit.cluster import Cluster, Process, events, gauges, until
 
 PAIR = "pair"
-WHOLE = "whole"
+AGGREGATED = "aggregated"
 STEP_TOKENS = 2048  # in one step, and so the longest prompt without chunks
 PROMPT_TOKENS = (1, 31, 33, 300)
 OUTPUT_TOKENS = 24
@@ -61,16 +61,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One model served whole, and by a prefill and a decode worker."""
+    """One model served by an aggregated worker, and by a prefill and a decode worker."""
 
     site: Site
     cluster: Cluster
-    whole: Process
+    aggregated: Process
     prefill: Process
     decode: Process
 
     def workers(self) -> tuple[Process, ...]:
-        return self.whole, self.prefill, self.decode
+        return self.aggregated, self.prefill, self.decode
 
 
 def start_worker(
@@ -80,20 +80,22 @@ def start_worker(
 
 
 def start(
-    cluster: Cluster, site: Site, start_whole: Callable[[Cluster], Process] | None = None
+    cluster: Cluster, site: Site, start_aggregated: Callable[[Cluster], Process] | None = None
 ) -> Served:
-    """`start_whole` starts the worker that serves WHOLE in another way."""
-    if start_whole is None:
-        start_whole = partial(start_worker, site=site, role="prefill_and_decode", name=WHOLE)
+    """`start_aggregated` starts the worker that serves AGGREGATED in another way."""
+    if start_aggregated is None:
+        start_aggregated = partial(
+            start_worker, site=site, role="prefill_and_decode", name=AGGREGATED
+        )
     served = Served(
         site=site,
         cluster=cluster,
-        whole=start_whole(cluster),
+        aggregated=start_aggregated(cluster),
         prefill=start_worker(cluster, site, "prefill", PAIR, gpu=1),
         decode=start_worker(cluster, site, "decode", PAIR, gpu=2),
     )
     await_serving(*served.workers())
-    cluster.until_ready(PAIR, WHOLE)
+    cluster.until_ready(PAIR, AGGREGATED)
     return served
 
 
@@ -147,13 +149,13 @@ def check_parity(served: Served) -> None:
     """Greedy tokens of a prefill and a decode call equal those of one engine."""
     with served.cluster.client(120.0) as client:
         for length in PROMPT_TOKENS:
-            assert greedy(client, PAIR, length) == greedy(client, WHOLE, length), length
+            assert greedy(client, PAIR, length) == greedy(client, AGGREGATED, length), length
     check_idle(*served.workers())
 
 
 def check_cancellation(served: Served) -> None:
-    """A client that leaves frees requests, tickets and KV blocks."""
-    for model in (PAIR, WHOLE):
+    """A client that leaves frees requests, KV transfers and KV blocks."""
+    for model in (PAIR, AGGREGATED):
         body = body_of(model, prompt_of(300), max_tokens=1500, stream=True)
         with (
             served.cluster.client(120.0) as client,
@@ -185,15 +187,17 @@ def check_chunked_prefill(served: Served) -> None:
     await_serving(worker)
     served.cluster.until_ready(name)
     with served.cluster.client(120.0) as client:
-        assert greedy(client, name, length) == greedy(client, WHOLE, length)
-        refused = client.post("/v1/completions", json=body_of(WHOLE, prompt_of(STEP_TOKENS + 1)))
+        assert greedy(client, name, length) == greedy(client, AGGREGATED, length)
+        refused = client.post(
+            "/v1/completions", json=body_of(AGGREGATED, prompt_of(STEP_TOKENS + 1))
+        )
     assert refused.status_code == 400, refused.text
     assert "max_num_tokens" in refused.text
     worker.stop()
 
 
 def check_attention_dp(served: Served) -> None:
-    """Two ranks, each with whole requests: the same tokens as one, for more requests than ranks."""
+    """Two ranks, each with aggregated requests: the same tokens as one, also for more requests."""
     name = "attention-dp"
     site = served.site
     arguments = site.arguments(
@@ -206,7 +210,7 @@ def check_attention_dp(served: Served) -> None:
     served.cluster.until_ready(name)
     with served.cluster.client(120.0) as client:
         for length in PROMPT_TOKENS:
-            assert greedy(client, name, length) == greedy(client, WHOLE, length), length
+            assert greedy(client, name, length) == greedy(client, AGGREGATED, length), length
     worker.stop()
 
 

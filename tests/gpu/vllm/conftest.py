@@ -67,7 +67,7 @@ def plan(request: pytest.FixtureRequest, model: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def aggregated(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What two aggregated workers answer. They are gone when this returns."""
     deployed = GpuDeployment(
         plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log"
@@ -81,7 +81,7 @@ def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="module")
 def pair(
-    whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory
+    aggregated: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GpuDeployment]:
     """A prefill and a decode worker, started when the aggregated ones have left the GPUs."""
     yield from started(plan, tmp_path_factory.mktemp("log") / "disaggregated.log")

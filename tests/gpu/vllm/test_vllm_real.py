@@ -28,9 +28,9 @@ def check(rows: list[Row]) -> None:
 
 
 async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_engines(
-    pair: GpuDeployment, whole: Reference
+    pair: GpuDeployment, aggregated: Reference
 ) -> None:
-    rows, detail = await parity(pair.url, whole, SIZES)
+    rows, detail = await parity(pair.url, aggregated, SIZES)
     check(rows[:2])  # one at a time: under load the answers of dummy weights differ from run to run
     assert detail["alone"] == detail["aggregated alone"] == []
     assert detail["different answers"] > SIZES.parity_prompts // 2, (

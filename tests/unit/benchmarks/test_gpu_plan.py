@@ -47,9 +47,9 @@ def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_th
 @pytest.mark.parametrize(
     ("word", "found"),
     [
-        ("3A", {"whole-0": [0], "whole-1": [1], "whole-2": [2]}),
+        ("3A", {"aggregated-0": [0], "aggregated-1": [1], "aggregated-2": [2]}),
         ("1P2D", {"prefill-0": [0], "decode-1": [1], "decode-2": [2]}),
-        ("2A@2", {"whole-0": [0, 1], "whole-1": [2, 3]}),
+        ("2A@2", {"aggregated-0": [0, 1], "aggregated-1": [2, 3]}),
         ("1P1D@2", {"prefill-0": [0, 1], "decode-1": [2, 3]}),
     ],
 )
@@ -58,7 +58,7 @@ def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(
 ) -> None:
     workers = topology(plan(4), word)
     assert devices(workers) == found
-    roles = {"whole": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
+    roles = {"aggregated": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
     assert all(
         worker["disaggregation_mode"] == roles[worker["name"].split("-")[0]] for worker in workers
     )
@@ -74,7 +74,7 @@ def test_roles_when_there_are_two_gpus_then_each_has_one_and_nothing_is_parallel
 
 def test_roles_when_one_gpu_is_there_then_all_share_it() -> None:
     assert devices(disaggregated(plan(1))) == {"prefill": [0], "decode": [0]}
-    assert devices(single(plan(1), 1)) == {"whole-1": [0]}
+    assert devices(single(plan(1), 1)) == {"aggregated-1": [0]}
 
 
 def test_roles_when_prefill_is_given_fewer_gpus_then_decode_has_the_rest() -> None:

@@ -163,12 +163,14 @@ def test_shapes_when_reported_then_tokens_are_per_gpu_and_a_silent_arm_is_named(
         "phase_ms": {},
     }
     rows = shape_rows(
-        "whole", {"1/2 at 3": good | {"phase_ms": {"prefill": 5.0}}, "4/5 at 6": silent}, gpus=2
+        "aggregated",
+        {"1/2 at 3": good | {"phase_ms": {"prefill": 5.0}}, "4/5 at 6": silent},
+        gpus=2,
     )
     assert [row.what for row in rows] == [
-        "1/2 at 3, whole",
-        "1/2 at 3, whole: mean ms per request",
-        "4/5 at 6, whole",
+        "1/2 at 3, aggregated",
+        "1/2 at 3, aggregated: mean ms per request",
+        "4/5 at 6, aggregated",
     ]
     assert rows[0].value.startswith("50 tokens/s/GPU")
     assert "connect" in rows[2].value

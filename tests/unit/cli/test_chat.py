@@ -17,7 +17,7 @@ from dynamo_trtllm.cli.chat import (
     Chat,
     ChatFailed,
     ChatTurn,
-    Screen,
+    LiveOutput,
     error_text,
     events,
     main,
@@ -79,7 +79,7 @@ class Talk:
         self.chat = Chat(
             ChatConfig(model="m", **config),
             server,
-            Screen(self.out, has_colors=has_colors),
+            LiveOutput(self.out, has_colors=has_colors),
             notice_writer(self.notes, has_colors=has_colors),
         )
 
@@ -208,9 +208,9 @@ def test_show_when_the_model_writes_control_characters_then_the_terminal_does_no
     None
 ):
     out = io.StringIO()
-    screen = Screen(out, has_colors=False)
-    screen.show("content", "a\x1b[31mb\x07\r\x9bc\td\n")
-    screen.end()
+    live_output = LiveOutput(out, has_colors=False)
+    live_output.show("content", "a\x1b[31mb\x07\r\x9bc\td\n")
+    live_output.end()
     assert out.getvalue() == "a[31mbc\td\n"
 
 

@@ -193,7 +193,7 @@ def test_forget_when_in_use_then_not_reused_and_free_after_the_last_use() -> Non
     pool.manager.forget(first)
     assert pool.reader.prefixes == {}
     assert pool.run(range(9)) == 0
-    assert first.own() == first.numbers[2:]
+    assert first.uncached_blocks() == first.numbers[2:]
     pool.manager.free(first)
     assert pool.manager.used == 3
     pool.manager.free(second)
@@ -226,7 +226,7 @@ def test_cache_when_used_at_random_then_reuse_is_right_events_agree_and_no_block
                 assert len(begun.chain) == known
                 running[next(numbers)] = (prompt, salt, begun)
         tables = [table for _, _, table in running.values()]
-        own = [number for table in tables for number in table.own()]
+        own = [number for table in tables for number in table.uncached_blocks()]
         cached = {block.number for table in tables for block in table.chain}
         assert len(set(own)) == len(own)
         assert not cached & set(own)

@@ -1,4 +1,4 @@
-"""Tickets of engines around a library: what is on them, which are taken, and when the KV is given
+"""KV transfers of engines around a library: what is on them, which are taken, and when the KV is given
 up.
 """
 

@@ -22,7 +22,7 @@ class Batch:
     role: Role = Role.PREFILL
     line: tuple[int, ...] = (1, 2, 1)
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         return f"{key} as set"
 
 

@@ -78,7 +78,7 @@ class Played:
         """
         self._calls = []
         self._selected.extend(selected)
-        event_out = self.flow.on(event)
+        event_out = self.flow.handle(event)
         assert not self._selected
         return self._calls if event_out is None else [*self._calls, event_out]
 

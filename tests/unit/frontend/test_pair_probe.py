@@ -45,7 +45,7 @@ from tests.kit.routing import request
 from tests.kit.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
-HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))
+PREFILL_END = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
@@ -93,7 +93,7 @@ class Worker(ChunkSource):
             yield self.ending
         else:
             made = msgspec.structs.replace(answer(), token_ids=token_ids(self.ending(request)))
-            yield HANDOFF if request.phase is Phase.PREFILL else made
+            yield PREFILL_END if request.phase is Phase.PREFILL else made
 
     def phases(self) -> Counter[Phase]:
         return Counter(request.phase for request in self.asked)
@@ -115,7 +115,7 @@ class Bench:
         self.view = ClusterView()
         self.breakers = PairBreakers(limits)
         self.router = RequestRouter(self.view, self.plane, breakers=self.breakers)
-        self.canaries = PairProbes(
+        self.probes = PairProbes(
             self.router, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s
         )
         self.codes: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class Bench:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.canaries.run())
+        task = asyncio.create_task(self.probes.run())
         try:
             yield
         finally:
@@ -157,7 +157,7 @@ class Bench:
 async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_works() -> None:
     bench = Bench()
     async with bench.running():
-        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        prefill = await bench.add(1, Role.PREFILL, PREFILL_END)
         decode = await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         await asyncio.sleep(0.05)
@@ -174,7 +174,7 @@ async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_wor
     )
 
 
-async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -> None:
+async def test_run_when_an_aggregated_worker_comes_up_then_it_is_probed() -> None:
     bench = Bench()
     async with bench.running():
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))
@@ -191,14 +191,14 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
         (None, "failed", "no answer"),
     ],
 )
-async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_says_why(
+async def test_run_when_a_probe_does_not_come_through_then_the_pair_fails_and_says_why(
     ending: Chunk | DynamoError | None, code: str, said: str
 ) -> None:
     bench = Bench(
         timeout_s=0.2 if ending is None else SOON_S, limits=BreakerLimits(failures=1, open_s=60.0)
     )
     async with bench.running():
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         await bench.add(2, Role.DECODE, ending)
         await bench.until(lambda: bench.breakers.is_open((1, 2)))
         await bench.until(lambda: bench.codes == {code: 1})
@@ -211,7 +211,7 @@ async def test_run_when_probes_fail_after_their_first_token_then_the_pair_stays_
 ) -> None:
     bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
     async with bench.running():
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         await bench.add(2, Role.DECODE, ending)
         await bench.until(lambda: bench.codes["failed"] > 2)
         assert bench.breakers.is_open((1, 2))
@@ -226,10 +226,10 @@ async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
         assert bench.breakers.status((1, 2)).state is PairState.UNTRIED
 
 
-async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_again() -> None:
+async def test_run_when_a_quarantined_pair_recovers_then_a_probe_lets_it_serve_again() -> None:
     bench = Bench(limits=BreakerLimits(failures=1, open_s=0.05))
     async with bench.running():
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         decode = await bench.add(2, Role.DECODE, TransferFailed("for now"))
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.QUARANTINED)
         decode.ending = answer()
@@ -255,16 +255,16 @@ async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_wo
             f"{ending.code}: {ending.message}",
         )
         assert not bench.breakers.is_open((1, 2))
-        prefill.ending = HANDOFF
+        prefill.ending = PREFILL_END
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
 
 
-async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once() -> (
+async def test_run_when_a_request_fails_between_two_that_work_then_a_probe_tries_them_at_once() -> (
     None
 ):
     bench = Bench()
     async with bench.running():
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         decode = await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.codes["ok"] == 1)
         decode.ending = Unreachable("no subscriber")
@@ -276,10 +276,10 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
 
 
-async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
+async def test_run_when_a_probe_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A card without a vocabulary, which discovery would have rejected: its canary has no
+    """A card without a vocabulary, which discovery would have rejected: its probe has no
     prompt.
     """
     bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=3, open_s=0.01))
@@ -288,7 +288,7 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
     async with bench.running():
         bench.view.add(odd)
         await bench.until(lambda: bench.codes["internal"] > 1)
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         assert bench.breakers.status((None, 3)).reason.startswith("internal: ValueError: ")

@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.protocol.kv_events import (
     BlocksStored,
@@ -53,7 +53,7 @@ class Frontend:
     def __init__(self, plane: RequestPlane, pause_s: float) -> None:
         self.plane = plane
         self.view = ClusterView()
-        self.known = KnownPrefixes()
+        self.known = ClusterPrefixes()
         self.feed = PrefixFeed(
             self.known, self.view, self.plane, "dynamo", FrontendMetrics(), pause_s=pause_s
         )

@@ -129,7 +129,7 @@ async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_rel
         await cluster.tokens()
     await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
-    assert len(prefill.requests) == 1  # not a fault of the hand-off
+    assert len(prefill.requests) == 1  # not a fault of the KV transfer
 
 
 async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster: Cluster) -> None:
@@ -386,7 +386,7 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
         await caller
 
 
-async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
+async def test_generate_when_no_probe_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
     cluster: Cluster,
 ) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
@@ -415,11 +415,11 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.router.health.record_success((1, 2), time.monotonic())  # by a canary
+    cluster.router.health.record_success((1, 2), time.monotonic())  # by a probe
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_after_its_first_one(
+async def test_generate_when_probes_run_then_a_new_pair_gets_requests_only_after_its_first_one(
     cluster: Cluster,
 ) -> None:
     options = RouterOptions(hold_s=SOON_S, has_probes=True)
@@ -437,7 +437,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
     assert untried.requests == []
 
 
-async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(
+async def test_generate_when_no_probe_comes_then_a_new_pair_gets_requests_after_the_hold(
     cluster: Cluster,
 ) -> None:
     options = RouterOptions(hold_s=0.05, has_probes=True)

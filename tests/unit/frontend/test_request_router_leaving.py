@@ -90,7 +90,7 @@ async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_
     assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.ABORTED)] * 4
 
 
-async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(
+async def test_probe_when_its_decode_worker_drains_then_no_other_stands_in(
     cluster: Cluster,
 ) -> None:
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])

@@ -19,15 +19,15 @@ from dynamo_trtllm.frontend.routing import pair_probe
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.worker_load import FleetLoad
+from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.messages import LoadReport, Role, encode
 from tests.inproc_plane import InprocPlane
 from tests.kit.instances import make_instance
-from tests.unit.frontend.test_pair_probe import HANDOFF, Bench, answer
+from tests.unit.frontend.test_pair_probe import PREFILL_END, Bench, answer
 
 
-async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_canary() -> None:
+async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_probe() -> None:
     view = ClusterView()
     breakers = PairBreakers(BreakerLimits(failures=1))
     for instance in (make_instance(1, role=Role.PREFILL), make_instance(2), make_instance(3)):
@@ -46,7 +46,7 @@ async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_n
 
 async def test_loads_when_workers_report_and_leave_then_they_are_known_until_then() -> None:
     view = ClusterView()
-    loads = FleetLoad()
+    loads = ClusterLoad()
     plane = InprocPlane()
     view.add(make_instance(1))
     view.add(make_instance(2))
@@ -80,7 +80,7 @@ async def test_probes_when_there_are_very_many_pairs_then_few_are_probed_at_the_
     monkeypatch.setattr(pair_probe, "_MAX_ALL", 2)
     bench = Bench()
     async with bench.running():
-        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(1, Role.PREFILL, PREFILL_END)
         decodes = [await bench.add(number, Role.DECODE, None) for number in (2, 3, 4, 5)]
         await bench.until(lambda: sum(len(decode.asked) for decode in decodes) == 2)
         await asyncio.sleep(0.05)
@@ -95,7 +95,7 @@ async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_
     reasons = ["away"]
     monkeypatch.setattr(bench.plane, "unavailable_reason", lambda: reasons[0] if reasons else None)
     async with bench.running():
-        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        prefill = await bench.add(1, Role.PREFILL, PREFILL_END)
         await bench.add(2, Role.DECODE, answer())
         await asyncio.sleep(0.05)
         assert not prefill.asked

@@ -1,4 +1,4 @@
-"""What ends a fetch first, and what is said of it: whether the hand-off is at fault decides what is
+"""What ends a fetch first, and what is said of it: whether the KV transfer is at fault decides what is
 tried next.
 """
 

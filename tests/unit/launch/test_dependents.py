@@ -55,7 +55,7 @@ def readers(name: str, *workers: dict[str, Any]) -> list[str]:
         ),
         ((PREFILL, worker("decode", "decode", [1], engine="torch")), []),
         ((PREFILL, worker("decode", "decode", [1], flags={"served_model_name": "other"})), []),
-        ((PREFILL, worker("whole", "prefill_and_decode", [1])), []),
+        ((PREFILL, worker("aggregated", "prefill_and_decode", [1])), []),
         (
             (worker("prefill", "prefill", [0], "torch"), worker("decode", "decode", [1], "torch")),
             [],

@@ -48,12 +48,12 @@ def gpus(*free: float, total: float = 80) -> MachineFacts:
     return replace(LAPTOP, gpus=cards, no_gpu_reason="")
 
 
-def wishes(**given: object) -> ServeConfig:
+def options(**given: object) -> ServeConfig:
     return ServeConfig.model_validate({"model": "m", **given})
 
 
 def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_reason() -> None:
-    chosen = choose(LAPTOP, SMALL, wishes())
+    chosen = choose(LAPTOP, SMALL, options())
     assert (chosen.engine, chosen.workers, list(chosen.gpus), chosen.threads) == (
         "torch",
         PAIR,
@@ -72,7 +72,7 @@ def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_r
 
 def test_choose_when_memory_holds_the_weights_once_then_one_aggregated_worker() -> None:
     # 8 GiB in float32, of 12.8 for weights
-    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), wishes())
+    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), options())
     assert chosen.workers == {Role.AGGREGATED: 1}
     assert (
         chosen.reasons["topology"]
@@ -87,11 +87,11 @@ def test_choose_when_memory_is_too_small_then_it_says_how_much_is_needed(
     with pytest.raises(
         ConfigError, match=r"would hold 16\.0 GiB of weights, but 16\.0 GiB of memory are available"
     ):
-        choose(LAPTOP, replace(SMALL, torch_values=values), wishes(**given))
+        choose(LAPTOP, replace(SMALL, torch_values=values), options(**given))
 
 
 def test_choose_when_there_is_one_gpu_then_aggregated_with_the_best_installed_engine() -> None:
-    chosen = choose(gpus(79), SMALL, wishes())
+    chosen = choose(gpus(79), SMALL, options())
     assert (chosen.engine, chosen.workers, list(chosen.gpus)) == ("vllm", {Role.AGGREGATED: 1}, [0])
     assert chosen.reasons["engine"] == "vLLM: TensorRT-LLM not installed"
     assert (
@@ -101,7 +101,7 @@ def test_choose_when_there_is_one_gpu_then_aggregated_with_the_best_installed_en
 
 
 def test_choose_when_there_are_more_gpus_and_the_model_fits_one_then_a_pair() -> None:
-    chosen = choose(gpus(79, 79, 79), SMALL, wishes())
+    chosen = choose(gpus(79, 79, 79), SMALL, options())
     assert (chosen.workers, list(chosen.gpus), chosen.tensor_parallel_size) == (PAIR, [0, 1], 1)
     assert (
         chosen.reasons["devices"]
@@ -117,7 +117,7 @@ def test_choose_when_there_are_more_gpus_and_the_model_fits_one_then_a_pair() ->
 def test_choose_when_the_model_needs_several_gpus_then_tensor_parallel(
     count: int, size: int, workers: dict[Role, int]
 ) -> None:
-    chosen = choose(gpus(*[79] * count), LARGE, wishes())
+    chosen = choose(gpus(*[79] * count), LARGE, options())
     assert (chosen.tensor_parallel_size, chosen.workers) == (size, workers)
     assert (
         "130.0 GiB of weights need 4 GPUs with 64.0 GiB for weights each"
@@ -126,7 +126,7 @@ def test_choose_when_the_model_needs_several_gpus_then_tensor_parallel(
 
 
 def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
-    chosen = choose(gpus(3, 79, 79), SMALL, wishes())
+    chosen = choose(gpus(3, 79, 79), SMALL, options())
     assert list(chosen.gpus) == [1, 2]
     assert "in use by others: 0" in chosen.reasons["devices"]
 
@@ -179,28 +179,28 @@ def test_choose_when_it_can_not_be_then_the_error_says_what_is_missing(
     machine: MachineFacts, model: ModelFacts, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        choose(machine, model, wishes(**given))
+        choose(machine, model, options(**given))
 
 
 def test_choose_when_wishes_are_typed_then_they_win() -> None:
-    given = wishes(engine="torch", prefill=1, decode=3)
+    given = options(engine="torch", prefill=1, decode=3)
     chosen = choose(gpus(79, 79, 79, 79), SMALL, given)
     assert (chosen.engine, chosen.workers) == ("torch", {Role.PREFILL: 1, Role.DECODE: 3})
     assert chosen.reasons["engine"] == "torch: given with --engine"
-    assert choose(gpus(*[79] * 4), SMALL, wishes(tensor_parallel_size=2)).tensor_parallel_size == 2
+    assert choose(gpus(*[79] * 4), SMALL, options(tensor_parallel_size=2)).tensor_parallel_size == 2
     assert (
-        choose(LAPTOP, SMALL, wishes(engine="mock", prefill=4, decode=9)).workers[Role.DECODE] == 9
+        choose(LAPTOP, SMALL, options(engine="mock", prefill=4, decode=9)).workers[Role.DECODE] == 9
     )
 
 
 def test_choose_when_the_model_is_gguf_then_torch_also_with_gpus() -> None:
-    chosen = choose(gpus(79), replace(SMALL, is_gguf=True, torch_values=None), wishes())
+    chosen = choose(gpus(79), replace(SMALL, is_gguf=True, torch_values=None), options())
     assert chosen.reasons["engine"] == "torch: it alone loads GGUF files"
     assert "the size of the weights is not known" in chosen.reasons["devices"]
 
 
 def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen() -> None:
-    wanted = wishes(port=1234, host="0.0.0.0", namespace="n")
+    wanted = options(port=1234, host="0.0.0.0", namespace="n")
     chosen = Topology(
         engine="vllm",
         workers={Role.PREFILL: 1, Role.DECODE: 2},
@@ -228,11 +228,11 @@ def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen()
 
 
 def test_deployment_data_when_on_the_cpu_then_threads_are_shared_unless_they_are_given() -> None:
-    chosen = choose(LAPTOP, SMALL, wishes())
-    workers = deployment_data(chosen, SMALL, wishes(), {})["workers"]
+    chosen = choose(LAPTOP, SMALL, options())
+    workers = deployment_data(chosen, SMALL, options(), {})["workers"]
     assert [worker["flags"]["override-engine-args"] for worker in workers] == [
         {"num_threads": 4}
     ] * 2
     given = {"override_engine_args": {"num_threads": 2, "dtype": "bfloat16"}}
-    workers = deployment_data(chosen, SMALL, wishes(), given)["workers"]
+    workers = deployment_data(chosen, SMALL, options(), given)["workers"]
     assert workers[0]["flags"]["override-engine-args"] == {"num_threads": 2, "dtype": "bfloat16"}

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, InternalError
-from dynamo_trtllm.support.background import MAX_THREADS, BackgroundTasks, first_of, in_thread
+from dynamo_trtllm.support.background import MAX_THREADS, BackgroundTasks, in_thread, wait_for_first
 from tests.kit.waiting import SOON_S
 
 
@@ -76,7 +76,7 @@ async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others
         finally:
             cancelled.set()
 
-    assert await first_of(wait(), asyncio.sleep(0, "result")) == "result"
+    assert await wait_for_first(wait(), asyncio.sleep(0, "result")) == "result"
     assert cancelled.is_set()
 
 
@@ -87,8 +87,8 @@ async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_
         raise InternalError("broken")
 
     with pytest.raises(InternalError, match="broken"):
-        await first_of(asyncio.Event().wait(), fail())
-    assert await first_of(asyncio.Event().wait(), timeout_s=0.0) is None
+        await wait_for_first(asyncio.Event().wait(), fail())
+    assert await wait_for_first(asyncio.Event().wait(), timeout_s=0.0) is None
 
 
 async def test_in_thread_when_much_is_run_at_once_then_few_threads_do_it_in_the_context_of_the_caller() -> (

@@ -25,7 +25,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
-from dynamo_trtllm.worker.sleep import Sleeper
+from dynamo_trtllm.worker.sleep import WorkerSleep
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, call_stream
@@ -108,7 +108,7 @@ class Bench:
         engine: Any = self.engine
         register = self.registered.register
         self.tasks = BackgroundTasks()
-        self.sleeper = Sleeper(
+        self.worker_sleep = WorkerSleep(
             engine,
             "m",
             serving,
@@ -124,7 +124,7 @@ class Bench:
         self, path: str, client: str = "127.0.0.1", headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
         app = health_app(
-            self.health, bytes, {"/sleep": self.sleeper.sleep, "/wake": self.sleeper.wake}
+            self.health, bytes, {"/sleep": self.worker_sleep.sleep, "/wake": self.worker_sleep.wake}
         )
         transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
@@ -159,7 +159,7 @@ async def opened(
     bench = Bench(SleepingEngine(), drain_timeout_s, timing)
     await bench.start()
     yield bench
-    await bench.sleeper.aclose()
+    await bench.worker_sleep.aclose()
     await bench.plane.aclose()
     assert bench.registered.open == 0
 
@@ -242,7 +242,7 @@ async def test_wake_when_the_engine_hangs_then_the_worker_ends() -> None:
 
 async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> None:
     async with opened() as bench:
-        assert (bench.sleeper.sleep(), bench.sleeper.sleep()) == (
+        assert (bench.worker_sleep.sleep(), bench.worker_sleep.sleep()) == (
             "",
             "the worker is draining; retry later",
         )

@@ -147,7 +147,7 @@ class RoleFacts:
         """True for Helix, the one kind of context parallelism that transfers KV and goes with
         experts.
         """
-        return str(self.inside("cp_config").get("cp_type")).upper() == "HELIX"
+        return str(self.section_values("cp_config").get("cp_type")).upper() == "HELIX"
 
     @property
     def expert_ranks(self) -> int:
@@ -177,18 +177,18 @@ class RoleFacts:
         leaf = self.args.leaves.get(key)
         return leaf is not None and leaf.source != ADAPTER
 
-    def on(self, key: str) -> bool:
+    def is_enabled(self, key: str) -> bool:
         """Return True if an argument is true."""
         return self.args.get(key) is True
 
-    def section(self, key: str) -> bool:
+    def has_section(self, key: str) -> bool:
         """Return True if a section is given and not null."""
         leaf = self.args.leaves.get(key)
         if leaf is not None:
             return leaf.value is not None
         return any(name.startswith(f"{key}.") for name in self.args.leaves)
 
-    def inside(self, key: str) -> dict[str, Any]:
+    def section_values(self, key: str) -> dict[str, Any]:
         """Return the values that are set in a section."""
         level: Any = self.args.values
         for part in key.split("."):
@@ -197,7 +197,7 @@ class RoleFacts:
 
     def first_section(self, *keys: str) -> str:
         """Return the first of these sections that is given and not null; "" if none is."""
-        return next((key for key in keys if self.section(key)), "")
+        return next((key for key in keys if self.has_section(key)), "")
 
     def first_variable(self, *names: str) -> str:
         """Return the first of these environment variables that is on; "" if none is."""
@@ -207,7 +207,7 @@ class RoleFacts:
         """Return the tokens of the KV blocks that hold a number of tokens."""
         return -(-tokens // self.block_tokens) * self.block_tokens
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         """Return an argument's value and its source as text."""
         leaf = self.args.leaves.get(key)
         if leaf is not None:
@@ -227,7 +227,7 @@ class RoleFacts:
 
     def variable(self, name: str) -> str:
         """Return an environment variable, with `env_overrides` applied; "" if it is not set."""
-        overrides = self.inside("env_overrides")
+        overrides = self.section_values("env_overrides")
         return str(overrides[name]) if name in overrides else self.environment.get(name, "")
 
     def size(self, key: str) -> int:
@@ -279,7 +279,7 @@ class RoleFacts:
     @property
     def sharding(self) -> str:
         """Distribution of attention over ranks, as text."""
-        suffix = " with attention DP" if self.on("enable_attention_dp") else ""
+        suffix = " with attention DP" if self.is_enabled("enable_attention_dp") else ""
         return f"tensor_parallel_size {self.tensor_parallel}{suffix}"
 
     @property

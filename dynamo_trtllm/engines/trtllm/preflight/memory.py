@@ -83,7 +83,7 @@ class MemoryTable:
         """
         if self.blocks is None or self.request_tokens is None:
             return None, ""
-        groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
+        groups = facts.tensor_parallel if facts.is_enabled("enable_attention_dp") else 1
         by_kv = self.blocks // -(-self.request_tokens // facts.block_tokens)
         if by_kv <= facts.max_batch_size:
             return by_kv * groups, "KV"
@@ -102,7 +102,7 @@ def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
     parts = weight_bytes(model)
     ranks = facts.tensor_parallel
     # attention DP replicates attention weights
-    shards = 1 if facts.on("enable_attention_dp") else ranks
+    shards = 1 if facts.is_enabled("enable_attention_dp") else ranks
     per_rank = parts.experts / ranks + (parts.attention + parts.vocabulary) / shards + parts.rest
     scale = model.index_bytes / parts.total if model.index_bytes else 1.0
     return round(per_rank * scale / facts.size("pipeline_parallel_size"))
@@ -113,7 +113,7 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
 
     Heads are replicated if there are more ranks than heads.
     """
-    ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
+    ranks = 1 if facts.is_enabled("enable_attention_dp") else facts.tensor_parallel
     layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
     heads = -(-model.num_kv_heads // ranks)
     # Every rank has latent KV in full.
@@ -131,7 +131,7 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
     if model is None:
         return {}
     sides = [
-        1 if facts.on("enable_attention_dp") else facts.tensor_parallel
+        1 if facts.is_enabled("enable_attention_dp") else facts.tensor_parallel
         for facts in (prefill, decode)
     ]
     lanes = 1 if model.latent_kv_dim else min(*sides, model.num_kv_heads)

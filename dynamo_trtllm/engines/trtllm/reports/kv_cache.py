@@ -68,8 +68,9 @@ def check_block_size(facts: RoleFacts, reported: KvCacheSize) -> int:
         return actual
     if facts.is_given(BLOCK_SIZE):
         raise ConfigError(
-            f"{BLOCK_SIZE} is {facts.shown(BLOCK_SIZE)}, but TensorRT-LLM runs with KV blocks of"
-            f" {actual} tokens. Set it to {actual} on prefill and decode workers, or remove it.",
+            f"{BLOCK_SIZE} is {facts.value_with_source(BLOCK_SIZE)}, but TensorRT-LLM runs with KV"
+            f" blocks of {actual} tokens. Set it to {actual} on prefill and decode workers, or"
+            " remove it.",
             field=BLOCK_SIZE,
         )
     log.info("KV blocks have %d tokens and not %d, as the model chooses", actual, assumed)

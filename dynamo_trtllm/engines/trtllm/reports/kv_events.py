@@ -52,8 +52,8 @@ def check_kv_events(facts: RoleFacts) -> None:
     ):
         if not is_set:
             raise ConfigError(
-                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or"
-                " remove the flag.",
+                f"--publish-kv-events needs {key} of {needed}; it is"
+                f" {facts.value_with_source(key)}. Set it, or remove the flag.",
                 field=key,
             )
 

@@ -54,7 +54,7 @@ class GenerationExecutor:
         self._ids = itertools.count(1 << 62 if traps.is_on("big_ids") else 1)
         self._served: dict[int, Served] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # context requests whose KV was not fetched: the engine's ticket ids
+        # context requests whose KV was not fetched: the engine's transfer ids
         self.held: dict[int, str] = {}
         self._error: Exception | None = None
         self._error_queue: queue.Queue[Exception] = queue.Queue()  # of threads and ranks

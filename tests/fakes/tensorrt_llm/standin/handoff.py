@@ -1,4 +1,4 @@
-"""The torch engine's ticket inside the vendor's opaque bytes, and what decode must be given
+"""The torch engine's transfer inside the vendor's opaque bytes, and what decode must be given
 back.
 """
 

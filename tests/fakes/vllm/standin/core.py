@@ -1,4 +1,4 @@
-"""The engine process as a task: requests in a batch, KV blocks in a pool, tickets as leases of the
+"""The engine process as a task: requests in a batch, KV blocks in a pool, KV transfers as leases of the
 connector.
 """
 
@@ -179,7 +179,7 @@ class Core:
         job.status = RequestStatus.RUNNING
 
     def _allocate(self, job: Job) -> bool:
-        """Takes the blocks it needs, and begins to read its KV if it has a ticket.
+        """Takes the blocks it needs, and begins to read its KV if it has a transfer.
 
         False: there are too few.
         """
@@ -348,7 +348,7 @@ def _send(job: Job, output: Any) -> None:
 
 
 def _connector(config: Any, role: str) -> Any:
-    """As vLLM finds it: by its name in a module. None: whole requests only."""
+    """As vLLM finds it: by its name in a module. None: aggregated requests only."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return None

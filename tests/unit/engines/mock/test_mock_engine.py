@@ -186,7 +186,7 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
                 await anext(stream)
         assert backend.fetches == 0
         await check_nothing_left(decoder)
-        assert len(await decode(decoder, kv_params)) == 8  # a refusal does not spend the ticket
+        assert len(await decode(decoder, kv_params)) == 8  # a refusal does not spend the transfer
         await check_nothing_left(prefill)
 
 

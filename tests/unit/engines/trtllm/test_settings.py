@@ -306,7 +306,7 @@ def test_ends_when_harmony_then_return_and_call_come_first() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
-def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(
+def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_transfer_ttl(
     version: str, role: Role
 ) -> None:
     found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})

@@ -1,4 +1,4 @@
-"""The small parts of the vllm engine: the manifest, outputs, tickets, the side channel, preflight,
+"""The small parts of the vllm engine: the manifest, outputs, KV transfers, the side channel, preflight,
 reclaiming.
 """
 
@@ -116,7 +116,7 @@ def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
         call_of(1).read(output(8))
 
 
-# --- tickets --------------------------------------------------------------------------------------
+# --- KV transfers ---------------------------------------------------------------------------------
 
 
 def transfer_params_with(engine_state: bytes) -> KvTransferParams:
@@ -429,7 +429,7 @@ def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_
 async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfers._AGAIN_S", 0.0)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfers._RETRY_INTERVAL_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What is known of pairs: breakers, and which pair a canary tries when."""
+"""What is known of pairs: breakers, and which pair a probe tries when."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_sh
     assert (breakers.is_open(PAIR), breakers.status(PAIR).open_until) == (True, 31.0)
 
 
-def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has_tried_it() -> None:
+def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_probe_has_tried_it() -> None:
     breakers = PairBreakers(LIMITS)
     breakers.record_success((1, 3), 0.0, is_probe=True)
     breakers.withhold([PAIR, (1, 3)])
@@ -138,7 +138,7 @@ def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has
     assert not breakers.any_open
 
 
-def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> (
+def test_postpone_when_a_new_pair_is_too_busy_for_a_probe_then_requests_decide_and_it_is_tried_each_second() -> (
     None
 ):
     breakers = PairBreakers(LIMITS)
@@ -156,7 +156,7 @@ def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_
     assert breakers.due_at(PAIR, 30.0) > 32.4
 
 
-def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> (
+def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_probe_closes_it() -> (
     None
 ):
     breakers = PairBreakers(LIMITS)

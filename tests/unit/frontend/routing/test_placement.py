@@ -16,10 +16,10 @@ from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection, Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
 from dynamo_trtllm.frontend.routing.worker_load import (
     STALE_S,
-    FleetLoad,
+    ClusterLoad,
     predicted_first_token_s,
 )
 from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
@@ -161,7 +161,7 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     assert first.prefill is not None
     prefill = placement.loads.of(first.prefill.id)
     decode = placement.loads.of(first.decode.id)
-    first_placed.sent(first.prefill.id, Phase.PREFILL, 10.0)
+    first_placed.on_sent(first.prefill.id, Phase.PREFILL, 10.0)
     # may be without it
     placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)
     assert (prefill.unseen_prefill_tokens, decode.unseen_kv_tokens) == (100, 100)
@@ -169,7 +169,7 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     placement.loads.on_report(report(first.decode.id, 1), 10.2)  # its call was not sent yet
     assert (prefill.unseen_prefill_tokens, decode.unseen_kv_tokens) == (0, 100)
     assert prefill.requests == 1
-    first_placed.sent(1004, Phase.DECODE, 10.3)
+    first_placed.on_sent(1004, Phase.DECODE, 10.3)
     assert prefill.requests == 0
     for _, chosen in placed:
         chosen.end()
@@ -187,7 +187,7 @@ def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_on
     placement.loads.on_report(report(2001, 5, running=3), 100.0)
     placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
     placed = placement.start(WorkerSelection(None, view.aggregated[0]), request(), 101.0)
-    placed.sent(2001, Phase.AGGREGATED, 101.0)
+    placed.on_sent(2001, Phase.AGGREGATED, 101.0)
     found = placement.select(view, PromptHashes(request()), NONE_OPEN, 100.0 + 2 * STALE_S)
     assert found is not None
     assert (found.decode.id, found.decode_costs) == (2002, Costs(1300, 1300 + 2 * 100 + 4 * 256))
@@ -201,7 +201,7 @@ def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_
     placed = placement.start(selected(placement, view), request(), 0.0)
     load = placement.loads.of(2001)
     placement.loads.remove(2001)
-    placed.sent(2001, Phase.AGGREGATED, 1.0)
+    placed.on_sent(2001, Phase.AGGREGATED, 1.0)
     assert load.requests == 1
     placed.end()
     assert load.requests == 0
@@ -242,11 +242,11 @@ def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> No
     assert pair(selected(placement, view)) == (2, 1002)
 
 
-def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
+def caching(view: ModelView, tokens: Mapping[int, int]) -> ClusterPrefixes:
     """Return the caches of a view whose instances have the first so many tokens of the prompts of
     `request`.
     """
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     for instance in (*view.prefill, *view.decode, *view.aggregated):
         known.add_instance(instance)
     for instance_id, count in tokens.items():
@@ -289,10 +289,10 @@ def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_
     found = selected(placement, view, 1000)
     (other,) = {1001, 1002} - {found.decode.id}
     placed = placement.start(found, request(1000), 0.0)
-    placed.sent(1, Phase.PREFILL, 0.0)
+    placed.on_sent(1, Phase.PREFILL, 0.0)
     for decode_id in (found.decode.id, other):
-        placed.sent(decode_id, Phase.DECODE, 0.0)
-    placed.prefilled()
+        placed.on_sent(decode_id, Phase.DECODE, 0.0)
+    placed.on_prefill_done()
     placed.end(is_done=True)
     assert known.num_blocks() == {1: 62, 1001: 0, 1002: 0}
 
@@ -337,7 +337,7 @@ def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_
 
 
 def simulated_ttfts(
-    choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance],
+    choose: Callable[[ClusterLoad, GenerateRequest, float, int], Instance],
     seed: int,
     *,
     with_costs: bool = False,
@@ -349,7 +349,7 @@ def simulated_ttfts(
     # tokens per second
     draw = random.Random(seed)
     rates = {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}
-    loads = FleetLoad()
+    loads = ClusterLoad()
     free_at = dict.fromkeys(rates, 0.0)
     for id_, rate in rates.items() if with_costs else ():
         loads.on_report(report(id_, 0, cost=cost_model(1 / rate, 0.0)), 0.0)
@@ -370,7 +370,7 @@ def simulated_ttfts(
         asked = request(draw.choice((200, 500, 1000, 6000)))
         worker = choose(loads, asked, now, count)
         share = loads.of(worker.id).place(len(asked.token_ids), 0)
-        share.sent(now)
+        share.on_sent(now)
         free_at[worker.id] = max(now, free_at[worker.id]) + len(asked.token_ids) / rates[worker.id]
         ttfts.append(free_at[worker.id] - now)
         heapq.heappush(ends, (free_at[worker.id], count, share))
@@ -380,14 +380,14 @@ def simulated_ttfts(
 def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_round_robin() -> None:
     view = view_of(4, 1)
 
-    def least(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
+    def least(loads: ClusterLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
         placement.loads = loads
         found = placement.select(view, PromptHashes(asked), NONE_OPEN, now)
         assert found is not None
         assert found.prefill is not None
         return found.prefill
 
-    def in_turn(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
+    def in_turn(loads: ClusterLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
         prefill = select_round_robin(view, "tiny", count, NONE_OPEN).prefill
         assert prefill is not None
         return prefill

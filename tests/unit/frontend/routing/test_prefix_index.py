@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing import prefix_index
-from dynamo_trtllm.frontend.routing.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
 from dynamo_trtllm.protocol import kv_events
 from dynamo_trtllm.protocol.kv_events import (
     BlocksCleared,
@@ -63,13 +63,13 @@ def prompt(
 
 
 def overlaps_of(
-    known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
+    known: ClusterPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
 ) -> dict[int, int]:
     found = known.overlaps(asked, now)
     return dict(zip(names := found.deepest(role, 100), found.of(names), strict=True))
 
 
-def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
+def overlaps(known: ClusterPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
     return overlaps_of(known, prompt(blocks), role)
 
 
@@ -152,7 +152,7 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
     monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 3)
     rnd = random.Random(seed)
     engines = {instance_id: NaiveCache(rnd) for instance_id in (1, 2, 3)}
-    readers = [KnownPrefixes(), KnownPrefixes()]
+    readers = [ClusterPrefixes(), ClusterPrefixes()]
     loss = 0.1
 
     def deliver(data: bytes) -> bool:
@@ -206,7 +206,7 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
 def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_stays_out_of_sync() -> (
     None
 ):
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     known.add_instance(instance(1))
     whole = snapshot(1, [1, 2])
     known.on_update(msgspec.structs.replace(whole, cleared=False, number=1))
@@ -220,7 +220,7 @@ def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_st
 
 
 def test_overlaps_when_an_update_is_malformed_then_the_next_one_shows_a_gap() -> None:
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.on_update(snapshot(1, [1]))
     with pytest.raises(ValueError, match="bytes length not a multiple"):
@@ -230,7 +230,7 @@ def test_overlaps_when_an_update_is_malformed_then_the_next_one_shows_a_gap() ->
 
 
 def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none() -> None:
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.on_update(snapshot(1, [1, 2]))
     assert overlaps(known, [1, 2, 3]) == {1: 2 * BLOCK}
@@ -241,7 +241,7 @@ def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none(
 def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> (
     None
 ):
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.add_instance(instance(2, block=16))
     known.on_update(snapshot(1, [1, 2, 3]))
@@ -251,7 +251,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
 
 
 def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     for name, role in ((1, Role.PREFILL), (2, Role.DECODE)):
         known.add_instance(instance(name, role=role))
         known.on_update(snapshot(name, [1]))
@@ -260,7 +260,7 @@ def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() 
 
 
 def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_blocks() -> None:
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     for name in (1, 2):
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1]))
@@ -274,7 +274,7 @@ def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_b
 def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_take_turns() -> (
     None
 ):
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     for name in range(1, 9):
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
@@ -290,7 +290,7 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
     has_events: bool,
 ) -> None:
     rnd = random.Random(1)
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     asked = [*range(100)]
     depths = dict(enumerate(rnd.choices(range(101), k=150)))
     for name, depth in depths.items():
@@ -316,7 +316,7 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
     seed: int,
 ) -> None:
     rnd = random.Random(seed)
-    known = KnownPrefixes(ttl_s=10)
+    known = ClusterPrefixes(ttl_s=10)
     now = 0
     sent: list[tuple[int, int, list[int]]] = []
     for name in (1, 2, 3):
@@ -337,7 +337,7 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
 def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> (
     None
 ):
-    known = KnownPrefixes(ttl_s=10)
+    known = ClusterPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     for number in range(200):
         known.record_sent(prompt([number]), 1, now=0)
@@ -352,7 +352,7 @@ def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_
 def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> (
     None
 ):
-    known = KnownPrefixes(ttl_s=10)
+    known = ClusterPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     known.add_instance(instance(2))
     sent = [known.record_sent(prompt([1, 2, 3]), name, now=0) for name in (1, 2)]
@@ -376,7 +376,7 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
 def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(
     has_events: bool,
 ) -> None:
-    known = KnownPrefixes()
+    known = ClusterPrefixes()
     known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
     if has_events:
         known.on_update(snapshot(1, [1]))
@@ -402,7 +402,7 @@ def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_b
     ttl_s: float, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", limit)
-    known = KnownPrefixes(ttl_s=ttl_s)
+    known = ClusterPrefixes(ttl_s=ttl_s)
     known.add_instance(instance(1, has_events=False))
     sent = [[number] for number in range(200)] + [[number] * 100 for number in range(200, 220)]
     for number, blocks in enumerate(sent):
@@ -416,7 +416,7 @@ def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 4)
-    known = KnownPrefixes(reads_events=False)
+    known = ClusterPrefixes(reads_events=False)
     known.add_instance(instance(1))
     for number in range(6):
         known.record_sent(prompt([number, 7]), 1, now=number)

@@ -27,9 +27,9 @@ _EVENTS = "kv_cache_config.event_buffer_max_size"
 )
 def chunked_reuse_corruption(facts: RoleFacts) -> Violation | None:
     """Find chunked prefill with block reuse."""
-    if not facts.on("enable_chunked_prefill") or not facts.on(_REUSE):
+    if not facts.is_enabled("enable_chunked_prefill") or not facts.is_enabled(_REUSE):
         return None
-    chunked = facts.shown("enable_chunked_prefill")
+    chunked = facts.value_with_source("enable_chunked_prefill")
     return Violation(other=f"enable_chunked_prefill {chunked}, release {facts.release}")
 
 
@@ -48,7 +48,7 @@ def chunked_reuse_corruption(facts: RoleFacts) -> Violation | None:
 )
 def reuse_on_prefill(facts: RoleFacts) -> Violation | None:
     """Find block reuse on a prefill worker."""
-    if not facts.on(_REUSE):
+    if not facts.is_enabled(_REUSE):
         return None
     return Violation(other=f"a prefill worker of {facts.release}")
 
@@ -63,7 +63,7 @@ def reuse_on_prefill(facts: RoleFacts) -> Violation | None:
 def reuse_with_windows(facts: RoleFacts) -> Violation | None:
     """Find block reuse of a model with sliding windows."""
     model = facts.model
-    if model is None or not model.num_sliding_layers or not facts.on(_REUSE):
+    if model is None or not model.num_sliding_layers or not facts.is_enabled(_REUSE):
         return None
     return Violation(
         other=f"{model.num_sliding_layers} layers with a window of {model.sliding_window} tokens"
@@ -83,9 +83,11 @@ def reuse_with_windows(facts: RoleFacts) -> Violation | None:
 )
 def host_offload_chunked(facts: RoleFacts) -> Violation | None:
     """Find host offload with chunked prefill."""
-    if (facts.number(_HOST) or 0) <= 0 or not facts.on("enable_chunked_prefill"):
+    if (facts.number(_HOST) or 0) <= 0 or not facts.is_enabled("enable_chunked_prefill"):
         return None
-    return Violation(other=f"enable_chunked_prefill {facts.shown('enable_chunked_prefill')}")
+    return Violation(
+        other=f"enable_chunked_prefill {facts.value_with_source('enable_chunked_prefill')}"
+    )
 
 
 @SECTION.rule(
@@ -116,7 +118,7 @@ def host_offload_corruption(facts: RoleFacts) -> Violation | None:
 )
 def speculative_disaggregated(facts: RoleFacts) -> Violation | None:
     """Find speculative decoding on workers that transfer KV."""
-    if not facts.section("speculative_config"):
+    if not facts.has_section("speculative_config"):
         return None
     return Violation(value="set", other=f"--disaggregation-mode {facts.role}")
 
@@ -146,9 +148,9 @@ def logits_processor_disaggregated(facts: RoleFacts) -> Violation | None:
 )
 def lora_disaggregated(facts: RoleFacts) -> Violation | None:
     """Find LoRA on workers that transfer KV."""
-    if facts.on("enable_lora"):
+    if facts.is_enabled("enable_lora"):
         field = "enable_lora"
-    elif facts.section("lora_config"):
+    elif facts.has_section("lora_config"):
         field = "lora_config"
     else:
         return None
@@ -206,11 +208,11 @@ def cache_manager_transceiver(facts: RoleFacts) -> Violation | None:
 )
 def cache_manager_v1_features(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2 with features that only v1 has."""
-    if not facts.on(_V2):
+    if not facts.is_enabled(_V2):
         return None
     if (facts.number("max_beam_width") or 1) > 1:
-        return Violation(other=f"max_beam_width {facts.shown('max_beam_width')}")
-    if facts.section("kv_connector_config"):
+        return Violation(other=f"max_beam_width {facts.value_with_source('max_beam_width')}")
+    if facts.has_section("kv_connector_config"):
         return Violation(other="kv_connector_config")
     return None
 
@@ -244,7 +246,7 @@ def v2_without_fabric(facts: RoleFacts) -> Violation | None:
         return None
     is_left_to_model = facts.args.get(_V2) in (None, "auto") or _V2 not in facts.args.leaves
     is_chosen = facts.is_gpt_oss and facts.candidate >= 24 and is_left_to_model
-    if not facts.on(_V2) and not is_chosen:
+    if not facts.is_enabled(_V2) and not is_chosen:
         return None
     return Violation(
         value="chosen for gpt-oss" if is_chosen else "",
@@ -263,10 +265,10 @@ def events_without_reuse(facts: RoleFacts) -> Violation | None:
     """Find KV events without block reuse."""
     if (facts.number(_EVENTS) or 0) <= 0 or facts.args.get(_REUSE) is not False:
         return None
-    return Violation(other=f"{_REUSE} {facts.shown(_REUSE)}")
+    return Violation(other=f"{_REUSE} {facts.value_with_source(_REUSE)}")
 
 
 def _v2_with_cpp(facts: RoleFacts) -> Violation | None:
-    if not facts.on(_V2) or facts.runtime != "CPP":
+    if not facts.is_enabled(_V2) or facts.runtime != "CPP":
         return None
     return Violation(other="the C++ transceiver")

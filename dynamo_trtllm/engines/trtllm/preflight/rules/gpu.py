@@ -132,7 +132,7 @@ def triton_expert_parallel(facts: RoleFacts) -> Violation | None:
         return None
     if facts.size("moe_expert_parallel_size") == 1:
         return None
-    experts = facts.shown("moe_expert_parallel_size")
+    experts = facts.value_with_source("moe_expert_parallel_size")
     return Violation(
         other=f"moe_expert_parallel_size {experts} on {facts.gpu_title}",
         fix=f"{_kernel_fix(facts)}, or remove moe_expert_parallel_size",

@@ -78,7 +78,7 @@ def buffer_unset(facts: RoleFacts) -> Violation | None:
     """Find a C++ transceiver without a size of its buffer. The Python transceiver has none."""
     if facts.runtime != "CPP" or facts.number(BUFFER) is not None:
         return None
-    backend = facts.shown("cache_transceiver_config.backend")
+    backend = facts.value_with_source("cache_transceiver_config.backend")
     return Violation(other=f"cache_transceiver_config.backend {backend}")
 
 
@@ -93,7 +93,7 @@ def buffer_unset(facts: RoleFacts) -> Violation | None:
 def prompt_over_num_tokens(facts: RoleFacts) -> Violation | None:
     """Find prompts of the load that do not fit one step."""
     isl = facts.load.isl
-    if isl is None or facts.on("enable_chunked_prefill") or isl <= facts.max_num_tokens:
+    if isl is None or facts.is_enabled("enable_chunked_prefill") or isl <= facts.max_num_tokens:
         return None
     return Violation(
         other=f"prompts of {isl} tokens",
@@ -114,7 +114,7 @@ def prompt_over_num_tokens(facts: RoleFacts) -> Violation | None:
 )
 def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
     """Find, without a load, prompts that the other limits accept but one step can't hold."""
-    if facts.load.isl is not None or facts.on("enable_chunked_prefill"):
+    if facts.load.isl is not None or facts.is_enabled("enable_chunked_prefill"):
         return None
     longest = facts.prompt_limit if facts.is_disaggregated else facts.number("max_seq_len")
     if longest is None or longest <= facts.max_num_tokens:
@@ -176,7 +176,7 @@ def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
     """Find a batch of more requests than one step has tokens."""
     if facts.max_batch_size <= facts.max_num_tokens:
         return None
-    return Violation(other=f"max_num_tokens {facts.shown('max_num_tokens')}")
+    return Violation(other=f"max_num_tokens {facts.value_with_source('max_num_tokens')}")
 
 
 @SECTION.rule(
@@ -194,7 +194,7 @@ def graph_over_batch(facts: RoleFacts) -> Violation | None:
     if _largest_graph(facts) <= facts.max_batch_size:
         return None
     return Violation(
-        field=_graph_key(facts), other=f"max_batch_size {facts.shown('max_batch_size')}"
+        field=_graph_key(facts), other=f"max_batch_size {facts.value_with_source('max_batch_size')}"
     )
 
 
@@ -229,7 +229,7 @@ def draft_tokens_over_num_tokens(facts: RoleFacts) -> Violation | None:
 
     Batches above the largest graph are not counted.
     """
-    given = facts.inside("speculative_config")
+    given = facts.section_values("speculative_config")
     counts = [given.get(key) for key in _DRAFTS]
     drafts = max((count for count in counts if isinstance(count, int)), default=0)
     batch = min(facts.max_batch_size, _largest_graph(facts) or facts.max_batch_size)

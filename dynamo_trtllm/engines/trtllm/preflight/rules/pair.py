@@ -23,9 +23,9 @@ class PairFacts:
         """The release of the prefill worker."""
         return self.prefill.line
 
-    def shown(self, key: str) -> str:
+    def value_with_source(self, key: str) -> str:
         """Return prefill's value of an argument and its source as text."""
-        return f"prefill: {self.prefill.shown(key)}"
+        return f"prefill: {self.prefill.value_with_source(key)}"
 
 
 SECTION: RuleSection[PairFacts] = RuleSection("Between prefill and decode")
@@ -410,7 +410,9 @@ def _windows(facts: RoleFacts) -> list[int] | None:
 
 
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    return pair.prefill.inside("speculative_config"), pair.decode.inside("speculative_config")
+    return pair.prefill.section_values("speculative_config"), pair.decode.section_values(
+        "speculative_config"
+    )
 
 
 def _speculative_violation(pair: PairFacts) -> Violation:
@@ -423,7 +425,7 @@ def _shown(pair: PairFacts, key: str) -> Violation:
 
 
 def _decode(pair: PairFacts, key: str) -> str:
-    return f"decode: {pair.decode.shown(key)}"
+    return f"decode: {pair.decode.value_with_source(key)}"
 
 
 def _releases(pair: PairFacts) -> Violation:

@@ -28,7 +28,9 @@ def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
     """Find experts that can't be spread evenly over the ranks."""
     if facts.expert_ranks % facts.size("moe_expert_parallel_size") == 0:
         return None
-    return Violation(other=f"tensor_parallel_size {facts.shown('tensor_parallel_size')}")
+    return Violation(
+        other=f"tensor_parallel_size {facts.value_with_source('tensor_parallel_size')}"
+    )
 
 
 @SECTION.rule(
@@ -68,7 +70,7 @@ def tensor_parallel_heads(facts: RoleFacts) -> Violation | None:
     """
     if (
         facts.model is None
-        or facts.on("enable_attention_dp")
+        or facts.is_enabled("enable_attention_dp")
         or facts.model.num_attention_heads % facts.tensor_parallel == 0
     ):
         return None
@@ -84,7 +86,7 @@ def tensor_parallel_heads(facts: RoleFacts) -> Violation | None:
 )
 def kv_heads_copied(facts: RoleFacts) -> Violation | None:
     """Find KV heads that several ranks store."""
-    if facts.model is None or facts.on("enable_attention_dp"):
+    if facts.model is None or facts.is_enabled("enable_attention_dp"):
         return None
     if facts.tensor_parallel <= facts.model.num_kv_heads:
         return None
@@ -120,7 +122,9 @@ def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
         or facts.size("context_parallel_size") == 1
     ):
         return None
-    return Violation(other=f"context_parallel_size {facts.shown('context_parallel_size')}")
+    return Violation(
+        other=f"context_parallel_size {facts.value_with_source('context_parallel_size')}"
+    )
 
 
 @SECTION.rule(
@@ -150,9 +154,9 @@ def parallel_over_gpus(facts: RoleFacts) -> Violation | None:
 )
 def attention_dp_unused(facts: RoleFacts) -> Violation | None:
     """Find settings of attention DP without attention DP."""
-    if not facts.on(_BALANCE) or facts.on("enable_attention_dp"):
+    if not facts.is_enabled(_BALANCE) or facts.is_enabled("enable_attention_dp"):
         return None
-    return Violation(other=f"enable_attention_dp {facts.shown('enable_attention_dp')}")
+    return Violation(other=f"enable_attention_dp {facts.value_with_source('enable_attention_dp')}")
 
 
 @SECTION.rule(
@@ -165,7 +169,7 @@ def attention_dp_unused(facts: RoleFacts) -> Violation | None:
 )
 def attention_dp_balance_prefill(facts: RoleFacts) -> Violation | None:
     """Find a balance with decode steps on a worker without decode steps."""
-    if not facts.on(_BALANCE) or not facts.on("enable_attention_dp"):
+    if not facts.is_enabled(_BALANCE) or not facts.is_enabled("enable_attention_dp"):
         return None
     return Violation(other="a prefill worker")
 
@@ -179,6 +183,8 @@ def attention_dp_balance_prefill(facts: RoleFacts) -> Violation | None:
 )
 def attention_dp_alone(facts: RoleFacts) -> Violation | None:
     """Find attention DP of one rank."""
-    if not facts.on("enable_attention_dp") or facts.tensor_parallel != 1:
+    if not facts.is_enabled("enable_attention_dp") or facts.tensor_parallel != 1:
         return None
-    return Violation(other=f"tensor_parallel_size {facts.shown('tensor_parallel_size')}")
+    return Violation(
+        other=f"tensor_parallel_size {facts.value_with_source('tensor_parallel_size')}"
+    )

@@ -101,7 +101,7 @@ def transceiver_mpi(facts: RoleFacts) -> Violation | None:
 )
 def overlap_on_prefill(facts: RoleFacts) -> Violation | None:
     """Find the overlap scheduler on a prefill worker."""
-    if facts.on("disable_overlap_scheduler"):
+    if facts.is_enabled("disable_overlap_scheduler"):
         return None
     return Violation(other=f"a prefill worker of {facts.release}")
 
@@ -222,7 +222,7 @@ def transfer_timeout_untested(facts: RoleFacts) -> Violation | None:
 )
 def pipelined_transfer(facts: RoleFacts) -> Violation | None:
     """Find transfers that begin before the prompt is computed."""
-    if not facts.on(_PIPELINED):
+    if not facts.is_enabled(_PIPELINED):
         return None
     return Violation(other=f"--disaggregation-strategy {facts.strategy}")
 
@@ -238,7 +238,7 @@ def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
     """Find the Python transceiver with another backend than NIXL."""
     if facts.runtime != "PYTHON" or facts.transceiver == "NIXL":
         return None
-    return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
+    return Violation(other=f"{BACKEND} {facts.value_with_source(BACKEND)}")
 
 
 @SECTION.rule(
@@ -261,7 +261,7 @@ def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
         return None
     if facts.number(TIMEOUT) is not None:
         return None
-    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+    return Violation(other=f"{RUNTIME} {facts.value_with_source(RUNTIME)}")
 
 
 @SECTION.rule(
@@ -277,7 +277,7 @@ def cpp_transceiver_deprecated(facts: RoleFacts) -> Violation | None:
     """Find the C++ transceiver."""
     if facts.runtime != "CPP":
         return None
-    return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
+    return Violation(other=f"{BACKEND} {facts.value_with_source(BACKEND)}")
 
 
 @SECTION.rule(
@@ -368,7 +368,7 @@ def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
     """Find a pipeline whose KV may wait for a peer (pull request 17124 of TensorRT-LLM)."""
     if facts.size("pipeline_parallel_size") == 1 or not facts.transceiver:
         return None
-    return Violation(other=f"{TIMEOUT} {facts.shown(TIMEOUT)}")
+    return Violation(other=f"{TIMEOUT} {facts.value_with_source(TIMEOUT)}")
 
 
 @SECTION.rule(
@@ -400,7 +400,8 @@ def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
         return None
     return Violation(
         value=facts.variable(_INFLIGHT_CANCEL),
-        other=conflict or f"{BACKEND} {facts.shown(BACKEND)}, transceiver {facts.runtime}",
+        other=conflict
+        or f"{BACKEND} {facts.value_with_source(BACKEND)}, transceiver {facts.runtime}",
     )
 
 
@@ -426,7 +427,7 @@ def context_parallel_python_transceiver(facts: RoleFacts) -> Violation | None:
         return None
     if facts.role is Role.DECODE and facts.has_helix and facts.is_at_least_candidate(25):
         return None
-    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+    return Violation(other=f"{RUNTIME} {facts.value_with_source(RUNTIME)}")
 
 
 @SECTION.rule(
@@ -463,4 +464,4 @@ def bounce_buffer_cpp(facts: RoleFacts) -> Violation | None:
     """Find a bounce buffer of the C++ transceiver (pull request 15618)."""
     if not facts.is_given(_BOUNCE) or not facts.number(_BOUNCE) or facts.runtime != "CPP":
         return None
-    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+    return Violation(other=f"{RUNTIME} {facts.value_with_source(RUNTIME)}")

@@ -26,7 +26,7 @@ def ray_without_ray(facts: RoleFacts) -> Violation | None:
     section = facts.first_section(*_RAY)
     if not section or facts.args.get("orchestrator_type") == "ray":
         return None
-    orchestrator = facts.shown("orchestrator_type")
+    orchestrator = facts.value_with_source("orchestrator_type")
     return Violation(field=section, value="set", other=f"orchestrator_type {orchestrator}")
 
 
@@ -53,7 +53,7 @@ def dummy_weights(facts: RoleFacts) -> Violation | None:
 def encode_only(facts: RoleFacts) -> Violation | None:
     """Find an engine that only encodes (`LLM._preprocess` in llmapi/llm.py, main)."""
     for key in _ENCODERS:
-        if facts.on(key):
+        if facts.is_enabled(key):
             return Violation(field=key)
     return None
 
