@@ -38,7 +38,7 @@ import msgspec
 import uvloop
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.models import resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dynamo_trtllm.cli.console import COMMANDS
-from dynamo_trtllm.config.base import GROUPS, Config
 from dynamo_trtllm.config.commands import (
     ChatConfig,
     ClearNamespaceConfig,
@@ -30,6 +29,7 @@ from dynamo_trtllm.config.commands import (
     StatusConfig,
     VersionConfig,
 )
+from dynamo_trtllm.config.config_base import GROUPS, Config
 from dynamo_trtllm.config.deployment import (
     DeploymentConfig,
     RestartConfig,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from dynamo_trtllm.cluster.discovery.base import Event, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
 from dynamo_trtllm.protocol.messages import Instance

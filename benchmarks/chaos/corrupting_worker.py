@@ -22,7 +22,7 @@ from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.transport import Service
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.models import resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S
 

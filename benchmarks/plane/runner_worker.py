@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.mock.args import MockArgs

@@ -21,7 +21,7 @@ from dynamo_trtllm.config.load import command, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import argument_schema as schema
-from dynamo_trtllm.engines.base import Finding
+from dynamo_trtllm.engines.engine_interface import Finding
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.preflight_rules import SEVERITIES
 from dynamo_trtllm.engines.torch.args import TorchArgs

@@ -18,8 +18,8 @@ from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix, read_instance
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
 from dynamo_trtllm.cluster.request_plane.transport import Transport
-from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import ExplainConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import SLOT, RecordingHeader, boot_id

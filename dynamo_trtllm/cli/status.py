@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import StatusConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
 from dynamo_trtllm.config.text_table import format_table

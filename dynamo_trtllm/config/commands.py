@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dynamo_trtllm.config.base import (
+from dynamo_trtllm.config.config_base import (
     LOG_FORMAT,
     LOG_LEVEL,
     Config,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from dynamo_trtllm.config.base import (
+from dynamo_trtllm.config.config_base import (
     Config,
     EtcdAddresses,
     Namespace,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.config.base import GROUPS, Config
+from dynamo_trtllm.config.config_base import GROUPS, Config
 from dynamo_trtllm.config.parser import CommandParser
 from dynamo_trtllm.protocol.errors import ConfigError
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
-from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
     ENV_PREFIX,

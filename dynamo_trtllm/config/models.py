@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dynamo_trtllm.config.base import (
+from dynamo_trtllm.config.config_base import (
     Endpoint,
     EngineName,
     IpAddress,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.base import CODE_SOURCE
+from dynamo_trtllm.config.config_base import CODE_SOURCE
 from dynamo_trtllm.config.layers import Merged, Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import argument_schema as library_schema

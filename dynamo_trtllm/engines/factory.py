@@ -10,11 +10,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dynamo_trtllm.config.base import EngineName
+from dynamo_trtllm.config.config_base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import file_layer, override_layer
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.models.checkpoint import check_model_files
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 

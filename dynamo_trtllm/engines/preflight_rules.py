@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from dynamo_trtllm.engines.base import Finding
+from dynamo_trtllm.engines.engine_interface import Finding
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 Severity = Literal["error", "warning", "note"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.addresses import LOOPBACK
 

@@ -26,7 +26,6 @@ from functools import partial
 
 import msgspec
 
-from dynamo_trtllm.kv_transfer.base import Destination, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import (
     NOTHING,
     Checksums,
@@ -37,6 +36,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     results,
 )
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, decode_offer
 from dynamo_trtllm.protocol.errors import (
     BadFrame,
     ConfigError,

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dynamo_trtllm.config.base import LogFormat
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
+from dynamo_trtllm.config.config_base import LogFormat
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias, TypeVar
 
-from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.commands import LaunchConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import load, to_argv

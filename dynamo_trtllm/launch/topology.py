@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.config.config_base import EngineName
 from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm.engines.base import Engine, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine, EngineStats
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent

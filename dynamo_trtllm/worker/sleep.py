@@ -13,9 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.cluster.discovery.base import Registration
+from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.streams import as_stream

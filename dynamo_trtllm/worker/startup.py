@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm import models as demo_models
-from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Discovery, Synced
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, Finding
 from dynamo_trtllm.models.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
 from dynamo_trtllm.models.parser_names import PARSERS
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest

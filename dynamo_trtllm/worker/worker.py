@@ -26,7 +26,7 @@ from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Discovery,
+    Event,
+    Rejected,
+    Removed,
+    Synced,
+)
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.kit.instances import make_instance
@@ -27,7 +34,7 @@ from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 _CHILD = """
 import asyncio, sys
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from tests.kit.instances import make_instance
 async def main():

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.kv_transfer.base import Destination
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, TransferTimeout
 from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.kit.engines import (

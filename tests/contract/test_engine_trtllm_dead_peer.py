@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm import transfers
+from dynamo_trtllm.engines.trtllm import transfer_params
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.kit.engines import (
@@ -56,7 +56,7 @@ async def test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_t
         async with started(prefill):
             expected = await prefill_then_decode(prefill, decode, PROMPT)
             kv_params = await prefill_params(prefill, PROMPT)
-        await asyncio.sleep(transfers._PROBE_VALID_S)  # the last probe is valid for so long
+        await asyncio.sleep(transfer_params._PROBE_VALID_S)  # the last probe is valid for so long
         for _ in range(2):
             with pytest.raises(TransferFailed, match="unreachable"):
                 await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
@@ -77,7 +77,7 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitte
         probing.set()
         await answers.wait()
 
-    monkeypatch.setattr(transfers, "_connect", connect)
+    monkeypatch.setattr(transfer_params, "_connect", connect)
     prefill = engine(gpt_oss, Role.PREFILL)
     decode = engine(gpt_oss, Role.DECODE)
     async with started(prefill, decode):
@@ -120,8 +120,8 @@ async def test_probe_when_many_calls_need_one_endpoint_then_it_is_connected_to_o
     async def connect(host: str, port: int) -> None:
         connected.append((host, port))
 
-    monkeypatch.setattr(transfers, "_connect", connect)
-    probe = transfers.EndpointProbe()
+    monkeypatch.setattr(transfer_params, "_connect", connect)
+    probe = transfer_params.EndpointProbe()
     await asyncio.gather(*(probe.check("tcp://[::1]:5") for _ in range(10)))
     await probe.check("tcp://host:6")
     await probe.check("ipc:///tmp/x")
@@ -156,14 +156,14 @@ def listener(answer: bytes | None) -> Iterator[str]:
 async def test_probe_when_an_address_accepts_but_is_no_live_transceiver_then_transfer_failed(
     answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
+    monkeypatch.setattr(transfer_params, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
     with (
         listener(answer) as address,
         pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"),
     ):
-        await transfers.EndpointProbe().check(address)
+        await transfer_params.EndpointProbe().check(address)
 
 
 async def test_probe_when_it_is_greeted_as_by_zeromq_then_the_address_is_alive() -> None:
     with listener(bytes.fromhex("ff00000000000000017f03")) as address:  # of libzmq 4.3.5
-        await transfers.EndpointProbe().check(address)
+        await transfer_params.EndpointProbe().check(address)

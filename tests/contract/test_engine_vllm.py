@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     DeadlineExceeded,

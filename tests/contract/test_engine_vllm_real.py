@@ -26,9 +26,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import pre_tokenizers
 
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.vllm import releases
-from dynamo_trtllm.engines.vllm.transfers import unpack
+from dynamo_trtllm.engines.vllm.transfer_params import unpack
 from dynamo_trtllm.engines.warm_up import WarmUp, variants
 from dynamo_trtllm.protocol.errors import EngineFailed
 from dynamo_trtllm.protocol.messages import (

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
 from dynamo_trtllm.protocol.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from tests.kit.loopback_backend import named_backend
 from tests.kit.waiting import SOON_S
 

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.engines.vllm import transfers as wire
+from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.engines.vllm import transfer_params as wire
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.support.network.addresses import free_ports

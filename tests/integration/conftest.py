@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.worker import worker as worker_module
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import RunningWorkers

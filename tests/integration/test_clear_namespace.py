@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import pytest
 
 from dynamo_trtllm.cli import clear_namespace
-from dynamo_trtllm.cluster.discovery.base import Added
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.frontend.responses_api import jetstream
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore, bucket_state
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits

@@ -14,11 +14,17 @@ import msgspec
 import pytest
 
 from benchmarks.chaos.relay import Relay
-from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Event,
+    Rejected,
+    Removed,
+    Synced,
+)
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.kit.etcd_client import EtcdClient

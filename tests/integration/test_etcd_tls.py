@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_trtllm.cluster.discovery.base import Added, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Synced
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.launch.servers import etcd_binary
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.network.addresses import free_ports

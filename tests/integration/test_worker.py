@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cluster.discovery import records
-from dynamo_trtllm.cluster.discovery.base import Added, Removed
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Removed
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline

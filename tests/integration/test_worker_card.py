@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.cluster.discovery.base import Added
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError

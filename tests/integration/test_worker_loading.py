@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo, Finding
+from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Instance, Role

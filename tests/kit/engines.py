@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine, EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (

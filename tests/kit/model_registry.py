@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm.cluster.discovery.base import Registration
+from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
 from dynamo_trtllm.cluster.request_plane.transport import Service
-from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry, RegistryTiming
 from dynamo_trtllm.observability.metrics import WorkerMetrics

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.external.runner import ExternalCall

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.messages import Role
 from tests.kit.engines import make, started
 from tests.kit.waiting import SOON_S

@@ -13,7 +13,7 @@ from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline

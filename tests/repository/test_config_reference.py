@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from dynamo_trtllm import config
-from dynamo_trtllm.config.base import Config, ConnectionConfig, ProcessConfig
+from dynamo_trtllm.config.config_base import Config, ConnectionConfig, ProcessConfig
 from dynamo_trtllm.config.deployment import Section
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.models import FrontendConfig

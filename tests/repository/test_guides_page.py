@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_trtllm.config.base import Config
+from dynamo_trtllm.config.config_base import Config
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.config.base import Config
+from dynamo_trtllm.config.config_base import Config
 from dynamo_trtllm.frontend.process import main as frontend_main
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker_main

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dynamo_trtllm.cluster.discovery.base import Added, Rejected
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Rejected
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
@@ -42,12 +42,12 @@ from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.external.pending_transfers import EngineState
+from dynamo_trtllm.engines.external.external_transfers import EngineState
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv_connector import TorchState
-from dynamo_trtllm.engines.trtllm.transfers import _TrtllmState
-from dynamo_trtllm.engines.vllm.transfers import RequiredParams, _VllmState
+from dynamo_trtllm.engines.trtllm.transfer_params import _TrtllmState
+from dynamo_trtllm.engines.vllm.transfer_params import RequiredParams, _VllmState
 from dynamo_trtllm.frontend.api.chat import ChatRequest
 from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.messages import MessagesRequest

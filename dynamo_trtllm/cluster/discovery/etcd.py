@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from dynamo_trtllm.cluster.discovery.base import Event, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
 from dynamo_trtllm.cluster.discovery.etcd_store import (
     Change,
     EtcdStore,
@@ -29,7 +29,7 @@ from dynamo_trtllm.cluster.discovery.etcd_store import (
 )
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance

@@ -27,7 +27,7 @@ import grpc.aio
 
 from dynamo_trtllm.cluster.discovery import etcd_api as api
 from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.support.background import BackgroundTasks
 

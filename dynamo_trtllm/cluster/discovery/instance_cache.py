@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Event, Rejected, Removed
 from dynamo_trtllm.cluster.discovery.records import (
     BadRecord,
     card_mismatch,

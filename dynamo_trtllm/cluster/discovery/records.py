@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from dynamo_trtllm.config.base import NAME, NAME_RULE
+from dynamo_trtllm.config.config_base import NAME, NAME_RULE
 from dynamo_trtllm.protocol.errors import BadFrame, ConfigError
 from dynamo_trtllm.protocol.messages import (
     Instance,

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import LibraryArgs
-from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.runner import ExternalCall, LibraryCalls
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferIdentity
 from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.protocol.messages import GenerateRequest, ReleaseOutcome

@@ -14,10 +14,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.engines.base import NO_STATS, EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import NO_STATS, EngineStats, client_request
+from dynamo_trtllm.engines.external.external_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
-from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
-from dynamo_trtllm.kv_transfer.base import TransferIdentity, collecting_call, first_deadline
+from dynamo_trtllm.kv_transfer.transfer_backend import (
+    TransferIdentity,
+    collecting_call,
+    first_deadline,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dynamo_trtllm.config.base import NonNegativeFloat
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.config.config_base import NonNegativeFloat
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.messages import KvLayout, Limits

@@ -19,14 +19,14 @@ from collections import deque
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.block_manager import BlockTable
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
-from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
     DynamoError,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dynamo_trtllm.config.base import PositiveFloat, matching
+from dynamo_trtllm.config.config_base import PositiveFloat, matching
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.protocol.number_types import MAX_COUNT
 

@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import (
+from dynamo_trtllm.engines.engine_interface import (
     NO_STATS,
     Engine,
     EngineInfo,
@@ -39,8 +39,8 @@ from dynamo_trtllm.engines.torch.scheduler import Delivery, Scheduler
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
-from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
     ContextTooLong,

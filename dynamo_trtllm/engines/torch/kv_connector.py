@@ -17,9 +17,9 @@ import msgspec
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
-from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
 from dynamo_trtllm.protocol.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
 from dynamo_trtllm.config.load import process_environment
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention

@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.base import EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch, BlockAllocator
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT

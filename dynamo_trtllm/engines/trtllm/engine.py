@@ -25,7 +25,7 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MAX_STEPS, EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -52,7 +52,7 @@ from dynamo_trtllm.engines.trtllm.reports.kv_events import (
     with_hash_algorithm,
 )
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
-from dynamo_trtllm.engines.trtllm.transfers import check_retries
+from dynamo_trtllm.engines.trtllm.transfer_params import check_retries
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.models.checkpoint import read_checkpoint

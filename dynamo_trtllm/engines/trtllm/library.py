@@ -28,7 +28,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmRequest,
     reported_phases,
 )
-from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
+from dynamo_trtllm.engines.trtllm.transfer_params import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
 from dynamo_trtllm.observability.logging import log_thread_stacks
 from dynamo_trtllm.protocol.errors import (

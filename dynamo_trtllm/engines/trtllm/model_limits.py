@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
+from dynamo_trtllm.engines.engine_interface import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts

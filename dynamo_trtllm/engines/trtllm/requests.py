@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from dynamo_trtllm.engines.base import check_request, stop_token_ids
+from dynamo_trtllm.engines.engine_interface import check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params, is_plain
 from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
 from dynamo_trtllm.protocol.errors import RequestRejected

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.base import DEFAULT_SOURCE
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import arguments

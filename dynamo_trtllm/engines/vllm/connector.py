@@ -33,7 +33,7 @@ from dynamo_trtllm.engines.vllm.patches.late_reads import EndedReads
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import READ_TIMES
 from dynamo_trtllm.engines.vllm.steps import measure_steps
-from dynamo_trtllm.engines.vllm.transfers import listen_there
+from dynamo_trtllm.engines.vllm.transfer_params import listen_there
 
 log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"

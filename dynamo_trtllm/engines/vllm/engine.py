@@ -16,10 +16,10 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MAX_STEPS, EngineInfo, Finding
+from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
-from dynamo_trtllm.engines.vllm import compilation, releases, transfers
+from dynamo_trtllm.engines.vllm import compilation, releases, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
@@ -171,7 +171,7 @@ class VllmEngine(ExternalEngine):
         values["skip_tokenizer_init"] = not self._has_tokenizer
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
-            channel = transfers.choose_side_channel(
+            channel = transfer_params.choose_side_channel(
                 self._kv_transfer_host, ranks, process_environment()
             )
             log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())

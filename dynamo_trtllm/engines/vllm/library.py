@@ -19,7 +19,7 @@ from typing import Any
 from dynamo_trtllm.engines.external.library import ENDS, Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest
-from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, read_parts, unpack
+from dynamo_trtllm.engines.vllm.transfer_params import KvReleaser, pack, read_parts, unpack
 from dynamo_trtllm.engines.warm_up import WarmUpStep
 from dynamo_trtllm.protocol.errors import (
     DynamoError,

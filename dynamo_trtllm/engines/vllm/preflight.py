@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_trtllm.engines import arguments
-from dynamo_trtllm.engines.base import Finding
+from dynamo_trtllm.engines.engine_interface import Finding
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.preflight_rules import PeerFacts, RuleSection, Violation, evaluate
 from dynamo_trtllm.engines.vllm.args import TRANSFER_BLOCK_TOKENS

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo, PromptLimit, check_request, stop_token_ids
+from dynamo_trtllm.engines.engine_interface import (
+    EngineInfo,
+    PromptLimit,
+    check_request,
+    stop_token_ids,
+)
 from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling

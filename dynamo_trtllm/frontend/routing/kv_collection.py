@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from dynamo_trtllm.cluster.request_plane.client import BackgroundControl, PlaneClient
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
-from dynamo_trtllm.kv_transfer.base import collecting_call
+from dynamo_trtllm.kv_transfer.transfer_backend import collecting_call
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.protocol.errors import MigrationFailed
 from dynamo_trtllm.protocol.messages import (

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from dynamo_trtllm.cluster.discovery.base import Added, Discovery, Rejected, Removed, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Discovery,
+    Rejected,
+    Removed,
+    Synced,
+)
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.api.response_schemas import PairObject, ReadinessReport
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.transfer_backend import EQUAL_LAYOUT
 from dynamo_trtllm.protocol.messages import Instance
 
 # The ids of (prefill, decode), or (None, id) for an instance that runs aggregated requests.

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dynamo_trtllm.kv_transfer.base import Destination, decode_offer
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
@@ -30,6 +29,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
 from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch, RemoteAgents
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, decode_offer
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferFailed
 from dynamo_trtllm.protocol.messages import encode
 

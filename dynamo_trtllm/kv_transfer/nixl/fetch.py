@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, hashes_of
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     Descriptor,
@@ -37,6 +36,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
     part,
     with_checksum,
 )
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 
 # A peer is removed once the metadata of this many of its memories was loaded, because NIXL frees

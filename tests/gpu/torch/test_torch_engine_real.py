@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.messages import Phase, Role
 from tests.gpu.torch.site import Site
 from tests.kit.engines import (

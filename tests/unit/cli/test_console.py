@@ -19,8 +19,8 @@ import pytest
 
 from dynamo_trtllm.cli import console
 from dynamo_trtllm.cli.console import COMMANDS, Command, completion, main, parser_of
-from dynamo_trtllm.config.base import GROUPS
 from dynamo_trtllm.config.commands import DemoConfig
+from dynamo_trtllm.config.config_base import GROUPS
 from dynamo_trtllm.config.layers import find_file
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.parser import command_streams

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config import load as loading
-from dynamo_trtllm.config.base import Config
+from dynamo_trtllm.config.config_base import Config
 from dynamo_trtllm.config.dynamo_variables import FRONTEND, VARIABLES, VLLM, WORKER
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.load import ignored_variables, load, warn_of_ignored_variables

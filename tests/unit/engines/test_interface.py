@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.streams import Generator, KvHolder
 
 MAY_LACK = {"preflight", "progress", "sleep_obstacle", "sleep", "wake"}

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.external.pending_transfers import (
+from dynamo_trtllm.engines.external.external_transfers import (
     EngineState,
     ExternalTransfers,
     decode_state,
 )
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferIdentity
 from dynamo_trtllm.protocol.errors import RequestRejected, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.kv_transfer.base import Destination, first_deadline
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, first_deadline
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,

@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import fetch
 from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 
 CONNECT_S = 7.0
 

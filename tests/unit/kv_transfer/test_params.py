@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import (
+from dynamo_trtllm.kv_transfer.transfer_backend import (
     EQUAL_LAYOUT,
     TRANSFER_PARAMS_VERSION,
     TransferIdentity,

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm.cluster.request_plane import frames
-from dynamo_trtllm.engines.trtllm import transfers as trtllm_transfers
-from dynamo_trtllm.engines.vllm import transfers as vllm_transfers
+from dynamo_trtllm.engines.trtllm import transfer_params as trtllm_transfers
+from dynamo_trtllm.engines.vllm import transfer_params as vllm_transfers
 from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.nixl import bindings as nixl_bindings
 from dynamo_trtllm.observability import recording_server

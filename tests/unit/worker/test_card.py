@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Limits, SamplingDefaults
 from dynamo_trtllm.worker import Worker

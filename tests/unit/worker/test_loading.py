@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.base import EngineInfo, Finding
+from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import startup

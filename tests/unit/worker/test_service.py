@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.protocol.cost_model import StepSample, decode_features
 from dynamo_trtllm.protocol.errors import (

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import MigrationFailed
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling, token_ids

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.protocol.messages import (
     Chunk,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynamo_trtllm.engines.base import Finding
+from dynamo_trtllm.engines.engine_interface import Finding
 from dynamo_trtllm.engines.preflight_rules import PeerFacts, RuleSection, Severity, evaluate
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.preflight.rules import (

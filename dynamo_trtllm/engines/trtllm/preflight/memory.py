@@ -7,7 +7,7 @@ depends on the release and the settings, so the possible saving is reported sepa
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.external.pending_transfers import KV_ITEM_BYTES
+from dynamo_trtllm.engines.external.external_transfers import KV_ITEM_BYTES
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
 from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.protocol.messages import Role

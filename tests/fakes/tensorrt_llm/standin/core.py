@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats
+from dynamo_trtllm.engines.engine_interface import EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch.engine import TorchEngine
-from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 
 T = TypeVar("T")
 

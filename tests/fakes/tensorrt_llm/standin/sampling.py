@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.protocol.messages import OutputFormat, Sampling, StructuredOutput
 from tensorrt_llm.standin import traps
 

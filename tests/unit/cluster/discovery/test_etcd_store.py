@@ -12,7 +12,7 @@ from dynamo_trtllm.cluster.discovery.etcd_store import (
     key_text,
     parse_endpoints,
 )
-from dynamo_trtllm.config.base import ConnectionConfig
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 
 

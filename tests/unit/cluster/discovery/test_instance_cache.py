@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.discovery import instance_cache as mirror_module
-from dynamo_trtllm.cluster.discovery.base import Added, Event, Rejected, Removed
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Event, Rejected, Removed
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView

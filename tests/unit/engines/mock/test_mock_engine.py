@@ -18,8 +18,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.args import mock_info
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import as_stream

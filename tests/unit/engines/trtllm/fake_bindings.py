@@ -9,7 +9,7 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.base import PromptLimit
+from dynamo_trtllm.engines.engine_interface import PromptLimit
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external.pending_transfers import kv_bytes
+from dynamo_trtllm.engines.external.external_transfers import kv_bytes
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
 from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
 from dynamo_trtllm.protocol.messages import Role

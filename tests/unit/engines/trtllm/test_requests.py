@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
+from dynamo_trtllm.engines.engine_interface import EngineInfo, PromptLimit
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest, reported_phases
 from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.protocol.messages import (

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm import transfers as wire
+from dynamo_trtllm.engines.trtllm import transfer_params as wire
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, decode, encode

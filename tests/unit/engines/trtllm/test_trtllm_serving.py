@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.trtllm.transfers import unpack
+from dynamo_trtllm.engines.trtllm.transfer_params import unpack
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream

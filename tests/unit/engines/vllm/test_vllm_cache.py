@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.config.base import EngineName
+from dynamo_trtllm.config.config_base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.vllm.compilation import cache_folders

@@ -19,14 +19,14 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, compilation, releases, transfers
+from dynamo_trtllm.engines.vllm import bindings, compilation, releases, transfer_params
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmCall
 from dynamo_trtllm.engines.vllm.preflight import PEERS, WORKER, VllmFacts, findings
-from dynamo_trtllm.engines.vllm.transfers import KvReleaser
+from dynamo_trtllm.engines.vllm.transfer_params import KvReleaser
 from dynamo_trtllm.models.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import (
@@ -137,8 +137,8 @@ def transfer_params_with(engine_state: bytes) -> KvTransferParams:
 
 
 def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
-    found = transfers.unpack(
-        transfer_params_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62))
+    found = transfer_params.unpack(
+        transfer_params_with(transfer_params.pack(ANSWERED, release="0.24.0", seed=2**62))
     )
     expires_at = found.kv_transfer_params["dynamo_expires_at"]
     assert found.kv_transfer_params == {
@@ -155,7 +155,7 @@ def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() 
 )
 def test_transfer_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
-        transfers.pack(params, release="0.24.0", seed=None)
+        transfer_params.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
 
 
@@ -174,32 +174,32 @@ def test_transfer_when_the_connector_answered_something_else_then_refused(params
 def test_transfer_when_a_number_is_out_of_range_then_mismatch(bad: dict[str, Any]) -> None:
     state = {"version": 1, "release": "0.24.0", "params": ANSWERED | bad}
     with pytest.raises(TransferMismatch, match=next(iter(bad))):
-        transfers.unpack(transfer_params_with(encode(state)))
+        transfer_params.unpack(transfer_params_with(encode(state)))
 
 
 @pytest.mark.parametrize("engine_state", [b"", b"\x80", b"junk"])
 def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None:
     with pytest.raises(TransferMismatch):
-        transfers.unpack(transfer_params_with(engine_state))
+        transfer_params.unpack(transfer_params_with(engine_state))
 
 
 # --- side channel ---------------------------------------------------------------------------------
 
 
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
-    host, port = transfers.choose_side_channel("127.0.0.1", 2, {}).values()
+    host, port = transfer_params.choose_side_channel("127.0.0.1", 2, {}).values()
     assert host == "127.0.0.1"
     for number in (port, port + 1):
         socket.create_server((host, number)).close()
-    theirs = {transfers.HOST: "10.1.2.3", transfers.PORT: "65534"}
-    chosen = transfers.choose_side_channel("127.0.0.1", 2, theirs)
+    theirs = {transfer_params.HOST: "10.1.2.3", transfer_params.PORT: "65534"}
+    chosen = transfer_params.choose_side_channel("127.0.0.1", 2, theirs)
     assert chosen == {"side_channel_host": "10.1.2.3", "side_channel_port": 65534}
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
 def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
-    with pytest.raises(ConfigError, match=transfers.PORT):
-        transfers.choose_side_channel("127.0.0.1", 2, {transfers.PORT: port})
+    with pytest.raises(ConfigError, match=transfer_params.PORT):
+        transfer_params.choose_side_channel("127.0.0.1", 2, {transfer_params.PORT: port})
 
 
 # --- warm-up --------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_
 async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfers._RETRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfer_params._RETRY_INTERVAL_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
 

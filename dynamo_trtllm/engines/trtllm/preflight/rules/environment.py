@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.transfers import NO_RETRY, forbids_retries
+from dynamo_trtllm.engines.trtllm.transfer_params import NO_RETRY, forbids_retries
 from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Environment")
@@ -196,6 +196,6 @@ def variable_waiting_decode(facts: RoleFacts) -> Violation | None:
     fix="unset it",
 )
 def prefill_retries(facts: RoleFacts) -> Violation | None:
-    """Find the variable that `check_retries` in engines/trtllm/transfers.py rejects at start."""
+    """Find the variable that `check_retries` in trtllm/transfer_params.py rejects at start."""
     value = facts.variable(NO_RETRY)
     return Violation(value=value) if forbids_retries(value) else None

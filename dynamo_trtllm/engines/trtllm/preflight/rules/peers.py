@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import PeerFacts, RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.transfer_backend import EQUAL_LAYOUT
 from dynamo_trtllm.protocol.messages import Role
 
 SECTION: RuleSection[PeerFacts[RoleFacts]] = RuleSection("Against live workers")

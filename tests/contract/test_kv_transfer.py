@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import KvTransferError, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import (

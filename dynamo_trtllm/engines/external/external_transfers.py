@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from dynamo_trtllm.engines.external.library import LibraryCall
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
-from dynamo_trtllm.kv_transfer.transfers import PendingTransfers
+from dynamo_trtllm.kv_transfer.pending_transfers import PendingTransfers
+from dynamo_trtllm.kv_transfer.transfer_backend import TransferIdentity
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import BadFrame, TransferMismatch
 from dynamo_trtllm.protocol.messages import (

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS, Start, backend_starter, count_registrations

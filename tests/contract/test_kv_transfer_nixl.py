@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend, fetch, poller
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
 from tests.kit.waiting import SOON_S

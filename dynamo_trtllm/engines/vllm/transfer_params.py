@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
+from dynamo_trtllm.engines.external.external_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, encode

@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.kv_transfer.base import (
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfer_backend import (
     TRANSFER_PARAMS_VERSION,
     Destination,
     TransferBackend,
@@ -24,7 +25,6 @@ from dynamo_trtllm.kv_transfer.base import (
     check_params,
     first_deadline,
 )
-from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
     DynamoError,

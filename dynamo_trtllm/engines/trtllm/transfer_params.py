@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
+from dynamo_trtllm.engines.external.external_transfers import EngineState, decode_state
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     RequestRejected,

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.kv_transfer import tcp
-from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
 from tests.kit.waiting import SOON_S

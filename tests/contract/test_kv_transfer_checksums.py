@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.chaos.corrupting_worker import flip_bit
 from benchmarks.chaos.relay import ChangingRelay
-from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
 from dynamo_trtllm.protocol.errors import KvTransferError, TransferFailed
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS
