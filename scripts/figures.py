@@ -171,7 +171,7 @@ def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
     """Return what a run measured with prompts of 8,192 tokens and answers of 256.
 
     Raises:
-        KeyError: The run has no such load.
+        KeyError: the run has no such load.
     """
     wanted = {
         "topology": topology,

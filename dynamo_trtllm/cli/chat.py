@@ -213,11 +213,11 @@ def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], 
     Close the generator to stop the answer.
 
     Args:
-        url: Address of the frontend.
-        body: Request body, with `stream` set.
+        url: address of the frontend.
+        body: request body, with `stream` set.
 
     Raises:
-        ChatFailed: There is no connection, the server returns an error, or the stream breaks.
+        ChatFailed: there is no connection, the server returns an error, or the stream breaks.
     """
     content = json.dumps(body).encode()
     with closing(_iterate(_response_lines(url, "/v1/chat/completions", content))) as lines:
@@ -258,7 +258,7 @@ async def _response_lines(
     It is a GET request, or a POST request if there is JSON content.
 
     Raises:
-        ChatFailed: There is no connection, it is lost, or the status is not 200.
+        ChatFailed: there is no connection, it is lost, or the status is not 200.
     """
     shown = mask_address(url)
     try:

@@ -45,7 +45,7 @@ async def clear(config: ClearNamespaceConfig) -> bool:
 
     Raises:
         Unreachable: etcd or NATS is unreachable.
-        ConfigError: Confirmation needs a terminal, and stdin is none.
+        ConfigError: confirmation needs a terminal, and stdin is none.
     """
     async with aclosing(EtcdStore(config)) as store:
         # An instance with a lease is live, or died less than one lease time ago.

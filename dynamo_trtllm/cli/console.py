@@ -172,7 +172,7 @@ def completion(shell: str) -> str:
     """Return a script for this shell that completes subcommands, flags, values and file names.
 
     Raises:
-        ConfigError: The extra `cli` is not installed.
+        ConfigError: the extra `cli` is not installed.
     """
     try:
         import shtab

@@ -194,7 +194,7 @@ def evaluate(config: PreflightConfig) -> Report:
     """Check the roles that the settings name, and the pair if there are two.
 
     Raises:
-        ConfigError: A file, model, GPU, release or flag does not exist.
+        ConfigError: a file, model, GPU, release or flag does not exist.
     """
     manifest = trtllm_manifests.release_for(config.release)
     model = _model(config.model_path)
@@ -297,7 +297,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     The environment of this process is not read.
 
     Raises:
-        ConfigError: The file does not exist, or a flag is wrong or sets what this command sets.
+        ConfigError: the file does not exist, or a flag is wrong or sets what this command sets.
     """
     if not os.path.isfile(find_file(path)):
         raise ConfigError(f"file {path} does not exist")

@@ -150,8 +150,8 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     """Return the deployments that run.
 
     Raises:
-        ConfigError: A setting can't be used.
-        NothingRuns: There is none.
+        ConfigError: a setting can't be used.
+        NothingRuns: there is none.
     """
     now = asyncio.get_running_loop().time()
     deadline = now + config.timeout_s

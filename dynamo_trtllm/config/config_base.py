@@ -134,14 +134,14 @@ def option(
     """Return a pydantic field that is also a command-line option.
 
     Args:
-        group: Title of the field's group in `--help`.
-        default: Default value; `...` for a required field.
-        aliases: Further names of the field's flag.
-        env: Well-known environment variables, read in addition to the DYN_TRTLLM_ one.
-        positional: The field is a positional argument.
-        const_flags: Flags without a value, each mapped to the value that it sets.
-        is_address: The value may contain a password, which is masked when printed.
-        help: Text of the flag in `--help`.
+        group: title of the field's group in `--help`.
+        default: default value; `...` for a required field.
+        aliases: further names of the field's flag.
+        env: well-known environment variables, read in addition to the DYN_TRTLLM_ one.
+        positional: the field is a positional argument.
+        const_flags: flags without a value, each mapped to the value that it sets.
+        is_address: the value may contain a password, which is masked when printed.
+        help: text of the flag in `--help`.
     """
     shown: JsonDict = {
         "group": group,

@@ -39,12 +39,12 @@ def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
     As in a shell, the default also replaces an empty variable, and `$$` is a dollar sign.
 
     Args:
-        value: Any value from YAML. Lists and mappings are copied.
-        environ: The variables.
-        where: Place of the value, for errors: the file and the path inside it.
+        value: any value from YAML. Lists and mappings are copied.
+        environ: the variables.
+        where: place of the value, for errors: the file and the path inside it.
 
     Raises:
-        ConfigError: A variable is not set and has no default, or a reference is malformed.
+        ConfigError: a variable is not set and has no default, or a reference is malformed.
     """
     if isinstance(value, str):
         return _REFERENCE.sub(partial(_value, environ=environ, where=where), value)
@@ -260,11 +260,11 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
     """Read and check a deployment file.
 
     Args:
-        path: The YAML file. One of `deploy/local/` may also be the package's own.
-        environ: Variables for references like `${NAME:-default}` in its values.
+        path: the YAML file. One of `deploy/local/` may also be the package's own.
+        environ: variables for references like `${NAME:-default}` in its values.
 
     Raises:
-        ConfigError: The file is not valid. The message names the file and the path inside it.
+        ConfigError: the file is not valid. The message names the file and the path inside it.
     """
     content = read_yaml(find_file(path))
     data = {
@@ -277,11 +277,11 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
     """Check a deployment and all flags in it.
 
     Args:
-        data: Content of a deployment file, without references to variables.
-        where: Name of the file, for errors.
+        data: content of a deployment file, without references to variables.
+        where: name of the file, for errors.
 
     Raises:
-        ConfigError: The deployment is not valid.
+        ConfigError: the deployment is not valid.
     """
     deployment = _validate(DeploymentConfig, data, where, joint=": ")
     # Check every flag now: a process would report a wrong one only after others have started.

@@ -583,7 +583,7 @@ def option_value(name: str, text: str) -> str | None:
     """Return the value of an option for the value of a variable; None if it means the default.
 
     Raises:
-        ConfigError: The value is wrong. The message names the variable.
+        ConfigError: the value is wrong. The message names the variable.
     """
     variable = VARIABLES.get(name)
     if variable is None or variable.convert is None or not text.strip():

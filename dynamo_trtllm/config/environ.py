@@ -18,9 +18,9 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
     """Set the variable unless the user has set it; return the value in effect.
 
     Args:
-        name: Name of the variable.
-        value: Value to set.
-        wanted_by: Library that needs it, for the log.
+        name: name of the variable.
+        value: value to set.
+        wanted_by: library that needs it, for the log.
     """
     present = os.environ.get(name)
     if present is not None and present != value:

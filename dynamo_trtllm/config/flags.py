@@ -59,11 +59,11 @@ class Flag:
         """Convert a text to a value for the model.
 
         Args:
-            text: The value as typed or as in the environment.
-            source: Source of the text, for errors.
+            text: the value as typed or as in the environment.
+            source: source of the text, for errors.
 
         Raises:
-            ConfigError: The text is empty, or not a bool or JSON object as required.
+            ConfigError: the text is empty, or not a bool or JSON object as required.
         """
         if not text.strip():
             raise ConfigError(f"{source} is empty; give a value or leave it out", field=self.field)
@@ -190,9 +190,9 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
     It leaves values as text, and sets no attribute for an absent flag.
 
     Args:
-        model: Class of the settings.
-        prog: Command, for the usage line.
-        description: One sentence. Default: the first line of the docstring of `model`.
+        model: class of the settings.
+        prog: command, for the usage line.
+        description: one sentence. Default: the first line of the docstring of `model`.
     """
     first_line, _, examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
     flags = flags_of(model)
@@ -277,7 +277,7 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
     """Return value and source by field of the flags that `build_parser` has parsed.
 
     Raises:
-        ConfigError: A value is malformed.
+        ConfigError: a value is malformed.
     """
     read: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):

@@ -29,10 +29,10 @@ def ignored(
     Values are left out, because some are passwords.
 
     Args:
-        env: Environment.
-        known: Variables that any command reads.
-        read: Variables that these processes read.
-        processes: Kinds of process, for which variables of others are left out.
+        env: environment.
+        known: variables that any command reads.
+        read: variables that these processes read.
+        processes: kinds of process, for which variables of others are left out.
     """
     reasons: dict[str, list[str]] = {}
     for name in sorted(env):

@@ -141,12 +141,12 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
     """Check that all given keys are allowed.
 
     Args:
-        given: The keys to check.
-        allowed: The known keys.
-        where: Place of the keys, which begins the error text.
+        given: the keys to check.
+        allowed: the known keys.
+        where: place of the keys, which begins the error text.
 
     Raises:
-        ConfigError: A key is not allowed. The message suggests the most similar one.
+        ConfigError: a key is not allowed. The message suggests the most similar one.
     """
     for key in given:
         problem = unknown_key([key], allowed)
@@ -274,7 +274,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file gives an empty mapping.
 
     Raises:
-        ConfigError: The file can't be read, is not a mapping, has a duplicate key, or is too large
+        ConfigError: the file can't be read, is not a mapping, has a duplicate key, or is too large
             or too deep with aliases expanded. The message names file and line.
     """
     try:

@@ -61,16 +61,16 @@ def load(
     """Load the settings of a process. `source_of` of the result returns the source of each.
 
     Args:
-        model: Class of the settings.
-        prog: Command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that
+        model: class of the settings.
+        prog: command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that
             was typed.
-        argv: Command line without the program name. Default: that of this process.
-        environ: Environment. Default: that of this process.
-        more: Returns the text that `--print-config` prints below the settings.
+        argv: command line without the program name. Default: that of this process.
+        environ: environment. Default: that of this process.
+        more: returns the text that `--print-config` prints below the settings.
 
     Raises:
-        ConfigError: A flag, variable or value is not valid.
-        SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
+        ConfigError: a flag, variable or value is not valid.
+        SystemExit: with status 0 after `--help`, `--version` and `--print-config`.
     """
     if argv is None:
         prog = program(prog)
@@ -115,12 +115,12 @@ def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
     It writes one line instead of a traceback.
 
     Args:
-        prog: Command, as for `load`.
-        failures: Errors that end it with their `exit_status` or 1. Another DynamoError is logged
+        prog: command, as for `load`.
+        failures: errors that end it with their `exit_status` or 1. Another DynamoError is logged
             and ends it with 1.
 
     Raises:
-        SystemExit: After an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
+        SystemExit: after an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
     """
     try:
         yield
@@ -145,10 +145,10 @@ def command(
     or with 0. `load` describes `argv`, and `command_errors` how errors end it.
 
     Args:
-        model: Class of the settings.
-        prog: Command, as for `load`.
-        failures: Errors that end it, as for `command_errors`.
-        more: Text for `--print-config`, as for `load`.
+        model: class of the settings.
+        prog: command, as for `load`.
+        failures: errors that end it, as for `command_errors`.
+        more: text for `--print-config`, as for `load`.
     """
 
     def decorate(run: Callable[[C], int | None]) -> Callable[..., NoReturn]:
@@ -188,8 +188,8 @@ def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
     None values are left out.
 
     Args:
-        model: Class of the settings.
-        values: Values by field name.
+        model: class of the settings.
+        values: values by field name.
     """
     words: list[str] = []
     names = {flag.field: flag.names[0] for flag in flags_of(model)}
@@ -220,9 +220,9 @@ def _from_environment(
     """Return values by field; a DYN_TRTLLM_ variable of a flag overrides a well-known one.
 
     Args:
-        model: Class of the settings.
-        env: Environment.
-        typed: Fields that flags set, for which variables are not read.
+        model: class of the settings.
+        env: environment.
+        typed: fields that flags set, for which variables are not read.
     """
     _check_environment(model, env)
     env = _without_unusable_otel(model, env, typed)
@@ -457,13 +457,13 @@ def reject_unknown(
     Return if there are none.
 
     Args:
-        model: Settings of the command.
-        given: What the parser recognized.
-        unknown: Words that it did not recognize, in the order typed.
-        parser: Parser of the command.
+        model: settings of the command.
+        given: what the parser recognized.
+        unknown: words that it did not recognize, in the order typed.
+        parser: parser of the command.
 
     Raises:
-        ConfigError: There is an unknown word. The message says what to type or do instead.
+        ConfigError: there is an unknown word. The message says what to type or do instead.
     """
     positional = next((flag for flag in flags_of(model) if flag.positional), None)
     words = list(unknown)

@@ -37,10 +37,10 @@ def command_streams(prog: str) -> Iterator[None]:
     the encoding of stdout lacks are escaped.
 
     Args:
-        prog: Name of the command, for the error.
+        prog: name of the command, for the error.
 
     Raises:
-        SystemExit: With status 1 if the output can't be written, silently if its reader has exited,
+        SystemExit: with status 1 if the output can't be written, silently if its reader has exited,
             otherwise with one line on stderr; and with 130 after Ctrl-C.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

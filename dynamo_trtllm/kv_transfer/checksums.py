@@ -72,10 +72,10 @@ class Checksums:
         """Return whether a fetch into these regions compares checksums.
 
         Args:
-            theirs: The method that the offer names.
+            theirs: the method that the offer names.
 
         Raises:
-            TransferFailed: The mode is "on" and checksums can't be compared.
+            TransferFailed: the mode is "on" and checksums can't be compared.
         """
         if theirs and theirs == self.method(regions):
             return True
@@ -151,8 +151,8 @@ def combined(before: int, hashes: Sequence[int]) -> int:
     """Return the checksum of a transfer up to and including a region. It is never 0.
 
     Args:
-        before: The checksum of the regions before it, or NOTHING.
-        hashes: The hashes of the region's blocks.
+        before: the checksum of the regions before it, or NOTHING.
+        hashes: the hashes of the region's blocks.
     """
     packed = struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)
     checksum = xxhash.xxh3_64_intdigest(packed)
@@ -230,7 +230,7 @@ class OfferChecksum:
         """Return the hashes of the blocks of a ready region.
 
         Raises:
-            TransferFailed: The transfer was unpublished before they were computed.
+            TransferFailed: the transfer was unpublished before they were computed.
         """
         return await results(self._jobs[index])
 
@@ -248,7 +248,7 @@ async def results(jobs: Sequence[Future[int]]) -> list[int]:
     """Wait for hashes. A cancelled caller must await `ended`.
 
     Raises:
-        TransferFailed: They can't be computed.
+        TransferFailed: they can't be computed.
     """
     unfinished = [asyncio.wrap_future(job) for job in jobs if not job.done()]
     # Other callers wait for the same jobs, so a cancel of this call must not cancel them.
@@ -260,7 +260,7 @@ def hashes_of(jobs: Sequence[Future[int]]) -> list[int]:
     """Return the hashes of jobs that are done.
 
     Raises:
-        TransferFailed: A job failed or was cancelled.
+        TransferFailed: a job failed or was cancelled.
     """
     if any(job.cancelled() for job in jobs):
         raise TransferFailed(

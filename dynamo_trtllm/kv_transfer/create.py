@@ -22,8 +22,8 @@ def create_backend(
 
     Args:
         name: "nixl" or "tcp"; None chooses nixl if it is installed, otherwise tcp.
-        config: Has the addresses for tcp. Without it, only processes on this host can connect.
-        kv_checksums: See KV_CHECKSUMS.
+        config: has the addresses for tcp. Without it, only processes on this host can connect.
+        kv_checksums: see KV_CHECKSUMS.
 
     Raises:
         ConfigError: nixl is not installed, or the addresses have different families.

@@ -42,7 +42,7 @@ def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:
     """Check that all regions are in host memory.
 
     Raises:
-        TransferFailed: A region is on another device, which the error names.
+        TransferFailed: a region is on another device, which the error names.
     """
     for region in regions:
         if region.device != "cpu":
@@ -56,12 +56,12 @@ def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[Mem
     """Check that the destination regions have the published sizes, in the same order.
 
     Args:
-        transfer_id: The id of the transfer.
-        theirs: The sizes of the published regions, in bytes.
-        regions: The destination.
+        transfer_id: the id of the transfer.
+        theirs: the sizes of the published regions, in bytes.
+        regions: the destination.
 
     Raises:
-        TransferFailed: They differ.
+        TransferFailed: they differ.
     """
     ours = [region.num_bytes for region in regions]
     if len(ours) != len(theirs):

@@ -126,7 +126,7 @@ class TcpBackend:
         """Listen for peers, see `TransferBackend.start`.
 
         Raises:
-            ConfigError: It can't listen at its host.
+            ConfigError: it can't listen at its host.
         """
         self._on_fetched = on_fetched
         host = self._bind_host
@@ -410,7 +410,7 @@ async def _receive(connection: socket.socket, target: memoryview) -> None:
     """Fill `target`.
 
     Raises:
-        EOFError: The peer closed the connection first.
+        EOFError: the peer closed the connection first.
     """
     loop = asyncio.get_running_loop()
     num_received = 0

@@ -62,11 +62,11 @@ class TransferBackend(Protocol):
         """Start the backend.
 
         Args:
-            on_fetched: Called on the event loop with the id of a transfer each time a peer reports
+            on_fetched: called on the event loop with the id of a transfer each time a peer reports
                 that it has read the KV. The transfer may have been unpublished since then.
 
         Raises:
-            ConfigError: The backend can't start with this configuration.
+            ConfigError: the backend can't start with this configuration.
         """
 
     async def register(self, region: MemoryRegion) -> None:
@@ -75,7 +75,7 @@ class TransferBackend(Protocol):
         Regions within it can then be published and fetched without registration.
 
         Raises:
-            TransferFailed: This backend can't transfer such memory. Nothing is registered.
+            TransferFailed: this backend can't transfer such memory. Nothing is registered.
         """
 
     async def publish(
@@ -84,16 +84,16 @@ class TransferBackend(Protocol):
         """Make regions readable for every peer that has the returned bytes, until `unpublish`.
 
         Args:
-            transfer_id: The id of the transfer.
-            regions: The regions, in order.
-            ready: The number of regions at the front that hold their data; None: all. Readers wait
+            transfer_id: the id of the transfer.
+            regions: the regions, in order.
+            ready: the number of regions at the front that hold their data; None: all. Readers wait
                 for `mark_ready` before they read the others.
 
         Returns:
             The offer: what a peer passes to `read`.
 
         Raises:
-            TransferFailed: The backend is not running, or can't transfer such memory. If this
+            TransferFailed: the backend is not running, or can't transfer such memory. If this
                 raises or is cancelled, the memory may be reused after `unpublish`.
         """
 
@@ -113,14 +113,14 @@ class TransferBackend(Protocol):
         last.
 
         Args:
-            transfer_id: The id of the transfer.
-            offer: The bytes that `publish` returned.
-            to: Where the KV goes.
-            timeout_s: The longest time for the read, in seconds.
+            transfer_id: the id of the transfer.
+            offer: the bytes that `publish` returned.
+            to: where the KV goes.
+            timeout_s: the longest time for the read, in seconds.
 
         Raises:
-            TransferTimeout: The time is over.
-            TransferFailed: The peer died, the transfer is no longer published, or the checksum is
+            TransferTimeout: the time is over.
+            TransferFailed: the peer died, the transfer is no longer published, or the checksum is
                 wrong.
         """
 
@@ -128,7 +128,7 @@ class TransferBackend(Protocol):
         """Check that this backend can send and fetch KV. It is called often and must be cheap.
 
         Raises:
-            EngineFailed: It can't.
+            EngineFailed: it can't.
         """
 
     async def aclose(self) -> None:
@@ -139,7 +139,7 @@ def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) ->
     """Decode the offer of a transfer.
 
     Raises:
-        TransferFailed: Another backend created it.
+        TransferFailed: another backend created it.
     """
     try:
         return decode(offer, form)
@@ -201,12 +201,12 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
     """Check that a decode engine can use KV transfer parameters.
 
     Args:
-        identity: Of the decode engine.
-        now: Seconds since the epoch.
+        identity: of the decode engine.
+        now: seconds since the epoch.
 
     Raises:
-        TransferMismatch: A value differs. The error names the field and both values.
-        TransferExpired: The transfer has expired.
+        TransferMismatch: a value differs. The error names the field and both values.
+        TransferExpired: the transfer has expired.
     """
     # Name of the field, value at prefill, value at decode.
     compared: list[tuple[str, object, object]] = [
@@ -254,8 +254,8 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
     """Return the time limit that a fetch reaches first.
 
     Args:
-        deadline: Of the request, in seconds since the epoch.
-        timeout_s: Of any fetch.
+        deadline: of the request, in seconds since the epoch.
+        timeout_s: of any fetch.
     """
     now = time.time()
     late = f"KV transfer {kv_params.transfer_id} did not finish before"

@@ -154,8 +154,8 @@ def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
     """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit.
 
     Args:
-        dead: A process that has ended.
-        specs: All processes of the deployment.
+        dead: a process that has ended.
+        specs: all processes of the deployment.
     """
     if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
         return []
@@ -204,11 +204,11 @@ class Launcher:
         Then stop all processes.
 
         Args:
-            on_ready: Awaited once, when all processes are ready.
+            on_ready: awaited once, when all processes are ready.
 
         Raises:
-            ConfigError: A port is in use, or a server does not start.
-            RunFailed: A process was not ready in time, or has reached its restart limit.
+            ConfigError: a port is in use, or a server does not start.
+            RunFailed: a process was not ready in time, or has reached its restart limit.
         """
         for spec in self.specs:
             _check_port(spec)

@@ -82,16 +82,16 @@ async def run(
     """Run a deployment until a signal, or until it has been ready once.
 
     Args:
-        deployment: The deployment.
-        log_format: Format of log lines, also of the processes.
-        sends_sample: Send a sample request when all processes are ready.
-        once: Stop then.
-        preface: Lines to write before anything starts.
+        deployment: the deployment.
+        log_format: format of log lines, also of the processes.
+        sends_sample: send a sample request when all processes are ready.
+        once: stop then.
+        preface: lines to write before anything starts.
 
     Raises:
-        ConfigError: A setting is wrong, or a port is in use.
-        RunFailed: The deployment failed, or was stopped before `once` was done.
-        OSError: The reader of the output has exited. The deployment was stopped.
+        ConfigError: a setting is wrong, or a port is in use.
+        RunFailed: the deployment failed, or was stopped before `once` was done.
+        OSError: the reader of the output has exited. The deployment was stopped.
     """
     environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
@@ -197,13 +197,13 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
 
     Args:
         frontend: HOST:PORT of the frontend.
-        model: Name of the model.
+        model: name of the model.
 
     Returns:
         The response body, with the frontend's statistics under `dynamo_trtllm`.
 
     Raises:
-        RunFailed: The model was not ready in time, or the request failed.
+        RunFailed: the model was not ready in time, or the request failed.
     """
     path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
@@ -237,10 +237,10 @@ def sample_report(
     """Format the answer and its statistics as text.
 
     Args:
-        answer: Return value of `ask_sample`.
-        model: Name of the model.
-        names: Process name by instance id (hexadecimal).
-        is_mock: The mock engine, which has no model, gave the answer.
+        answer: return value of `ask_sample`.
+        model: name of the model.
+        names: process name by instance id (hexadecimal).
+        is_mock: the mock engine, which has no model, gave the answer.
     """
     message = answer["choices"][0]["message"]
     stats = answer["dynamo_trtllm"]

@@ -83,11 +83,11 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
     The launcher adds the addresses of etcd and NATS.
 
     Args:
-        deployment: The deployment.
-        environ: Environment that the processes inherit.
+        deployment: the deployment.
+        environ: environment that the processes inherit.
 
     Raises:
-        ConfigError: A process would reject its settings, or two processes have the same port.
+        ConfigError: a process would reject its settings, or two processes have the same port.
     """
     common = {"namespace": deployment.namespace}
     # The launcher will set the addresses when its servers run.
@@ -108,7 +108,7 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
     A model is served under its own name. A worker with another engine loses its engine arguments.
 
     Raises:
-        ConfigError: An address is set, but the deployment has no frontend.
+        ConfigError: an address is set, but the deployment has no frontend.
     """
     workers = []
     for worker in deployment.workers:
@@ -173,12 +173,12 @@ def _planned(
     """Return the configuration as the process will load it, and fields of its ProcessSpec.
 
     Args:
-        name: Name of the process.
-        model: Class of its settings.
-        http: Prefix of the settings of its HTTP port.
-        flags: Its flags by field name.
-        env: Variables added to its environment.
-        environ: Environment that it inherits. Host and port may come from there.
+        name: name of the process.
+        model: class of its settings.
+        http: prefix of the settings of its HTTP port.
+        flags: its flags by field name.
+        env: variables added to its environment.
+        environ: environment that it inherits. Host and port may come from there.
     """
     argv = to_argv(model, flags)
     port_flag = f"--{http}-port"

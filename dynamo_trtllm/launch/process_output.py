@@ -42,9 +42,9 @@ class ProcessOutput:
     `on_failure` is called once, and nothing is written any more.
 
     Args:
-        stream: Stream to write to.
-        names: Process names, for padding and colors.
-        is_json: Write JSON objects instead of text.
+        stream: stream to write to.
+        names: process names, for padding and colors.
+        is_json: write JSON objects instead of text.
     """
 
     def __init__(self, stream: TextIO, names: Sequence[str], *, is_json: bool = False) -> None:
@@ -106,9 +106,9 @@ class ProcessOutput:
         """Show or write that a process is ready.
 
         Args:
-            name: Name of the process.
-            after_s: Seconds since its start.
-            where: Its address or instance id, with a preposition.
+            name: name of the process.
+            after_s: seconds since its start.
+            where: its address or instance id, with a preposition.
         """
         if self._panel is not None:
             self._panel.show(name, f"ready {where}", after_s)

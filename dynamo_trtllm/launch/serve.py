@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit with status 2 for a wrong setting, and 1 if the deployment failed.
 
     Args:
-        argv: Command line without the program name. Default: that of this process.
+        argv: command line without the program name. Default: that of this process.
     """
     words = list(command_line() if argv is None else argv)
     own_words = words
@@ -109,7 +109,7 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the flags after `--` by field name.
 
     Raises:
-        ConfigError: A flag is wrong, or one that this command sets.
+        ConfigError: a flag is wrong, or one that this command sets.
     """
     if not words:
         return {}
@@ -179,7 +179,7 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     Of a model on the Hub that is not in the cache, only config.json is downloaded.
 
     Raises:
-        ConfigError: There is no such model, or its files can't be read.
+        ConfigError: there is no such model, or its files can't be read.
     """
     name = config.model
     path = os.path.expanduser(name)  # pathlib's raises if there is no such user
@@ -215,9 +215,9 @@ def _with_weights(
     """Return the facts with what the checkpoint says of its weights.
 
     Args:
-        facts: What is known without the checkpoint.
-        checkpoint: The checkpoint.
-        stored_bytes: Size of the files of weights; None or 0: computed from the checkpoint.
+        facts: what is known without the checkpoint.
+        checkpoint: the checkpoint.
+        stored_bytes: size of the files of weights; None or 0: computed from the checkpoint.
     """
     plain = replace(checkpoint, quantization=None, dtype="bfloat16")
     return replace(

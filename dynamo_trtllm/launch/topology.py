@@ -66,7 +66,7 @@ def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> To
     """Choose how to serve a model.
 
     Raises:
-        ConfigError: The model does not fit, or a wish can't be fulfilled.
+        ConfigError: the model does not fit, or a wish can't be fulfilled.
     """
     engine, why = _engine(machine, model, options)
     reasons = {
@@ -250,10 +250,10 @@ def deployment_data(
     """Return the content of a deployment file.
 
     Args:
-        chosen: Return value of `choose`.
-        model: The model.
-        options: Settings of the command.
-        worker_flags: More flags of every worker, by field name.
+        chosen: return value of `choose`.
+        model: the model.
+        options: settings of the command.
+        worker_flags: more flags of every worker, by field name.
     """
     flags: dict[str, Any] = {"model-path": model.path, "engine": chosen.engine}
     if "served_model_name" not in worker_flags:

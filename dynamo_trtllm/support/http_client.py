@@ -38,9 +38,9 @@ async def request(
     """Send a request, and return the status and the body of the response.
 
     Raises:
-        OSError: There is no connection, the response is not complete HTTP, or its body is longer
+        OSError: there is no connection, the response is not complete HTTP, or its body is longer
             than `max_bytes`.
-        ValueError: The URL is not valid.
+        ValueError: the URL is not valid.
     """
     async with await connect(url) as connection:
         response = await connection.request(method, content, headers)
@@ -51,8 +51,8 @@ async def connect(url: str) -> Connection:
     """Connect to the server of an http:// or https:// URL.
 
     Raises:
-        OSError: There is no connection within 10 s.
-        ValueError: The URL is not valid.
+        OSError: there is no connection within 10 s.
+        ValueError: the URL is not valid.
     """
     parts = urllib.parse.urlsplit(url)
     is_tls = parts.scheme == "https"
@@ -93,7 +93,7 @@ class Connection:
         User and password of the URL are sent as HTTP Basic authentication.
 
         Raises:
-            OSError: The connection is lost, or the response is not HTTP.
+            OSError: the connection is lost, or the response is not HTTP.
         """
         target = self._url.path or "/"
         if self._url.query:
@@ -141,7 +141,7 @@ class Response:
         """Return the body.
 
         Raises:
-            OSError: The connection is lost, or the body is longer than `max_bytes`.
+            OSError: the connection is lost, or the body is longer than `max_bytes`.
         """
         body = bytearray(self._parsed.take_body())
         while not self._parsed.is_complete:

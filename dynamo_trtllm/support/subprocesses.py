@@ -83,7 +83,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     Needs a POSIX shell.
 
     Raises:
-        ConfigError: The folder can't be created.
+        ConfigError: the folder can't be created.
     """
     try:
         temporary = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
@@ -272,7 +272,7 @@ def decide(
         status: exit status of the process, as in subprocess.
         restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
         now: current time in seconds.
-        is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of
+        is_status_2_final: exit status 2 means an invalid configuration, as it does for programs of
             this package.
 
     Raises:

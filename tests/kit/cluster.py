@@ -295,9 +295,9 @@ def run_in_one(
     process.
 
     Args:
-        lines: The modules and what follows them.
-        without: Packages that can't be imported.
-        env: The environment of the process; its own, if None.
+        lines: the modules and what follows them.
+        without: packages that can't be imported.
+        env: the environment of the process; its own, if None.
     """
     done = subprocess.run(
         [sys.executable, "-c", _IN_ONE, json.dumps([list(map(list, lines)), list(without)])],

@@ -22,7 +22,7 @@ class HubServer:
     """A running hub. Its attributes may change while it runs.
 
     Args:
-        files: Content of the model's files by path.
+        files: content of the model's files by path.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:

@@ -148,9 +148,9 @@ def resolve_with_uv(
     """Return the versions that uv chooses. Raise NoSolution.
 
     Args:
-        index: Folder of wheels.
-        wanted: Requirements.
-        constraints: The only acceptable versions of these packages.
+        index: folder of wheels.
+        wanted: requirements.
+        constraints: the only acceptable versions of these packages.
     """
     pinned = index / "constraints.txt"
     pinned.write_text("".join(f"{name}=={version}\n" for name, version in constraints.items()))

@@ -180,7 +180,7 @@ class PlaneClient:
                 just ended may be lost, because the server closes its subscriptions a moment later.
 
         Raises:
-            WorkerDied: No process listens. Not raised if it hangs, or if this process has no
+            WorkerDied: no process listens. Not raised if it hangs, or if this process has no
                 connection.
         """
         for _ in range(num_pings):

@@ -60,9 +60,9 @@ class LibraryCalls:
     It is the `KvHolder` of the calls. Runs on the event loop.
 
     Args:
-        library_name: Name of the library, for messages.
-        kv_fetch_timeout_s: The longest fetch of KV, in seconds.
-        unavailable: The error of requests before `open`.
+        library_name: name of the library, for messages.
+        kv_fetch_timeout_s: the longest fetch of KV, in seconds.
+        unavailable: the error of requests before `open`.
     """
 
     library: Library  # these two are there from `open` on
@@ -87,9 +87,9 @@ class LibraryCalls:
         """Accept requests, which the loaded library runs.
 
         Args:
-            library: The library.
-            identity: What the parameters of the engine's KV transfers have in common.
-            ttl_s: Seconds until a transfer expires.
+            library: the library.
+            identity: what the parameters of the engine's KV transfers have in common.
+            ttl_s: seconds until a transfer expires.
         """
         self.library = library
         self.transfers = ExternalTransfers(identity, ttl_s=ttl_s, on_change=self._note_idle)

@@ -91,9 +91,9 @@ class MockArgs(BaseModel):
         """Return how long a step takes, in seconds.
 
         Args:
-            num_decoding: Requests that decode.
-            context_tokens: Tokens of their context, together.
-            prefill_tokens: Prompt tokens that are not computed yet; a step computes at most
+            num_decoding: requests that decode.
+            context_tokens: tokens of their context, together.
+            prefill_tokens: prompt tokens that are not computed yet; a step computes at most
                 `prefill_tokens_per_step`.
         """
         step_tokens = min(prefill_tokens, self.prefill_tokens_per_step)

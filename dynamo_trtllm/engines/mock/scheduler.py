@@ -129,9 +129,9 @@ class MockScheduler:
         """Queue a stream.
 
         Raises:
-            ContextTooLong: Prompt and output exceed the context.
-            RequestRejected: The engine has too few KV blocks.
-            Overloaded: The queue is full.
+            ContextTooLong: prompt and output exceed the context.
+            RequestRejected: the engine has too few KV blocks.
+            Overloaded: the queue is full.
         """
         args = self._args
         total = len(stream.request.token_ids) + stream.request.sampling.max_tokens

@@ -224,9 +224,9 @@ class TorchEngine(Engine):
         """Check a request and submit it, after its output format is compiled.
 
         Raises:
-            RequestRejected: This engine does not support the request.
-            ContextTooLong: The prompt leaves no space for output.
-            KvTransferError: The request's KV transfer parameters do not fit this engine.
+            RequestRejected: this engine does not support the request.
+            ContextTooLong: the prompt leaves no space for output.
+            KvTransferError: the request's KV transfer parameters do not fit this engine.
         """
         scheduler, info = self._ready()
         request = seq.request
@@ -272,8 +272,8 @@ class TorchEngine(Engine):
         """Compile the request's output format, before anything is computed for the request.
 
         Raises:
-            RequestRejected: The format can't be compiled.
-            Overloaded: The CPU is too busy.
+            RequestRejected: the format can't be compiled.
+            Overloaded: the CPU is too busy.
         """
         assert self._grammar_compiler is not None  # see `_start`
         if seq.request.sampling.min_tokens:

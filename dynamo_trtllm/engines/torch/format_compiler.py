@@ -63,12 +63,12 @@ class FormatCompiler:
     Construction reads the tokenizer, which takes a second and 100 MB.
 
     Args:
-        tokenizer: The model's tokenizer.json.
-        vocab_size: Number of token ids.
-        eos_token_ids: Tokens that end the model's output, the main one first.
+        tokenizer: the model's tokenizer.json.
+        vocab_size: number of token ids.
+        eos_token_ids: tokens that end the model's output, the main one first.
 
     Raises:
-        RequestRejected: The tokenizer can't be read.
+        RequestRejected: the tokenizer can't be read.
     """
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -79,7 +79,7 @@ class FormatCompiler:
         """Return the formats of a request, each with its trigger, as grammars in Lark syntax.
 
         Raises:
-            RequestRejected: A format can't be read.
+            RequestRejected: a format can't be read.
         """
         formats = []
         part: StructuredOutput | None = guided
@@ -100,7 +100,7 @@ class FormatCompiler:
         Blocks the caller, and releases Python's lock meanwhile.
 
         Raises:
-            RequestRejected: A format can't be compiled.
+            RequestRejected: a format can't be compiled.
         """
         import llguidance
 

@@ -26,11 +26,11 @@ class GrammarMatcher:
     `failure` is the reason once the output can no longer follow the grammar.
 
     Args:
-        grammars: At least one. The output follows the one whose trigger comes first.
-        stop_ids: Tokens that end the output where the grammar does.
-        unfinished_ids: Tokens that may not come before the trigger.
-        size: Of the vocabulary.
-        on_failure: Called once the output can no longer follow the grammar.
+        grammars: at least one. The output follows the one whose trigger comes first.
+        stop_ids: tokens that end the output where the grammar does.
+        unfinished_ids: tokens that may not come before the trigger.
+        size: of the vocabulary.
+        on_failure: called once the output can no longer follow the grammar.
     """
 
     def __init__(

@@ -82,9 +82,9 @@ class TrialProcess:
         """Compile a format on trial. Cancelling this kills the trial.
 
         Raises:
-            FormatTooComplex: The trial crashed.
-            EngineNotReady: The process can't start.
-            Overloaded: The trial did not get enough CPU time.
+            FormatTooComplex: the trial crashed.
+            EngineNotReady: the process can't start.
+            Overloaded: the trial did not get enough CPU time.
         """
         loop = asyncio.get_running_loop()
         async with self._slots:
@@ -170,10 +170,10 @@ class GrammarCompiler:
     """The compiler of one model's output formats. Use it on one event loop.
 
     Args:
-        tokenizer: The model's tokenizer.json. It is read at the first request.
-        vocab_size: Number of token ids.
-        eos_token_ids: Tokens that end the model's output, the main one first.
-        trial_argv: Program and arguments of the trial process. None: those of `trial_process.py`.
+        tokenizer: the model's tokenizer.json. It is read at the first request.
+        vocab_size: number of token ids.
+        eos_token_ids: tokens that end the model's output, the main one first.
+        trial_argv: program and arguments of the trial process. None: those of `trial_process.py`.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class GrammarCompiler:
         Cancelling this ends the compilation if no other request waits for it.
 
         Raises:
-            RequestRejected: The format can't be compiled, or the request has no stop token.
-            Overloaded: The CPU is too busy.
+            RequestRejected: the format can't be compiled, or the request has no stop token.
+            Overloaded: the CPU is too busy.
         """
         if not stop_ids:
             raise RequestRejected(

@@ -145,8 +145,8 @@ def _bias(
     Args:
         key_positions: int64, broadcastable with `query_positions`.
         query_positions: int64.
-        window: Tokens that a query sees, itself included; None for full attention.
-        dtype: The data type of the result.
+        window: tokens that a query sees, itself included; None for full attention.
+        dtype: the data type of the result.
     """
     hidden = key_positions > query_positions
     if window is not None:
@@ -168,10 +168,10 @@ def paged_attention(
     Its form is that of transformers' attention interface.
 
     Args:
-        module: The attention layer; `layer_idx` selects its part of the pool.
+        module: the attention layer; `layer_idx` selects its part of the pool.
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
-        value: As `key`.
+        value: as `key`.
         kwargs: `step` (ForwardBatch) and `scaling`; optionally `sliding_window` in tokens,
             `softcap`, `s_aux` (sinks).
 
@@ -205,8 +205,8 @@ def _decode(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], view: _V
     """Compute the attention of the decode tokens.
 
     Args:
-        rows: Queries, [kv_heads, groups, sequences, head_dim].
-        pool: Keys and values of the layer, each [blocks, block_tokens, kv_heads, head_dim].
+        rows: queries, [kv_heads, groups, sequences, head_dim].
+        pool: keys and values of the layer, each [blocks, block_tokens, kv_heads, head_dim].
 
     Returns:
         [sequences, heads * head_dim].
@@ -228,8 +228,8 @@ def _chunk(
     """Compute the attention of one prompt chunk in parts of at most MAX_SCORE_ELEMENTS scores.
 
     Args:
-        rows: Queries, [kv_heads, groups, tokens, head_dim].
-        pool: Keys and values of the layer, each [blocks, block_tokens, kv_heads, head_dim].
+        rows: queries, [kv_heads, groups, tokens, head_dim].
+        pool: keys and values of the layer, each [blocks, block_tokens, kv_heads, head_dim].
 
     Returns:
         The output of each part, [tokens, heads * head_dim].
@@ -271,8 +271,8 @@ class _Attend(NamedTuple):
         Args:
             query: [n, kv_heads, groups, tokens, head_dim].
             keys: [n, keys, kv_heads, head_dim].
-            values: As `keys`.
-            bias: Broadcastable to [n, kv_heads, groups, tokens, keys].
+            values: as `keys`.
+            bias: broadcastable to [n, kv_heads, groups, tokens, keys].
         """
         scores = torch.matmul(query.flatten(2, 3), keys.permute(0, 2, 3, 1)).mul_(self.scaling)
         scores = scores.view(*query.shape[:4], keys.shape[1])
@@ -351,8 +351,8 @@ class KvPool:
         Blocks until the device has computed it.
 
         Args:
-            blocks: The block numbers of the sequence, int64 [blocks].
-            tokens: The number of tokens whose KV is in the blocks.
+            blocks: the block numbers of the sequence, int64 [blocks].
+            tokens: the number of tokens whose KV is in the blocks.
         """
         rows_at_once = max(1, _CHECKED_BYTES // self.row_bytes)
         parts = torch.split(self.rows(blocks, tokens), rows_at_once)
@@ -371,7 +371,7 @@ class KvPool:
         attention then skips it.
 
         Args:
-            slots: Token slots, int64 [tokens]: block number * block_tokens + offset in the block.
+            slots: token slots, int64 [tokens]: block number * block_tokens + offset in the block.
 
         Returns:
             bool [tokens], on the device.
@@ -421,8 +421,8 @@ class KvPool:
         The order is the same in every pool of this layout, whatever its number of blocks.
 
         Args:
-            blocks: The block numbers of the sequence, int64 [blocks].
-            tokens: The number of tokens whose KV is in the blocks.
+            blocks: the block numbers of the sequence, int64 [blocks].
+            tokens: the number of tokens whose KV is in the blocks.
 
         Returns:
             Indices into `all_rows`, int64 [rows].

@@ -61,8 +61,8 @@ class KvConnector(KvTransfers):
         If the backend can't read GPU memory, the buffer moves to pinned host memory.
 
         Raises:
-            ConfigError: The backend can't start with this configuration.
-            TransferFailed: The backend can't transfer KV of this device.
+            ConfigError: the backend can't start with this configuration.
+            TransferFailed: the backend can't transfer KV of this device.
         """
         self.backend.checksums.device_checksum = transfer_buffer.checksum
         self.backend.prepare_thread = transfer_buffer.use_device
@@ -128,9 +128,9 @@ class KvConnector(KvTransfers):
         """Check the request's KV transfer parameters, and return the engine's part of them.
 
         Raises:
-            TransferMismatch: They do not fit this engine or the request. The error names the field.
-            TransferExpired: They have expired.
-            RequestRejected: The request has none.
+            TransferMismatch: they do not fit this engine or the request. The error names the field.
+            TransferExpired: they have expired.
+            RequestRejected: the request has none.
         """
         kv_params = self.validate(request, kv_bytes=kv_bytes)
         try:

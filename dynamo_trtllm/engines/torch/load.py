@@ -62,8 +62,8 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     """Load the model. Blocks the caller.
 
     Raises:
-        ConfigError: The folder, the device or an argument can't work.
-        EngineFailed: Loading failed.
+        ConfigError: the folder, the device or an argument can't work.
+        EngineFailed: loading failed.
     """
     vendor_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     vendor_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -199,8 +199,8 @@ def _converted(gguf: Path) -> Path:
     converting process ends.
 
     Raises:
-        ConfigError: The file can't be converted.
-        EngineFailed: Another process does not finish in time.
+        ConfigError: the file can't be converted.
+        EngineFailed: another process does not finish in time.
     """
     stat = gguf.stat()
     longest_s = max(_CONVERSION_S, stat.st_size / _BYTES_PER_S)
@@ -291,7 +291,7 @@ def _windows(text: Any, folder: Path) -> tuple[int | None, ...]:
     transferred.
 
     Raises:
-        ConfigError: The engine does not support a type of layers.
+        ConfigError: the engine does not support a type of layers.
     """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     unsupported = sorted(set(kinds) - _LAYER_TYPES)
@@ -324,7 +324,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
     In host memory, the transfer buffer is beside the KV memory.
 
     Raises:
-        ConfigError: The memory is too small for one block, or kv_staging_gib for the longest
+        ConfigError: the memory is too small for one block, or kv_staging_gib for the longest
             request, which would wait forever.
     """
     if args.kv_cache_blocks is not None:

@@ -32,7 +32,7 @@ def sample(
 
     Args:
         logits: [rows, vocabulary].
-        rows: The sequence of each row.
+        rows: the sequence of each row.
         finite: bool [rows]; a row with False gets no token. None: all rows may get one.
 
     Returns:

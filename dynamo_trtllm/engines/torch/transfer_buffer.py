@@ -144,8 +144,8 @@ class TransferBuffer:
         """Allocate space for the KV of a prompt.
 
         Args:
-            tokens: The length of the prompt.
-            region_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at
+            tokens: the length of the prompt.
+            region_bytes: the size of a region in bytes. It is rounded down to whole rows, but is at
                 least one row.
 
         Returns:
@@ -209,7 +209,7 @@ class TransferBuffer:
         """Queue copies of rows of the pool into the regions of an allocation.
 
         Args:
-            rows: Indices into `KvPool.all_rows`, int64 [rows], in the order of the regions.
+            rows: indices into `KvPool.all_rows`, int64 [rows], in the order of the regions.
 
         Returns:
             On a GPU one event per region, which reports that its copy is done. On CPU an empty
@@ -239,7 +239,7 @@ class TransferBuffer:
         """Queue the copy of region `index` of an allocation into the pool.
 
         Args:
-            rows: The rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
+            rows: the rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
         """
         region = allocation.regions[index]
         # Only the last region may be smaller than the first one.

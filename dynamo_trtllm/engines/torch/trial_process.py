@@ -195,7 +195,7 @@ def _generate(triggered: Triggered) -> None:
     """Generate some tokens in a format: in turn, the first and the last of the allowed ones.
 
     Raises:
-        FormatTooComplex: A token takes too long, or exceeds a limit of llguidance.
+        FormatTooComplex: a token takes too long, or exceeds a limit of llguidance.
     """
     matcher = triggered.matcher
     for step in range(STEPS):

@@ -38,11 +38,11 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     """Return the merged and checked arguments of `AsyncEngineArgs(model=..., **values)`.
 
     Args:
-        config: The settings of the worker.
-        release: The API of the release that will get the arguments.
+        config: the settings of the worker.
+        release: the API of the release that will get the arguments.
 
     Raises:
-        ConfigError: An argument is unknown or invalid. The error names the flag, file or key.
+        ConfigError: an argument is unknown or invalid. The error names the flag, file or key.
     """
     if config.kernels_profile is not None:
         raise ConfigError(
@@ -77,7 +77,7 @@ def described(config: WorkerConfig) -> arguments.Described:
     They are those of the installed release, else of the newest.
 
     Raises:
-        ConfigError: See `vllm_args`.
+        ConfigError: see `vllm_args`.
     """
     return arguments.described_library_arguments(vllm_args(config, releases.manifest()))
 
@@ -155,7 +155,7 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
     vLLM distributes experts over all ranks or none.
 
     Raises:
-        ConfigError: The number of ranks is another one.
+        ConfigError: the number of ranks is another one.
     """
     wanted = config.expert_parallel_size
     if wanted is None:

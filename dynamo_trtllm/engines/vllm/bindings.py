@@ -44,10 +44,10 @@ def explain_oom(
     """Return why an engine did not start, if a GPU had too little free memory.
 
     Args:
-        values: The engine's arguments.
-        release: The API of the installed release, for the argument's default.
-        before: Memory of each visible GPU before the failed start.
-        after: The same after it.
+        values: the engine's arguments.
+        release: the API of the installed release, for the argument's default.
+        before: memory of each visible GPU before the failed start.
+        after: the same after it.
 
     Returns:
         None if each GPU of the engine had enough free memory before or after the start: then the
@@ -94,7 +94,7 @@ class VllmBindings:
         """Import vLLM, which takes many seconds. Set the environment before.
 
         Args:
-            release: The API of the installed release.
+            release: the API of the installed release.
 
         Raises:
             ConfigError: vLLM can't be imported or lacks a name.

@@ -116,7 +116,7 @@ class WorkerExtension:
         The KV is free after the engine's next step, which follows at once while any lease is open.
 
         Args:
-            request_ids: The ids with which the requests were submitted.
+            request_ids: the ids with which the requests were submitted.
 
         Returns:
             The ids for which this rank has a lease.

@@ -60,11 +60,11 @@ class VllmRequest:
     """A checked request as arguments of one call of `AsyncLLM.add_request`, as plain values.
 
     Args:
-        fetched_kv: For a decode call, from its KV transfer parameters.
+        fetched_kv: for a decode call, from its KV transfer parameters.
 
     Raises:
-        ContextTooLong: The prompt leaves no space for output.
-        RequestRejected: A field is not supported. The error names the field.
+        ContextTooLong: the prompt leaves no space for output.
+        RequestRejected: a field is not supported. The error names the field.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
     """Return the engine's part of the KV transfer parameters.
 
     Raises:
-        RequestRejected: The connector returned no parameters, or parameters of an unknown form.
+        RequestRejected: the connector returned no parameters, or parameters of an unknown form.
     """
     if not params or not params.get("remote_block_ids"):
         raise RequestRejected(
@@ -77,7 +77,7 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     """Decode the engine's part of KV transfer parameters.
 
     Raises:
-        TransferMismatch: It is from another engine or version. The error names the field.
+        TransferMismatch: it is from another engine or version. The error names the field.
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
     try:
@@ -102,7 +102,7 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
     They are {} if the connector did not note them.
 
     Args:
-        queued_s: When vLLM's engine process queued the request.
+        queued_s: when vLLM's engine process queued the request.
         params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read was
             posted, a rank saw its end, and the scheduler was notified.
     """
@@ -210,15 +210,15 @@ def choose_side_channel(
     The environment says it; otherwise it listens at free ports of the host.
 
     Args:
-        kv_transfer_host: An address of this host that all workers can reach.
-        ranks: The number of data-parallel ranks. The first one uses the port, and each further rank
+        kv_transfer_host: an address of this host that all workers can reach.
+        ranks: the number of data-parallel ranks. The first one uses the port, and each further rank
             the next one.
 
     Returns:
         The entries of `kv_connector_extra_config` that pass the address to vLLM's processes.
 
     Raises:
-        ConfigError: The environment has an invalid port, or no ports are free.
+        ConfigError: the environment has an invalid port, or no ports are free.
     """
     host = environment.get(HOST) or kv_transfer_host
     port = environment.get(PORT)

@@ -78,8 +78,8 @@ def reject_demanded(kind: str, field: str | None = None) -> NoReturn:
     """Reject a `tool_choice` that demands a hosted tool.
 
     Args:
-        kind: The type or the name of the tool.
-        field: The `tool_choice`, unless its own validator calls this.
+        kind: the type or the name of the tool.
+        field: the `tool_choice`, unless its own validator calls this.
     """
     unsupported(f"demands {quoted(kind)}, which this server does not run; name a function", field)
 

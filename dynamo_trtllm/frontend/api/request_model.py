@@ -300,10 +300,10 @@ def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | No
     images have older ones.
 
     Args:
-        value: What the client sent.
-        most: Maximum number of entries.
-        key_chars: Maximum characters of a key.
-        value_chars: Maximum characters of a value, which must be a string. None: values may have
+        value: what the client sent.
+        most: maximum number of entries.
+        key_chars: maximum characters of a key.
+        value_chars: maximum characters of a value, which must be a string. None: values may have
             any type.
     """
     if not isinstance(value, dict):

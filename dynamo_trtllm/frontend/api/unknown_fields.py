@@ -17,7 +17,7 @@ class IgnoredFields:
     ends.
 
     Args:
-        rejects_misspelled: A field whose name is nearly that of a known one is not ignored.
+        rejects_misspelled: a field whose name is nearly that of a known one is not ignored.
     """
 
     def __init__(self, *, rejects_misspelled: bool = False) -> None:

@@ -71,8 +71,8 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     longest descents from all beginnings.
 
     Args:
-        children: The children of each node. They form trees, and a node comes before its children.
-        references: The node that a node refers to, for nodes that refer to one.
+        children: the children of each node. They form trees, and a node comes before its children.
+        references: the node that a node refers to, for nodes that refer to one.
     """
     graph = {node: [*below, *_referred(references, node)] for node, below in children.items()}
     component_of: dict[Any, int] = {}

@@ -198,7 +198,7 @@ class TraceExporter:
         """Send traces.
 
         Raises:
-            OSError: The collector can't be reached, or does not take the traces. A redirect is an
+            OSError: the collector can't be reached, or does not take the traces. A redirect is an
                 error, too.
         """
         # In a thread, because it takes long; the event loop goes on.

@@ -360,10 +360,10 @@ class ChatOutputParser:
     """OutputParser for models with a chat template.
 
     Args:
-        text: Parser that decodes tokens to content.
+        text: parser that decodes tokens to content.
         reasoning_parser: "basic", "deepseek_r1" or "none".
         tool_call_parser: "hermes", "json" or "none".
-        forced_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
+        forced_ids: ids that follow the prompt. Reasoning tokens among them are not counted.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class HarmonyRenderer:
     Args:
         reasoning_parser: "gpt_oss"; with "none" reasoning is part of the content.
         tool_call_parser: "harmony"; with "none" tool calls are part of the content.
-        today: Returns the date for the system message.
+        today: returns the date for the system message.
     """
 
     stop_token_ids = STOPS
@@ -335,11 +335,11 @@ def _turn(
     """Yield the Harmony messages of one message.
 
     Args:
-        message: The message.
-        addresses: Those of the earlier tool calls, by the ids of the calls. The calls of this
+        message: the message.
+        addresses: those of the earlier tool calls, by the ids of the calls. The calls of this
             message are added.
-        functions: Names of the request's tools that are not built-in.
-        keep_reasoning: Include the reasoning of an assistant message without an answer.
+        functions: names of the request's tools that are not built-in.
+        keep_reasoning: include the reasoning of an assistant message without an answer.
     """
     calls = message.tool_calls
     match message.role:

@@ -57,8 +57,8 @@ def call_text(call: ToolCall, functions: frozenset[str]) -> str | None:
     of a function.
 
     Args:
-        call: The call.
-        functions: The names of the tools of the request that are not built-in.
+        call: the call.
+        functions: the names of the tools of the request that are not built-in.
     """
     if call.name in functions:
         return None

@@ -114,10 +114,10 @@ class HarmonyParser:
     one.
 
     Args:
-        texts: Token texts of the vocabulary, by their channel. Control tokens have none.
-        forced_ids: Ids that follow the prompt. They are not output.
-        is_reasoning_split: If False, reasoning is final text.
-        is_call_split: If False, the arguments of calls are text of their message's channel.
+        texts: token texts of the vocabulary, by their channel. Control tokens have none.
+        forced_ids: ids that follow the prompt. They are not output.
+        is_reasoning_split: if False, reasoning is final text.
+        is_call_split: if False, the arguments of calls are text of their message's channel.
     """
 
     def __init__(

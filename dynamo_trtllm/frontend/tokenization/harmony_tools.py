@@ -52,8 +52,8 @@ class DeveloperTexts:
         The cost is linear in its size.
 
         Raises:
-            oh.HarmonyError: A schema can't be translated.
-            RecursionError: A schema is nested too deeply.
+            oh.HarmonyError: a schema can't be translated.
+            RecursionError: a schema is nested too deeply.
         """
         parts = []
         if instructions:

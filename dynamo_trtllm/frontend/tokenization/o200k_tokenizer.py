@@ -51,7 +51,7 @@ class O200kTokenizer:
     text that would take openai-harmony too long, which encodes the others until then.
 
     Args:
-        path: The vocabulary file, whose hash was checked.
+        path: the vocabulary file, whose hash was checked.
     """
 
     def __init__(self, path: Path) -> None:

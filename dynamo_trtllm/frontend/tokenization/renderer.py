@@ -53,15 +53,15 @@ class Renderer(Protocol):
         """Return the token ids of the prompt.
 
         Raises:
-            InvalidRequest: The conversation can't be rendered.
+            InvalidRequest: the conversation can't be rendered.
         """
 
     def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
         """Tokenize plain text. Special tokens in it are encoded as text.
 
         Args:
-            text: The text.
-            is_prompt: Add the special tokens with which prompts of the model begin or end, if any.
+            text: the text.
+            is_prompt: add the special tokens with which prompts of the model begin or end, if any.
         """
 
     def decode(self, token_ids: TokenIds) -> str:
@@ -76,8 +76,8 @@ class Renderer(Protocol):
         """Return a parser for the output of a rendered conversation.
 
         Args:
-            hidden: As for `text_parser`. Harmony hides all special tokens in any case.
-            forced_ids: Ids that follow the rendered prompt, as if the model had generated them.
+            hidden: as for `text_parser`. Harmony hides all special tokens in any case.
+            forced_ids: ids that follow the rendered prompt, as if the model had generated them.
                 They set the initial state of the parser and are not output, except that the name of
                 a call is in the first step.
         """
@@ -92,7 +92,7 @@ class Renderer(Protocol):
         """Return ids that make the model call a tool when they follow the rendered prompt.
 
         Args:
-            tool: The tool; the output then continues with the arguments, or the text of a built-in
+            tool: the tool; the output then continues with the arguments, or the text of a built-in
                 tool. With None the output continues with the name of a function, right after
                 `to=functions.`, and the rest of the header.
 
@@ -100,7 +100,7 @@ class Renderer(Protocol):
             The ids, or None if the format has no such header or calls are not parsed.
 
         Raises:
-            InvalidRequest: The name can't be rendered.
+            InvalidRequest: the name can't be rendered.
         """
 
     def answer_header(self) -> tuple[str, TokenIds]:
@@ -114,6 +114,6 @@ class Renderer(Protocol):
         """Return a parser for the output of a plain prompt. All text is content.
 
         Args:
-            hidden: Ids that are no text; other special tokens are shown. None: all special tokens
+            hidden: ids that are no text; other special tokens are shown. None: all special tokens
                 are omitted.
         """

@@ -19,11 +19,11 @@ def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Rende
     The call takes up to 1 s, so do not run it on an event loop.
 
     Args:
-        card: The model card; it names renderer and parsers.
-        files: Contents of the model's files by name.
+        card: the model card; it names renderer and parsers.
+        files: contents of the model's files by name.
 
     Raises:
-        ConfigError: A renderer or parser does not exist, or a file is missing or can't be parsed.
+        ConfigError: a renderer or parser does not exist, or a file is missing or can't be parsed.
     """
     parsers = PARSERS.get(card.renderer)
     if parsers is None:

@@ -164,13 +164,13 @@ class ChatTemplateRenderer:
     keeps them as text.
 
     Args:
-        files: Contents of the model's files by name.
-        stop_token_ids: Ids that end an answer.
+        files: contents of the model's files by name.
+        stop_token_ids: ids that end an answer.
         reasoning_parser: "basic", "deepseek_r1" or "none".
         tool_call_parser: "hermes", "json" or "none".
 
     Raises:
-        ConfigError: A file is missing or can't be parsed.
+        ConfigError: a file is missing or can't be parsed.
     """
 
     files: InitVar[Mapping[str, bytes]]
@@ -218,7 +218,7 @@ class ChatTemplateRenderer:
         """Return the token ids of the prompt.
 
         Raises:
-            InvalidRequest: The template rejects the messages, or tool calls have too many values or
+            InvalidRequest: the template rejects the messages, or tool calls have too many values or
                 levels.
         """
         _check_arguments(conversation)

@@ -21,9 +21,9 @@ class TextCache(Generic[V]):
     was sent before.
 
     Args:
-        make: Makes the value of a text, for example its token ids.
-        max_bytes: Maximum size of the texts and their values together.
-        min_chars: The values of shorter texts are made each time.
+        make: makes the value of a text, for example its token ids.
+        max_bytes: maximum size of the texts and their values together.
+        min_chars: the values of shorter texts are made each time.
     """
 
     def __init__(

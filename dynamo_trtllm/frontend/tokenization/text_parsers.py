@@ -20,8 +20,8 @@ class TokenTextCache(dict[int, StepOutput | None]):
     requests of a model share it.
 
     Args:
-        token_bytes: Returns the bytes of a token.
-        channel: The channel of the texts.
+        token_bytes: returns the bytes of a token.
+        channel: the channel of the texts.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class FastTokenizer:
     """A tokenizer of fastokens.
 
     Args:
-        load: Loads it. This may take seconds, and releases the GIL.
+        load: loads it. This may take seconds, and releases the GIL.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -80,12 +80,12 @@ class FastTokenizer:
         """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.
 
         Args:
-            text: The text.
-            is_plain: Encode special tokens in the text as text.
-            is_prompt: With `is_plain`: add the special tokens with which the model's prompts begin.
+            text: the text.
+            is_plain: encode special tokens in the text as text.
+            is_prompt: with `is_plain`: add the special tokens with which the model's prompts begin.
 
         Raises:
-            InvalidRequest: A word or a run of blanks is longer than any context. For one ten times
+            InvalidRequest: a word or a run of blanks is longer than any context. For one ten times
                 as long, fastokens would take seconds and 400 MB.
         """
         if _has_endless_run(text):
@@ -111,7 +111,7 @@ def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
             alphabet.
 
     Raises:
-        ConfigError: The file can't be read.
+        ConfigError: the file can't be read.
     """
     try:
         file = msgspec.json.decode(source, type=_TokenizerFile)

@@ -77,7 +77,7 @@ class NixlBindings:
         """Import NIXL.
 
         Raises:
-            ConfigError: It is not installed.
+            ConfigError: it is not installed.
         """
         for variable, value in _VARIABLES.items():
             export(variable, value, wanted_by="kv_transfer/nixl")

@@ -262,7 +262,7 @@ class Fetch:
         """Verify the transfer and notify the prefill worker that it was read.
 
         Raises:
-            TransferFailed: The transfer was unpublished or its checksum differs, so the data is
+            TransferFailed: the transfer was unpublished or its checksum differs, so the data is
                 invalid.
         """
         self._moved_at = time.monotonic()
@@ -304,7 +304,7 @@ class Fetch:
         """Read the prefill worker's validity slot.
 
         Raises:
-            TransferFailed: The transfer was unpublished.
+            TransferFailed: the transfer was unpublished.
         """
         ours = self.validity_slots.descriptor(self.slot)
         theirs = self.offer.validity_slot

@@ -74,8 +74,8 @@ class TransferPoller:
         Its steps are taken to the end, unless the future is cancelled before the first step.
 
         Args:
-            steps: The fetch.
-            step_now: Take the first step on the calling thread if no other fetch is queued, so that
+            steps: the fetch.
+            step_now: take the first step on the calling thread if no other fetch is queued, so that
                 its reads start before the polling thread wakes up.
 
         Returns:

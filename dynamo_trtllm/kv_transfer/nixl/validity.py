@@ -54,7 +54,7 @@ class ValiditySlots:
         """Return a free slot.
 
         Raises:
-            TransferFailed: All slots are in use.
+            TransferFailed: all slots are in use.
         """
         if not self.free_slots:
             raise TransferFailed(
@@ -71,7 +71,7 @@ class ValiditySlots:
         """Mark a transfer as published.
 
         Args:
-            ready: The number of regions that hold their data.
+            ready: the number of regions that hold their data.
 
         Returns:
             The nonce in the slot.

@@ -44,8 +44,8 @@ def watch(worker: Any, note: Callable[[str], None]) -> bool:
     vLLM counts it as received only afterwards.
 
     Args:
-        worker: The worker half of vLLM's NixlConnector.
-        note: Is called on any thread.
+        worker: the worker half of vLLM's NixlConnector.
+        note: is called on any thread.
 
     Returns:
         False if vLLM reports them itself.

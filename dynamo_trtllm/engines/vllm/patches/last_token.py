@@ -27,9 +27,9 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
     `held_tokens` need: the connector pairs blocks from the end.
 
     Args:
-        prompt_tokens: The length of the decode call's prompt.
-        held_tokens: The tokens whose KV the prefill engine has.
-        block_tokens: The tokens per KV block.
+        prompt_tokens: the length of the decode call's prompt.
+        held_tokens: the tokens whose KV the prefill engine has.
+        block_tokens: the tokens per KV block.
     """
     wanted = min(prompt_tokens - 1, held_tokens)
     if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):

@@ -54,7 +54,7 @@ def apply(patch: Patch, is_needed: Callable[[], bool], install: Callable[[], Non
         True if the change was made.
 
     Raises:
-        EngineFailed: The release needs the change and has another form, and an engine without it
+        EngineFailed: the release needs the change and has another form, and an engine without it
             would be wrong.
     """
     try:

@@ -70,8 +70,8 @@ def replace(fixed: FixedArgument) -> None:
     """Replace a Triton kernel by the same one with an ordinary argument in place of the constant.
 
     Raises:
-        ImportError: There is no such module.
-        AttributeError: It has no such kernel.
+        ImportError: there is no such module.
+        AttributeError: it has no such kernel.
     """
     user = importlib.import_module(fixed.user)
     kernel = getattr(user, fixed.kernel)
