@@ -3,6 +3,9 @@ instances, verbs.
 
 They are msgspec structs, encoded as MessagePack with token ids packed as 32-bit little-endian
 integers. Decoding skips unknown fields, so an older process can read what a newer one sends.
+
+A field that is renamed here keeps its name on the wire (`name=`): only processes read it, and a
+change would need two forms of the message.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import msgspec
 
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
 from dynamo_trtllm.protocol.errors import BadFrame
+from dynamo_trtllm.protocol.former_names import FORMER_AGGREGATED, FORMER_KV_TRANSFER
 from dynamo_trtllm.protocol.number_types import (
     MAX_COUNT,
     MAX_DP_RANKS,
@@ -46,11 +50,11 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
     return array("I", ids)
 
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Version of the messages between frontends and workers. Neighboring versions work together.
 
 2: the worker replies to a ping with a report of the shared streams. 3: a frame may be the id of one
-token.
+token. 4: error codes and other values have new names, see `former_names`.
 """
 
 
@@ -79,7 +83,11 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"  # process the prompt, hold its KV, return KV transfer parameters
     DECODE = "decode"  # fetch the KV, replay the first token, generate the others
-    AGGREGATED = "whole"  # both, in one worker
+    AGGREGATED = "aggregated"  # both, in one worker
+
+    @classmethod
+    def _missing_(cls, value: object) -> Phase | None:
+        return cls.AGGREGATED if value == FORMER_AGGREGATED else None
 
 
 class FinishReason(StrEnum):
@@ -87,7 +95,11 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token, which is the last of the chunk's ids
     LENGTH = "length"  # max_tokens or the context length is reached
-    KV_TRANSFER = "handoff"  # the prefill phase ended; its chunk has KV transfer parameters
+    KV_TRANSFER = "kv_transfer"  # the prefill phase ended; its chunk has KV transfer parameters
+
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        return cls.KV_TRANSFER if value == FORMER_KV_TRANSFER else None
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

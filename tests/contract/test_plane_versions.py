@@ -15,12 +15,19 @@ from dynamo_trtllm.cluster.request_plane.frames import (
     Ack,
     Batch,
     CancelStream,
+    ErrorPayload,
     Frame,
     OpenStream,
 )
 from dynamo_trtllm.cluster.request_plane.server import control_subject
 from dynamo_trtllm.cluster.request_plane.transport import Receive, Transport, Unsubscribe
-from dynamo_trtllm.protocol.errors import BadFrame, InternalError, StreamIncomplete, VersionMismatch
+from dynamo_trtllm.protocol.errors import (
+    BadFrame,
+    InternalError,
+    StreamIncomplete,
+    TransferTimeout,
+    VersionMismatch,
+)
 from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Chunk,
@@ -34,11 +41,12 @@ from dynamo_trtllm.protocol.messages import (
     wire_mismatch,
 )
 from tests.kit.generator_streams import call_stream
-from tests.kit.instances import make_instance
+from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.request_planes import (
     LIMITS,
     SUBJECT,
     PlanePair,
+    Script,
     ScriptedService,
     check_fails,
     collect,
@@ -106,21 +114,48 @@ class Caller:
         ]
 
 
-@pytest.mark.parametrize("wire", [WIRE_VERSION - 1, WIRE_VERSION])
-async def test_worker_when_its_caller_is_of_version_2_then_each_token_is_in_a_chunk(
-    bench: PlanePair, wire: int
-) -> None:
-    """A later one gets single tokens as their ids."""
-    await bench.worker.serve(SUBJECT, ScriptedService(count_up))
+async def last_frame(bench: PlanePair, script: Script, wire: int) -> list[Any]:
+    """Return the last frame that a caller of a wire version gets, as a list."""
+    await bench.worker.serve(SUBJECT, ScriptedService(script))
     caller = Caller(link_of(bench.caller), answers=lambda data: True)
     await caller.listen()
     assert (await caller.ask(caller.opening(wire))).failure is None
-    await until(lambda: len(caller.frames()) == 5)
-    *tokens, last = [frame.chunk for frame in caller.frames()]
-    assert tokens == [
-        number if wire >= 3 else Chunk(token_ids=token_ids([number])) for number in range(4)
+    await until(lambda: len(caller.frames()) > 0)
+    ((frames, *_), *_) = [
+        msgspec.msgpack.decode(data) for data in caller.arrived if decode(data, Batch).frames
     ]
-    assert isinstance(last, Chunk)
+    return frames[-1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("wire", "name"), [(WIRE_VERSION - 1, "handoff"), (WIRE_VERSION, "kv_transfer")]
+)
+async def test_last_chunk_when_caller_has_version_3_then_former_name(
+    bench: PlanePair, wire: int, name: str
+) -> None:
+    async def prefill(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        params = make_transfer_params("t")
+        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=params)
+
+    _, _, chunk, *_ = await last_frame(bench, prefill, wire)
+    assert chunk["finish_reason"] == name
+    assert decode(msgspec.msgpack.encode(chunk), Chunk).finish_reason is FinishReason.KV_TRANSFER
+
+
+@pytest.mark.parametrize(
+    ("wire", "code"), [(WIRE_VERSION - 1, "handoff_timeout"), (WIRE_VERSION, "transfer_timeout")]
+)
+async def test_error_when_caller_has_version_3_then_former_code(
+    bench: PlanePair, wire: int, code: str
+) -> None:
+    async def decode_call(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        raise TransferTimeout("too late")
+        yield
+
+    failure = (await last_frame(bench, decode_call, wire))[3]
+    assert failure[0] == code
+    error = ErrorPayload(*failure).error()
+    assert (type(error), error.code) == (TransferTimeout, "transfer_timeout")
 
 
 async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(
@@ -257,7 +292,7 @@ def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> Non
 
 
 @pytest.mark.parametrize(
-    ("theirs", "works"), [(1, False), (2, True), (3, True), (4, True), (5, False), (-7, False)]
+    ("theirs", "works"), [(2, False), (3, True), (4, True), (5, True), (6, False), (-7, False)]
 )
 def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(
     theirs: int, works: bool

@@ -11,7 +11,9 @@ import msgspec
 
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.former_names import code_for, current_code
 from dynamo_trtllm.protocol.messages import (
+    WIRE_VERSION,
     Chunk,
     Control,
     GenerateRequest,
@@ -30,13 +32,13 @@ class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
     field: str | None = None
 
     @classmethod
-    def of(cls, error: DynamoError) -> ErrorPayload:
-        """Return the payload of an error."""
-        return cls(error.code, error.message, error.field)
+    def of(cls, error: DynamoError, wire: int = WIRE_VERSION) -> ErrorPayload:
+        """Return the payload of an error for a process of wire version `wire`."""
+        return cls(code_for(error.code, wire), error.message, error.field)
 
     def error(self) -> DynamoError:
         """Return the error as an exception."""
-        return errors.from_code(self.code, self.message, self.field)
+        return errors.from_code(current_code(self.code), self.message, self.field)
 
 
 class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):

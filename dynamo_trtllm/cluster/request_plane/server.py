@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -34,16 +34,22 @@ from dynamo_trtllm.cluster.request_plane.frames import (
 )
 from dynamo_trtllm.cluster.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol import errors, former_names
 from dynamo_trtllm.protocol.errors import DynamoError
-from dynamo_trtllm.protocol.messages import Chunk, LoadReport, decode, encode, wire_mismatch
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    LoadReport,
+    decode,
+    encode,
+    wire_mismatch,
+)
 from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle
 from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
 _MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
-_TOKENS_SINCE = 3  # wire version
 _LOAD_EVERY_S = 0.05
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
 _REMEMBERED = 16_384  # enough to detect repeated messages, which arrive soon after the first
@@ -68,13 +74,22 @@ def remember(latest: dict[K, V], key: K, value: V) -> None:
 def _ignore(_error: errors.BadFrame) -> None: ...
 
 
+def _with_former_name(last: Chunk) -> Chunk:
+    """Return the last chunk of a stream as a caller of the wire version before reads it."""
+    if last.finish_reason is not FinishReason.KV_TRANSFER:
+        return last
+    # It is only encoded: no member of the enum has the former name.
+    former = cast("FinishReason", former_names.FORMER_KV_TRANSFER)
+    return msgspec.structs.replace(last, finish_reason=former)
+
+
 @dataclass(slots=True, eq=False)
 class _Caller:
     """A caller with streams that run or hold KV."""
 
     inbox: str
+    wire: int  # its wire version
     num_messages: int = 1  # received from it
-    reads_tokens: bool = False  # its wire version is 3 or later
     streams: dict[int, ServerStream] = field(default_factory=dict)  # by number
     frames: list[Frame] = field(default_factory=list)  # for the next flush
 
@@ -275,9 +290,7 @@ class PlaneServer:
     # --- streams ----------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
-        caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
-        if opening.wire >= _TOKENS_SINCE:
-            caller.reads_tokens = True
+        caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox, opening.wire))
         stream = ServerStream(caller, opening.stream)
         caller.streams[opening.stream] = stream
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
@@ -301,10 +314,11 @@ class PlaneServer:
             self._end(stream, event)
             return
         ids = event.token_ids
-        is_token = (
-            len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
-        )
-        content = ids[0] if is_token else event
+        content: Chunk | int = event
+        if len(ids) == 1 and event.is_plain and not event.logprobs:
+            content = ids[0]
+        elif event.finish_reason is not None and stream.caller.wire <= former_names.LAST_VERSION:
+            content = _with_former_name(event)
         self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
@@ -394,7 +408,8 @@ class PlaneServer:
     # --- what leaves ------------------------------------------------------------------------------
 
     def _send_error(self, stream: ServerStream, error: DynamoError) -> None:
-        self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
+        failure = ErrorPayload.of(error, stream.caller.wire)
+        self._send(stream, Frame(stream.number, stream.num_sent, failure=failure))
 
     def _send(self, stream: ServerStream, frame: Frame) -> None:
         stream.num_sent += 1

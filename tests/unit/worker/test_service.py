@@ -210,7 +210,7 @@ async def test_generate_when_the_model_is_another_then_model_not_found_names_bot
         await bench.ask(model="other")
     assert caught.value.field == "model"
     assert bench.engine.asked == 0
-    assert bench.counted("requests_total") == {("model_not_found", "whole"): 1}
+    assert bench.counted("requests_total") == {("model_not_found", "aggregated"): 1}
 
 
 async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with_its_code(
@@ -221,8 +221,8 @@ async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with
     with pytest.raises(DynamoError) as caught:
         await bench.ask()
     assert caught.value is error
-    assert bench.counted("requests_total") == {("overloaded", "whole"): 1}
-    assert bench.counted("output_tokens_total") == {("whole",): 2}
+    assert bench.counted("requests_total") == {("overloaded", "aggregated"): 1}
+    assert bench.counted("output_tokens_total") == {("aggregated",): 2}
     assert caplog.records == []
 
 
@@ -241,7 +241,7 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
     assert "r-42" in record.getMessage()
     assert record.exc_info is not None
     assert record.exc_info[1] is bug
-    assert bench.counted("requests_total") == {("internal", "whole"): 1}
+    assert bench.counted("requests_total") == {("internal", "aggregated"): 1}
 
 
 async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> (
@@ -253,8 +253,8 @@ async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and
         assert bench.engine.closed == 0
     await asyncio.sleep(0)
     assert bench.engine.closed == 1
-    assert bench.counted("requests_total") == {("cancelled", "whole"): 1}
-    assert bench.counted("output_tokens_total") == {("whole",): 2}
+    assert bench.counted("requests_total") == {("cancelled", "aggregated"): 1}
+    assert bench.counted("output_tokens_total") == {("aggregated",): 2}
 
 
 async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> None:
@@ -262,7 +262,7 @@ async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> N
     async with aclosing(as_stream(bench.service, request())) as chunks:
         while (await anext(chunks)).finish_reason is None:
             pass
-    assert bench.counted("requests_total") == {("ok", "whole"): 1}
+    assert bench.counted("requests_total") == {("ok", "aggregated"): 1}
 
 
 async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observed_once_by_transport() -> (
@@ -386,9 +386,9 @@ async def test_generate_when_no_place_is_left_then_refused_before_the_engine_see
     go.set()
     assert await bench.ask() == list(ANSWER)
     assert bench.counted("requests_total") == {
-        ("cancelled", "whole"): 1,
-        ("overloaded", "whole"): 1,
-        ("ok", "whole"): 1,
+        ("cancelled", "aggregated"): 1,
+        ("overloaded", "aggregated"): 1,
+        ("ok", "aggregated"): 1,
     }
 
 
