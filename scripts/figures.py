@@ -75,6 +75,8 @@ TWO_GPUS = (
     OpenLoopRow("the same with steps of 8,192 and blocks of 16", "vllm026-block16", "1P1D"),
     OpenLoopRow("**the defaults**", "vllm033", "1P1D"),
     OpenLoopRow("the same with `UCX_CUDA_IPC_CACHE=n`", "vllm033-no-ipc-cache", "1P1D"),
+    OpenLoopRow("the same again, commit `988bc93b`", "vllm033-again", "1P1D"),
+    OpenLoopRow("**the same with whole rows**", "vllm033-rows", "1P1D"),
 )
 BARS_OF_GOODPUT = {
     "2 aggregated": ("2A-and-vllm-router", "2A"),
@@ -162,8 +164,8 @@ def readme_figures() -> dict[str, str]:
 
 def open_loop_run(name: str) -> dict[str, Any]:
     """Return an open-loop run on two GPUs."""
-    text = (RESULTS / f"open-loop-2026-11-28-2gpu-{name}.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
+    (path,) = RESULTS.glob(f"open-loop-*-2gpu-{name}.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
