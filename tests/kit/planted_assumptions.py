@@ -43,7 +43,7 @@ PLANTS = (
     Plant(
         "Python transceiver",
         "every context-only answer has an `opaque_state`",
-        f"{_TRTLLM}.transfers",
+        f"{_TRTLLM}.transfer_params",
         "if not any(params.get(name) for name in _PLACES):",
         'if not params.get("opaque_state"):',
         f"{_ANSWERS}[1.3.0rc29-NIXL]",
