@@ -95,8 +95,9 @@ class StartPlace:
 class RequestPlaces:
     """The places of the choices of one request.
 
-    Choices of a request start in groups. While one request still has groups to start, no further
-    request of the model begins, because it would take the place of these groups.
+    Choices of a request start in groups. While the next group waits for capacity of the window, no
+    further request of the model begins, because it would take the place of this group. A group that
+    waits for the request's own workers delays no requests: these workers may hang.
 
     Args:
         window: that of the model.
@@ -130,13 +131,13 @@ class RequestPlaces:
 
     def may_begin(self) -> bool:
         """Return whether the request may begin."""
-        return self.window.beginning is None and self.window.has_capacity()
+        return self.window.has_capacity() and not self.window.is_reserved()
 
     def begin(self) -> None:
         """Reserve the places of the first group."""
         self._reserve()
         if self._num_left:
-            self.window.beginning = self
+            self.window.beginning.append(self)
 
     async def wait_for_group(self) -> None:
         """Wait until the next group may start."""
@@ -151,6 +152,13 @@ class RequestPlaces:
         self._reserve()
         if not self._num_left:
             self._end_beginning()
+
+    def is_share_free(self) -> bool:
+        """Return whether the workers of the request can begin a further group.
+
+        The choices of a prompt run on the same workers, and wait for these.
+        """
+        return self._num_waiting * self.cost < self.window.smallest_share()
 
     def changed(self) -> None:
         """Look again whether the next group may start."""
@@ -187,12 +195,7 @@ class RequestPlaces:
         self.window.changed()
 
     def _may_continue(self) -> bool:
-        """Return whether a further group may start.
-
-        The choices of a prompt run on the same workers: they wait for these.
-        """
-        is_share_free = self._num_waiting * self.cost < self.window.smallest_share()
-        return is_share_free and self.window.has_capacity()
+        return self.is_share_free() and self.window.has_capacity()
 
     def _reserve(self) -> None:
         group = min(GROUP, self._num_left)
@@ -201,8 +204,8 @@ class RequestPlaces:
         self.count(group)
 
     def _end_beginning(self) -> None:
-        if self.window.beginning is self:
-            self.window.beginning = None
+        if self in self.window.beginning:
+            self.window.beginning.remove(self)
             self.window.on_capacity()
 
 
@@ -224,7 +227,9 @@ class StartWindow:
     ) -> None:
         self.model = model
         self.on_capacity = on_capacity
-        self.beginning: RequestPlaces | None = None  # the request that has groups to start
+        # The requests that have groups to start, the oldest first. They are few: each had taken a
+        # worker's share when the next one began.
+        self.beginning: list[RequestPlaces] = []
         self.cost = 0  # of all choices
         # By id of the worker. Workers without choices stay, because to remove them for each request
         # would take longer.
@@ -246,6 +251,10 @@ class StartWindow:
         """Return whether a further group may start. It may then exceed the limit."""
         return self.cost < self._limit or self._limited_cost() < self._limit
 
+    def is_reserved(self) -> bool:
+        """Return whether free capacity is for the next group of a request that has begun."""
+        return any(request.is_share_free() for request in self.beginning)
+
     def smallest_share(self) -> int:
         """Return the share of a worker of the role that has the most workers."""
         view = self._view.model(self.model)
@@ -253,11 +262,10 @@ class StartWindow:
         return self._limit // num_workers
 
     def changed(self) -> None:
-        """Let those that wait look again whether they may start."""
-        if self.beginning is None:
-            self.on_capacity()
-        else:
-            self.beginning.changed()
+        """Let those that wait look again whether they may start: first those that have begun."""
+        for request in self.beginning:
+            request.changed()
+        self.on_capacity()
 
     def _limited_cost(self) -> int:
         """Return the cost of all choices, of which each worker has at most its share."""

@@ -134,11 +134,30 @@ async def test_start_window_when_a_request_has_many_choices_then_they_start_in_g
     frontend = Frontend()
     await frontend.send("a", 128)
     assert 12 <= frontend.started["a"] <= 12 + GROUP  # the share of one of two workers
-    await frontend.send("b", 1)
-    assert not frontend.started["b"]
     for _ in range(128):
         await frontend.first_token()
-    assert frontend.started == {"a": 128, "b": 1}
+    assert frontend.started == {"a": 128}
+    await frontend.close()
+
+
+async def test_group_when_its_workers_hang_then_requests_to_others_begin() -> None:
+    frontend = Frontend()
+    await frontend.send("a", 128, worker=PREFILL)
+    await frontend.send("b", 1, worker=OTHER_PREFILL)
+    await frontend.send("c", 128, worker=OTHER_PREFILL)
+    assert frontend.started == {"a": 2 * GROUP, "b": 1, "c": 2 * GROUP}
+    await frontend.close()
+
+
+async def test_group_when_its_workers_have_free_places_then_it_starts_before_requests() -> None:
+    frontend = Frontend()
+    await frontend.send("a", 128, worker=PREFILL)
+    for _ in range(20):
+        await frontend.send("b", 1, worker=OTHER_PREFILL)
+    assert frontend.started == {"a": 2 * GROUP, "b": 12}
+    for _ in range(5):  # now fewer than its share wait
+        await frontend.first_token()
+    assert frontend.started == {"a": 3 * GROUP, "b": 12}
     await frontend.close()
 
 
@@ -170,13 +189,14 @@ async def test_start_window_when_choices_need_no_worker_then_others_start(
 
 async def test_start_window_when_a_request_ends_early_then_the_next_begins() -> None:
     frontend = Frontend()
-    places = await frontend.send("a", 128)
-    await frontend.send("b", 1)
-    assert not frontend.started["b"]
+    places = await frontend.send("a", 128, worker=PREFILL)
+    for _ in range(20):
+        await frontend.send("b", 1, worker=OTHER_PREFILL)
+    assert frontend.started["b"] == 12
     frontend.tasks[0].cancel()  # its client leaves
     places.close()
     await wait_until_loaded()
-    assert frontend.started["b"] == 1
+    assert frontend.started["b"] == 20
     await frontend.close()
 
 
