@@ -15,6 +15,9 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 * If prime suspects are tried on a worker that dies, the death is charged to them. Otherwise, it is
   charged to suspects that are at the point of a death before. If there are none, it is charged to
   all requests that ran on the worker.
+* A death is also charged to new requests, which are no suspects and whose call had just begun.
+  Otherwise, a query of death that meets suspects of another one would end as many workers as there
+  are suspects, and not be charged.
 * A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
 After a request was given up, requests with the same model, prompt and format are refused for
@@ -88,6 +91,10 @@ class Suspicion:
             return 0
         past_all = max(death.call for death in self.deaths.values()) + SETTLED_TOKENS
         return min(past_all, MAX_UNSETTLED_TOKENS)
+
+    def is_new(self, now: RequestProgress) -> bool:
+        """Return whether the request is no suspect, and its call has just begun."""
+        return not self.deaths and now.call < SETTLED_TOKENS
 
     def is_at_earlier_death(self, now: RequestProgress) -> bool:
         """Return whether the request is at the point at which it failed before."""
@@ -168,7 +175,7 @@ class Suspects:
         self._dead: dict[int, None] = {}
         # Calls to which the death is charged and that have not failed yet.
         self._charged: dict[int, set[TrackedCall]] = {}
-        self._is_certain: dict[int, bool] = {}  # the death is charged to one request
+        self._is_certain: dict[int, bool] = {}  # one request probably caused the death
         # The times at which refusals expire, the latest last.
         self._refused: dict[Key, float] = {}
         # The times until which a request that is given up again is refused, the latest last.
@@ -287,16 +294,17 @@ class Suspects:
 
     def _note_dead(self, instance_id: int) -> None:
         """Record a death, and charge it to calls that ran on the worker."""
-        charged = self._find_charged(instance_id)
+        running = {call for call in self._running if call.uses(instance_id)}
+        likely = self._find_likely(instance_id, running)
+        new = {call for call in running if call.suspicion.is_new(call.progress())}
         self._dead[instance_id] = None
-        self._charged[instance_id] = charged
-        self._is_certain[instance_id] = len({call.suspicion for call in charged}) == 1
+        self._charged[instance_id] = likely | new
+        self._is_certain[instance_id] = len({call.suspicion for call in likely}) == 1
         _drop_oldest(self._dead, _MAX_DEAD)
         _drop_oldest(self._is_certain, _MAX_DEAD)
 
-    def _find_charged(self, instance_id: int) -> set[TrackedCall]:
-        """Return the calls to which the death of an instance is charged."""
-        running = {call for call in self._running if call.uses(instance_id)}
+    def _find_likely(self, instance_id: int, running: set[TrackedCall]) -> set[TrackedCall]:
+        """Return the calls, of those that ran on an instance, that probably caused its death."""
         prime_suspects = {call for call in running if call.is_prime_on(instance_id)}
         if prime_suspects:
             return prime_suspects

@@ -166,6 +166,34 @@ def test_suspect_when_new_requests_ran_beside_it_then_its_like_is_not_refused() 
     assert not fleet.is_refused(prompt(1))
 
 
+def test_suspect_when_requests_have_just_begun_beside_it_then_its_like_is_refused() -> None:
+    """They are charged as well, but it failed at the same point before."""
+    fleet = Fleet()
+    suspect = fleet.start(1, prompt(1))
+    fleet.die(1, {suspect: 30})
+    fleet.retry(suspect, 2, is_prime=False)
+    newcomer = fleet.start(2, prompt(2))
+    assert fleet.die(2, {suspect: 30, newcomer: 0}) == [suspect]
+    assert newcomer.deaths == [2]
+    assert fleet.is_refused(prompt(1))
+
+
+@pytest.mark.parametrize("is_prime", [True, False])
+def test_new_request_when_it_ends_workers_of_earlier_suspects_then_it_is_charged_with_each_death(
+    is_prime: bool,
+) -> None:
+    fleet = Fleet()
+    suspects_of_another = [fleet.start(1), fleet.start(1)]
+    fleet.die(1, dict.fromkeys(suspects_of_another, 0))
+    for worker, suspect in enumerate(suspects_of_another, start=2):
+        fleet.retry(suspect, worker, is_prime=is_prime)
+    deadly = fleet.start(2)
+    fleet.die(2, {suspects_of_another[0]: 0, deadly: 0})
+    assert deadly.deaths == [2]
+    fleet.retry(deadly, 3, is_prime=is_prime)
+    assert deadly in fleet.die(3, {suspects_of_another[1]: 0, deadly: 0})
+
+
 def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None:
     fleet = Fleet()
     shared = Suspicion(is_shared=True)
@@ -203,7 +231,7 @@ def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(
     assert [fleet.is_refused(prompt(number)) for number in range(3)] == [False, True, True]
 
 
-@pytest.mark.parametrize("num_tokens", [30, 100])
+@pytest.mark.parametrize("num_tokens", [3, 30, 100])
 def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_suspect_is_given_up(
     num_tokens: int,
 ) -> None:
@@ -236,8 +264,11 @@ def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
     assert fleet.die(1, {neighbor: 50, deadly: num_tokens}) == []
     fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
-    assert fleet.die(2, {neighbor: 30, deadly: then}) == [deadly]
+    bystander = fleet.start(2)
+    ends = {neighbor: 30, deadly: then, bystander: SETTLED_TOKENS}
+    assert fleet.die(2, ends) == [deadly]
     assert neighbor.deaths == [1]
+    assert bystander.deaths == []
 
 
 def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> None:
