@@ -15,7 +15,7 @@ from .network import Network
 __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
-_READY_S = 120.0
+_READY_S = 300.0  # the torch engine loads for minutes on a busy machine
 _STAND_IN = Path(__file__).parent / "stand_in"
 _FAKES = Path(__file__).parents[2] / "tests" / "fakes"
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss", "trtllm": "tiny-gpt-oss"}
@@ -114,6 +114,7 @@ class Deployment(LaunchedDeployment):
             },
             "workers": [self._worker(name, number) for number, name in enumerate(options.workers)],
             "restart": {"max_restarts": 1000, "window_s": 1},
+            "ready_timeout_s": _READY_S,
         }
 
     def _worker(self, name: str, number: int) -> dict[str, Any]:

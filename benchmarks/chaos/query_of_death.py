@@ -24,8 +24,9 @@ _STATUS = 422
 _NUM_TOKENS = 100
 # of a request: the third one is refused even if innocent requests were charged with it before
 _MAX_REPEATS = 3
-_RESTARTED_S = 90.0  # the torch engine loads for tens of seconds on a busy machine
-_ENDED = re.compile(r"^launch\s*\| \S+ (?:was killed|exited)")
+_RESTARTED_S = 300.0  # the torch engine loads for minutes on a busy machine
+_READY = re.compile(r"^launch\s*\| (\S+) is ready after")
+_ENDED = re.compile(r"^launch\s*\| (\S+) (?:was killed|exited)")
 
 
 class Case(NamedTuple):
@@ -66,7 +67,7 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
             error, or is still not refused.
     """
     for number, case in enumerate(cases):
-        expected = _num_deaths(context.deployment)
+        expected = len(deaths(context.deployment.lines))
         for _ in range(_MAX_REPEATS):
             answer = await asyncio.to_thread(_send, context, case, number)
             if (answer.status, answer.code) != (_STATUS, _CODE):
@@ -82,10 +83,11 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
             raise NotReady(
                 f"a deadly request ({case}) ran {_MAX_REPEATS} times and is still not refused"
             )
-        deaths = _num_deaths(context.deployment)
-        if deaths != expected:
+        ended = deaths(context.deployment.lines)
+        if len(ended) != expected:
             raise NotReady(
-                f"{deaths} workers ended and not {expected} after a deadly request ({case})"
+                f"{len(ended)} workers ended and not {expected} after a deadly request ({case}):"
+                f" {'; '.join(ended)}"
             )
 
 
@@ -95,13 +97,24 @@ async def _wait_for_deaths(deployment: Deployment, count: int) -> None:
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(_RESTARTED_S):
-            while _num_deaths(deployment) < count:  # noqa: ASYNC110  # counted in another thread
+            while len(deaths(deployment.lines)) < count:  # noqa: ASYNC110  # counted in another thread
                 await asyncio.sleep(0.1)
 
 
-def _num_deaths(deployment: Deployment) -> int:
-    """Return how many processes of the deployment have ended."""
-    return sum(_ENDED.match(line) is not None for line in deployment.lines)
+def deaths(lines: Sequence[str]) -> list[str]:
+    """Return the lines of the launcher's log about processes that ended while they were ready.
+
+    A process that ended while it started had run no request.
+    """
+    ready: set[str] = set()
+    ended = []
+    for line in list(lines):  # the log grows in another thread
+        if match := _READY.match(line):
+            ready.add(match[1])
+        elif (match := _ENDED.match(line)) and match[1] in ready:
+            ready.remove(match[1])
+            ended.append(line)
+    return ended
 
 
 def _send(context: FaultContext, case: Case, number: int) -> Answer:
