@@ -385,15 +385,14 @@ FAULTS = {
             apply=partial(query_of_death.apply, query_of_death.CASES),
             victims=WORKERS,
             spares_requests=True,
-            # both workers of a role end, and the torch engine loads for tens of seconds
-            hold_s=60.0,
+            hold_s=query_of_death.RESTARTED_S,  # both workers of a role end
         ),
         Fault(
             name="late-query-of-death",
             description="requests that end their workers after 20 tokens, and in their last step",
             apply=partial(query_of_death.apply, query_of_death.LATE_CASES),
             victims=WORKERS,
-            hold_s=60.0,
+            hold_s=query_of_death.RESTARTED_S,
         ),
         *_network_faults(),  # these and the faults of the launcher need their own deployments
         *_launcher_faults(),

@@ -24,7 +24,7 @@ _STATUS = 422
 _NUM_TOKENS = 100
 # of a request: the third one is refused even if innocent requests were charged with it before
 _MAX_REPEATS = 3
-_RESTARTED_S = 300.0  # the torch engine loads for minutes on a busy machine
+RESTARTED_S = 300.0  # the torch engine loads for minutes on a busy machine
 _READY = re.compile(r"^launch\s*\| (\S+) is ready after")
 _ENDED = re.compile(r"^launch\s*\| (\S+) (?:was killed|exited)")
 
@@ -78,7 +78,7 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
                 break
             expected += MAX_DEATHS
             await _wait_for_deaths(context.deployment, expected)
-            await asyncio.to_thread(context.deployment.wait_ready, _RESTARTED_S)
+            await asyncio.to_thread(context.deployment.wait_ready, RESTARTED_S)
         else:
             raise NotReady(
                 f"a deadly request ({case}) ran {_MAX_REPEATS} times and is still not refused"
@@ -96,7 +96,7 @@ async def _wait_for_deaths(deployment: Deployment, count: int) -> None:
     first.
     """
     with suppress(TimeoutError):
-        async with asyncio.timeout(_RESTARTED_S):
+        async with asyncio.timeout(RESTARTED_S):
             while len(deaths(deployment.lines)) < count:  # noqa: ASYNC110  # counted in another thread
                 await asyncio.sleep(0.1)
 
