@@ -36,11 +36,12 @@ class _Capacity(NamedTuple):
     choice_cost: int  # with a short prompt
     short_tokens: int  # of the longest prompt whose KV costs no more
     tokens: int  # of prompts that fill the window; 0: not known
+    block_tokens: int  # a prompt takes whole blocks of so many tokens
     most_cost: int  # with the longest prompt
 
 
 # The router waits for workers, or rejects the request: nothing has to be limited.
-_NO_WORKERS: Final = _Capacity(choice_cost=0, short_tokens=0, tokens=0, most_cost=0)
+_NO_WORKERS: Final = _Capacity(choice_cost=0, short_tokens=0, tokens=0, block_tokens=0, most_cost=0)
 
 
 class StartPlace:
@@ -330,6 +331,7 @@ def _new_capacity(view: ModelView) -> _Capacity:
         return _NO_WORKERS
     num_choices = 0
     tokens = 0
+    block_tokens = max(worker.layout.block_tokens for worker in workers)
     for worker in workers:
         # One step runs, and the choices of the next one wait.
         num_choices += 2 * _step_choices(worker)
@@ -340,7 +342,13 @@ def _new_capacity(view: ModelView) -> _Capacity:
     # Two prompts of any length can wait at each worker: otherwise a worker would be idle after
     # each long one.
     most_cost = _WINDOW // (2 * len(workers))
-    return _Capacity(-(-_WINDOW // num_choices), tokens // num_choices, tokens, most_cost)
+    return _Capacity(
+        choice_cost=-(-_WINDOW // num_choices),
+        short_tokens=tokens // num_choices,
+        tokens=tokens,
+        block_tokens=block_tokens,
+        most_cost=most_cost,
+    )
 
 
 def _step_choices(worker: Instance) -> int:
@@ -353,7 +361,10 @@ def _choice_cost(capacity: _Capacity, prompt_tokens: int) -> int:
 
     It is that of the choices or that of the KV, whichever is larger.
     """
-    if prompt_tokens <= capacity.short_tokens or not capacity.tokens:
+    if not capacity.tokens:
         return capacity.choice_cost
-    kv_cost = -(-_WINDOW * prompt_tokens // capacity.tokens)
+    kv_tokens = -(-prompt_tokens // capacity.block_tokens) * capacity.block_tokens
+    if kv_tokens <= capacity.short_tokens:
+        return capacity.choice_cost
+    kv_cost = -(-_WINDOW * kv_tokens // capacity.tokens)
     return max(capacity.choice_cost, min(capacity.most_cost, kv_cost))

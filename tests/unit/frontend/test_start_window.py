@@ -102,6 +102,7 @@ class Frontend:
         (4, 1, 1, 24),  # two steps of each prefill worker, one of each decode worker
         (4, 1, 2, 12),
         (4096, 1, 1, 384),
+        (4096, 17, 1, 256),  # each prompt takes two blocks
         (4096, 16 * 16, 1, 32),  # a quarter of the KV of the prefill workers
         (4096, 16 * NUM_BLOCKS, 1, 4),  # two at each prefill worker
     ],
