@@ -21,9 +21,9 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
 * A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
 After a request was given up, requests with the same model, prompt and format are refused for
-REFUSED_S seconds, if its last death was charged to no other request. Otherwise, most of those that
-were charged are innocent. Then they are refused only after one of them is given up again within
-that time, and none was completed in between.
+REFUSED_S seconds, if its last death was charged to no other request, apart from new ones.
+Otherwise, most of those that were charged are innocent. Then they are refused only after one of
+them is given up again within that time, and none was completed in between.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
