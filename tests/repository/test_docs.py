@@ -17,6 +17,7 @@ from dynamo_trtllm.protocol.errors import DynamoError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "dynamo_trtllm"
 HISTOGRAM_ENDS = ("", "_bucket", "_sum", "_count")
 
 
@@ -161,6 +162,9 @@ def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Pat
     # by deploy/make_secrets, never committed
     made = {name for name in named if "/secrets/" in name}
     assert [name for name in named - made if not (ROOT / name).exists()] == []
+    packages = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    in_package = set(re.findall(rf"`((?:{packages})/[\w./-]+)`", page.read_text()))
+    assert [name for name in in_package if not (PACKAGE / name).exists()] == []
 
 
 def test_install_lines_when_read_then_none_takes_this_package_from_an_index() -> None:
