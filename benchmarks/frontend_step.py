@@ -30,7 +30,6 @@ from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
@@ -129,7 +128,7 @@ class FakeRouter:
 
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
-        self.start_windows = StartWindows(ClusterView())
+        self.view = ClusterView()
 
     def generate(
         self, request: GenerateRequest, trace: ChoiceTimeline, on_event: OnEvent

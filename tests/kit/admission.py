@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindows
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindow
 
 
 class FreePlaces(RequestPlaces):
@@ -20,7 +20,7 @@ class FreePlaces(RequestPlaces):
     def close(self) -> None: ...
 
 
-FREE: Final = FreePlaces(StartWindows(ClusterView()).window("m"), 0, 1)
+FREE: Final = FreePlaces(StartWindow("m", ClusterView(), 1, lambda: None), 0, 1)
 
 
 class Clock:

@@ -12,7 +12,6 @@ from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.protocol.errors import StreamIncomplete
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest
 from dynamo_trtllm.protocol.streams import (
@@ -109,8 +108,8 @@ class PlayedRouter(ABC):
     placement = None  # it selects no workers
 
     @cached_property
-    def start_windows(self) -> StartWindows:
-        return StartWindows(ClusterView())
+    def view(self) -> ClusterView:
+        return ClusterView()
 
     @abstractmethod
     async def play(

@@ -236,7 +236,6 @@ def _options(config: FrontendConfig) -> RouterOptions:
         selects_at_random=config.router_mode == "random",
         decode_fallback=config.decode_fallback,
         has_probes=config.probe_interval_s > 0,
-        num_processes=config.workers,
     )
 
 

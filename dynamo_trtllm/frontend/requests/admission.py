@@ -13,6 +13,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces, StartWindows
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
 from dynamo_trtllm.support.background import MAX_THREADS
@@ -32,15 +33,14 @@ class AdmissionLimits:
 
     Args:
         config: has the limits.
-        start_windows: limit the choices that workers have not begun.
+        view: the workers, which limit how many choices may begin.
     """
 
-    def __init__(self, config: FrontendConfig, start_windows: StartWindows) -> None:
+    def __init__(self, config: FrontendConfig, view: ClusterView) -> None:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-        self.start_windows = start_windows
-        start_windows.on_capacity = self.choices.grant
+        self.start_windows = StartWindows(view, config.workers, self.choices.grant)
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
     async def acquire_slot(self) -> None:

@@ -34,7 +34,7 @@ class AppState:
         self.config = config
         self.models = models
         self.router = router
-        self.limits = AdmissionLimits(config, router.start_windows)
+        self.limits = AdmissionLimits(config, router.view)
         self.turns = LoopTurns()
         self.output_budget = OutputBudget()
         self.running = RunningAnswers()

@@ -124,4 +124,3 @@ class RouterOptions:
     # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when
     # the breaker's open time is over.
     has_probes: bool = False
-    num_processes: int = 1  # of the frontend

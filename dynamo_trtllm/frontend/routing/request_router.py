@@ -28,7 +28,6 @@ from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow
 from dynamo_trtllm.frontend.routing.kv_collection import KvCollector
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
-from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.routing.suspects import Suspects, TrackedCall
 from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
@@ -101,7 +100,6 @@ class RequestRouter:
             selects_at_random=options.selects_at_random,
             decode_fallback=options.decode_fallback,
         )
-        self.start_windows = StartWindows(self.view, options.num_processes)
         self.failure_lines = LineLimit(
             _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )

@@ -292,25 +292,24 @@ class StartWindows:
     Args:
         view: the workers.
         num_processes: processes of the frontend.
+        on_capacity: called when requests may begin.
     """
 
-    def __init__(self, view: ClusterView, num_processes: int = 1) -> None:
-        # Called when requests may begin. It is set before the first one.
-        self.on_capacity: Callable[[], None] = _do_nothing
+    def __init__(
+        self, view: ClusterView, num_processes: int, on_capacity: Callable[[], None]
+    ) -> None:
         self._view = view
         self._num_processes = num_processes
+        self._on_capacity = on_capacity
         self._windows: dict[str, StartWindow] = {}
 
     def window(self, model: str) -> StartWindow:
         """Return the window of a model that exists."""
         window = self._windows.get(model)
         if window is None:
-            window = StartWindow(model, self._view, self._num_processes, self.on_capacity)
+            window = StartWindow(model, self._view, self._num_processes, self._on_capacity)
             self._windows[model] = window
         return window
-
-
-def _do_nothing() -> None: ...
 
 
 def _capacity(view: ModelView) -> _Capacity:

@@ -17,7 +17,6 @@ from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import (
@@ -41,7 +40,7 @@ class RouterOfChoices:
     placement = None  # it selects no workers
 
     def __init__(self, *scripts: list[Any]) -> None:
-        self.start_windows = StartWindows(ClusterView())
+        self.view = ClusterView()
         self.routers = [ScriptedRouter(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
@@ -314,7 +313,7 @@ class CountingRouter:
     placement = None  # it selects no workers
 
     def __init__(self) -> None:
-        self.start_windows = StartWindows(ClusterView())
+        self.view = ClusterView()
         self.started = [0]
         self.cancelled = [0]
 

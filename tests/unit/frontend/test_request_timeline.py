@@ -24,7 +24,6 @@ from dynamo_trtllm.frontend.requests.request_reports import RequestLog, extras_o
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.start_window import StartWindows
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
@@ -146,7 +145,7 @@ async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all
     written: list[bytes] = []
 
     class Router:
-        start_windows = StartWindows(ClusterView())
+        view = ClusterView()
 
         def generate(self, request: Any, timeline: Any, listener: OnEvent) -> Stream:
             on_event.append(listener)
@@ -232,7 +231,7 @@ async def test_answer_when_its_choices_run_no_more_then_clients_do_not_find_it()
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_admission_when_its_block_ends_then_bytes_and_permits_are_free(fails: bool) -> None:
-    limits = AdmissionLimits(FrontendConfig(max_inflight=2), StartWindows(ClusterView()))
+    limits = AdmissionLimits(FrontendConfig(max_inflight=2), ClusterView())
     request, timeline = received(TimelineSubscribers())
     try:
         with RequestAdmission(limits, timeline) as admission:

@@ -15,6 +15,7 @@ from dynamo_trtllm.frontend.routing.start_window import (
     GROUP,
     RequestPlaces,
     StartPlace,
+    StartWindow,
     StartWindows,
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
@@ -39,9 +40,8 @@ class Frontend:
             self.add(make_instance(instance_id, role=Role.PREFILL), limits)
         for instance_id in (DECODE, OTHER_DECODE):
             self.add(make_instance(instance_id, role=Role.DECODE), limits)
-        self.windows = StartWindows(self.view, num_processes)
         self.limiter = ConcurrencyLimiter(4096, max_queued=1024)
-        self.windows.on_capacity = self.limiter.grant
+        self.windows = StartWindows(self.view, num_processes, lambda: self.limiter.grant())
         self.waiting_places: list[tuple[str, StartPlace]] = []  # choices without a token
         self.started: Counter[str] = Counter()  # choices by client
         self.tasks: list[asyncio.Task[None]] = []
@@ -213,7 +213,6 @@ async def test_start_window_when_another_model_is_full_then_its_own_requests_sta
 async def test_request_when_another_model_needs_permits_then_it_does_not_overtake() -> None:
     frontend = Frontend()
     frontend.limiter = ConcurrencyLimiter(30, max_queued=10)
-    frontend.windows.on_capacity = frontend.limiter.grant
     for _ in range(20):
         await frontend.send("a", 1)
     large = frontend.windows.window("other").request(20, 1)
@@ -235,7 +234,6 @@ async def test_request_when_another_model_needs_permits_then_it_does_not_overtak
 async def test_queue_when_there_are_permits_for_all_then_it_is_never_full() -> None:
     frontend = Frontend()
     frontend.limiter = ConcurrencyLimiter(40, max_queued=0)
-    frontend.windows.on_capacity = frontend.limiter.grant
     for _ in range(40):
         await frontend.send("a", 1)
     assert (frontend.started["a"], frontend.limiter.queued) == (24, 16)
@@ -254,7 +252,7 @@ async def test_place_when_the_first_token_comes_or_the_call_fails_then_it_is_fre
     await cluster.add(PREFILL, Role.PREFILL, [prefilled, kv_chunk("t1")])
     decoded = [InternalError("a bug")] if fails else [FINISHED[0], held, *FINISHED[1:]]
     decode = await cluster.add(DECODE, Role.DECODE, decoded)
-    window = cluster.router.start_windows.window("tiny")
+    window = StartWindow("tiny", cluster.router.view, 1, lambda: None)
     places = window.request(1, 3)
     places.begin()
     timeline = ChoiceTimeline()
