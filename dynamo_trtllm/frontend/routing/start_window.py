@@ -19,29 +19,23 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 GROUP: Final = 8  # choices of one request that start together
-# Steps with more choices exist, but a worker that runs so many of them is never idle.
+# Steps may have more choices, but a worker for which so many wait is never idle.
 _MAX_STEP_CHOICES: Final = 64
-# The part of the KV of workers that compute prompts that waiting prompts may take: half of the
-# part at which workers reject further ones (--max-pending-kv-fraction), because other frontends
-# send prompts, too.
-_KV_SHARE: Final = 4
-# A window is full if the costs of its choices are so high. They are integers, because rounding
-# errors of their sum would stay for ever.
+# Waiting prompts may take a quarter of the KV blocks. At half of them, workers reject prompts, and
+# other frontends send some, too.
+_KV_DIVISOR: Final = 4
+# A window is full when the costs of its choices add up to this. Costs are integers, because
+# rounding errors of their sum would stay for ever.
 _WINDOW: Final = 1 << 20
 
 
 class _Capacity(NamedTuple):
-    """What a choice takes of the window, with the workers that there are."""
+    """What the workers of a model can begin. It decides what a choice costs."""
 
-    choice_cost: int  # with a short prompt
-    short_tokens: int  # of the longest prompt whose KV costs no more
-    tokens: int  # of prompts that fill the window; 0: not known
-    block_tokens: int  # a prompt takes whole blocks of so many tokens
-    most_cost: int  # with the longest prompt
-
-
-# The router waits for workers, or rejects the request: nothing has to be limited.
-_NO_WORKERS: Final = _Capacity(choice_cost=0, short_tokens=0, tokens=0, block_tokens=0, most_cost=0)
+    num_choices: int  # that fill the window; 0: there are no workers
+    prompt_tokens: int  # that fill the window; 0: the workers report no KV blocks
+    block_tokens: int  # a prompt takes whole KV blocks of so many tokens
+    num_prompts: int  # that fill the window, however long they are
 
 
 class StartPlace:
@@ -119,9 +113,9 @@ class RequestPlaces:
     def __init__(self, window: StartWindow, cost: int, num_choices: int) -> None:
         self.window = window
         self.cost = cost
-        self._num_left = num_choices  # without a place
-        self._num_reserved = 0  # places that no choice has taken
-        self._num_waiting = 0  # for their first token; with the reserved places
+        self._num_left = num_choices  # choices without a place
+        self._num_reserved = 0  # places that no choice has taken yet
+        self._num_waiting = 0  # choices that wait for their first token, and reserved places
         self._places: list[StartPlace] = []
         self._waiting: asyncio.Future[None] | None = None  # until the next group may start
 
@@ -250,6 +244,7 @@ class StartWindow:
 
     def has_capacity(self) -> bool:
         """Return whether a further group may start. It may then exceed the limit."""
+        # `cost` is known at once, and usually low enough.
         return self.cost < self._limit or self._limited_cost() < self._limit
 
     def is_reserved(self) -> bool:
@@ -313,7 +308,7 @@ class StartWindows:
 
 
 def _capacity(view: ModelView) -> _Capacity:
-    """Return what choices cost. The result is cached in the view."""
+    """Return what the workers can begin. The result is cached in the view."""
     cached: _Capacity | None = view.cache.get("start_capacity")
     if cached is not None:
         return cached
@@ -324,30 +319,24 @@ def _capacity(view: ModelView) -> _Capacity:
 
 def _new_capacity(view: ModelView) -> _Capacity:
     has_pairs = bool(view.prefill and view.decode)
-    # They compute prompts.
-    workers = view.prefill if has_pairs else view.aggregated or view.decode
-    if not workers:
-        return _NO_WORKERS
+    # Workers that compute prompts.
+    if has_pairs:
+        workers = view.prefill
+    else:
+        workers = view.aggregated or view.decode
     num_choices = 0
-    tokens = 0
-    block_tokens = max(worker.layout.block_tokens for worker in workers)
+    prompt_tokens = 0
+    block_tokens = max((worker.layout.block_tokens for worker in workers), default=0)
     for worker in workers:
         # One step runs, and the choices of the next one wait.
         num_choices += 2 * _step_choices(worker)
-        tokens += worker.limits.kv_blocks * worker.layout.block_tokens // _KV_SHARE
+        prompt_tokens += worker.limits.kv_blocks * worker.layout.block_tokens // _KV_DIVISOR
     if has_pairs:
-        # Their KV is being transferred, or waits for a step.
+        # The KV of these choices is being transferred, or waits for a step.
         num_choices += sum(_step_choices(worker) for worker in view.decode)
     # Two prompts of any length can wait at each worker: otherwise a worker would be idle after
     # each long one.
-    most_cost = _WINDOW // (2 * len(workers))
-    return _Capacity(
-        choice_cost=-(-_WINDOW // num_choices),
-        short_tokens=tokens // num_choices,
-        tokens=tokens,
-        block_tokens=block_tokens,
-        most_cost=most_cost,
-    )
+    return _Capacity(num_choices, prompt_tokens, block_tokens, num_prompts=2 * len(workers))
 
 
 def _step_choices(worker: Instance) -> int:
@@ -356,14 +345,22 @@ def _step_choices(worker: Instance) -> int:
 
 
 def _choice_cost(capacity: _Capacity, prompt_tokens: int) -> int:
-    """Return the part of a window that a choice takes.
+    """Return the part of a window that a choice takes: as one of the choices, or for its KV.
 
-    It is that of the choices or that of the KV, whichever is larger.
+    It is the larger one. Without workers it is 0: the router waits for some, or rejects the
+    request.
     """
-    if not capacity.tokens:
-        return capacity.choice_cost
-    kv_tokens = -(-prompt_tokens // capacity.block_tokens) * capacity.block_tokens
-    if kv_tokens <= capacity.short_tokens:
-        return capacity.choice_cost
-    kv_cost = -(-_WINDOW * kv_tokens // capacity.tokens)
-    return max(capacity.choice_cost, min(capacity.most_cost, kv_cost))
+    if not capacity.num_choices:
+        return 0
+    batch_cost = _rounded_up(_WINDOW, capacity.num_choices)
+    if not capacity.prompt_tokens:
+        return batch_cost
+    kv_tokens = _rounded_up(prompt_tokens, capacity.block_tokens) * capacity.block_tokens
+    kv_cost = _rounded_up(_WINDOW * kv_tokens, capacity.prompt_tokens)
+    max_kv_cost = _WINDOW // capacity.num_prompts
+    return max(batch_cost, min(kv_cost, max_kv_cost))
+
+
+def _rounded_up(dividend: int, divisor: int) -> int:
+    """Return the quotient of two numbers, rounded up."""
+    return -(-dividend // divisor)
