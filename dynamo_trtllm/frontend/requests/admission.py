@@ -21,8 +21,9 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 T = TypeVar("T")
 
-WORK_S = 0.01  # in an iteration
-FOLLOWING_S = 0.0001  # of CPU time for a choice, after the turn that starts, ends or cancels it
+WORK_S = 0.01  # CPU time of the turns of an iteration
+# CPU time that a choice takes in later iterations, after the turn that starts, ends or cancels it.
+FOLLOWING_S = 0.0001
 TURNS_PER_ITERATION = 64
 CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
 FEW_CHOICES = 4  # requests with more of them are planned in turns
@@ -81,7 +82,7 @@ class RequestAdmission:
         self._received: RequestBody | None = None
         self._has_slot = False
         self._num_permits = 0
-        self._places: RequestPlaces | None = None  # of running choices
+        self._places: RequestPlaces | None = None  # of its choices, in the start window
 
     def __enter__(self) -> Self:
         return self
@@ -184,15 +185,17 @@ class _WaitingTurn(NamedTuple):
 class IterationTime:
     """A limit on the time that an iteration of the event loop spends on one kind of work.
 
-    Such a kind is the planning of bodies. Other streams are delayed by no more. Bodies that arrive
-    together are planned together until the limit, further ones in the next iterations, in order of
-    arrival. If each had an iteration of its own, their tokens would come in messages of their own
-    with an engine that takes no time: 40% more CPU time per request, and twice as much in workers.
+    One kind is the planning of bodies. The limit is the longest time for which it delays streams.
 
-    Each piece of work has a turn. In each iteration, turns begin until they have used WORK_S
-    seconds of CPU time, so a busy machine changes nothing. What other tasks do in between does not
-    count: otherwise bodies and ends that arrive together were spread over iterations, and with 32
-    streams a token cost 10% more CPU time.
+    Each piece of work has a turn. In each iteration, turns begin in order of arrival until they
+    have used WORK_S seconds of CPU time; the others wait for the next iterations. Two rules save
+    CPU time:
+
+    - Several turns may share an iteration. If each body had its own, an engine that takes no time
+      would send their tokens in messages of their own: 40% more CPU time per request, and twice as
+      much in workers.
+    - What other tasks do between turns does not count. Otherwise, bodies and ends that arrive
+      together would be spread over iterations: with 32 streams, 10% more CPU time per token.
     """
 
     def __init__(
@@ -202,14 +205,15 @@ class IterationTime:
 
         Args:
             clock: returns seconds of CPU time.
-            most: the sum of the sizes of the turns of one iteration.
+            most: the largest sum of the sizes of the turns of an iteration.
         """
         self._clock = clock
         self._most = most
         self._used_s = 0.0  # by this iteration's turns
         self._size = 0  # of this iteration's turns
         self._waiting: deque[_WaitingTurn] = deque()
-        self._postponed: list[_WaitingTurn] = []  # had a turn, but others had used the time
+        # Their turn was granted, but turns before it in the iteration had used the time.
+        self._postponed: list[_WaitingTurn] = []
         self._num_granted = 0  # turns that have not begun
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
 
@@ -261,8 +265,8 @@ class IterationTime:
     def _begin_iteration(self) -> None:
         """Let the first of those that wait have their turns, in the next iteration."""
         self._is_scheduled = False
-        # How much fits into the next iteration is not known: at most twice as much as into this
-        # one, and one group in any case. More would be woken for nothing.
+        # How much fits into the next iteration is not known. Assume twice as much as into this one,
+        # and at least one group. Tasks that are woken beyond that would only wait again.
         left = min(self._most, max(GROUP, 2 * self._size))
         self._used_s = 0.0
         self._size = 0

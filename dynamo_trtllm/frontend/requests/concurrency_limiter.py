@@ -145,14 +145,10 @@ class ConcurrencyLimiter:
                 one in it.
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
-        has_permits = not self._lacks_permits and self.in_use + count <= self.limit
-        if has_permits and places.model not in self._queues and places.may_begin():
-            now_s = self._clock()
-            is_stale = not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S
-            if not self.in_use and is_stale:
-                # Idle time says nothing about the load.
-                self._finished = 0.0
-                self._counted_since_s = now_s
+        are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
+        if are_permits_free and places.model not in self._queues and places.may_begin():
+            if not self.in_use:
+                self._restart_stale_rate()
             self.in_use += count
             places.begin()
             return
@@ -161,7 +157,7 @@ class ConcurrencyLimiter:
         decided = asyncio.get_running_loop().create_future()
         waiting = _Waiting(network, count, places, decided)
         self._add(waiting)
-        if not has_permits:
+        if not are_permits_free:
             self._lacks_permits = True
         try:
             async with asyncio.timeout(within_s):
@@ -188,7 +184,8 @@ class ConcurrencyLimiter:
             return
         self._finished += count
         counted_s = self._clock() - self._counted_since_s
-        if counted_s > 2 * _RATE_WINDOW_S:  # the rate stays, and newer choices count more
+        # Shorten the time to the window. The rate stays the same, but the next choices count more.
+        if counted_s > 2 * _RATE_WINDOW_S:
             self._finished = self._finished * _RATE_WINDOW_S / counted_s
             self._counted_since_s += counted_s - _RATE_WINDOW_S
         self._free(count)
@@ -219,9 +216,19 @@ class ConcurrencyLimiter:
                     self._lacks_permits = True
                     return
                 self._queues.move_to_end(model)  # the models take turns
-                self._grant(first)
+                self._let_run(first)
 
-    def _grant(self, first: _Waiting) -> None:
+    def _restart_stale_rate(self) -> None:
+        """Measure the rate of finished choices from now on, unless there is a recent one.
+
+        Called at the end of idle time, which says nothing about the load.
+        """
+        now_s = self._clock()
+        if not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S:
+            self._finished = 0.0
+            self._counted_since_s = now_s
+
+    def _let_run(self, first: _Waiting) -> None:
         """Let the first request of its queue run."""
         model = first.places.model
         self._queues[model].take(first)
@@ -269,8 +276,10 @@ class ConcurrencyLimiter:
         It is the newest of the network with the most. Return None if that network would then have
         fewer requests than this one.
         """
-        largest = self._waiting.largest()
-        if largest is None or self._waiting.count(network) + 1 >= self._waiting.count(largest):
+        largest = self._waiting.largest()  # a network
+        if largest is None:
+            return None
+        if self._waiting.count(network) + 1 >= self._waiting.count(largest):
             return None
         return self._waiting.newest(largest)
 
