@@ -52,10 +52,13 @@ def enqueue(waiting: deque[R], request: R) -> None:
 def promote_overdue(waiting: deque[R]) -> None:
     """Move the request that has waited longest to the front, if it has waited for MAX_WAIT_S.
 
-    A request of order FIRST keeps its place. If all have the same order, they are in the order of
-    arrival already.
+    A request of order FIRST keeps its place.
     """
-    if not waiting or waiting[0].queue_order in (FIRST, waiting[-1].queue_order):
+    if not waiting:
+        return
+    first_order = waiting[0].queue_order
+    # If all have the same order, the oldest is at the front already.
+    if first_order == FIRST or first_order == waiting[-1].queue_order:
         return
     oldest = min(waiting, key=_queued_s)
     if time.monotonic() - oldest.queued_s >= MAX_WAIT_S:

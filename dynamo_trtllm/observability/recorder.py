@@ -38,12 +38,9 @@ VERSION: Final = 2
 HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
 
-# magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock
-# ticks since boot; time since the epoch and since boot in ns, read together; boot id; instance id;
-# kind and namespace of the process
+# The fields of `RecordingHeader` up to `namespace`, in this order.
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
-# time of the last tick since the epoch (0: of an older release) and since boot in ns; number of
-# running streams
+# The other fields of `RecordingHeader`, which each tick writes.
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # number of the event, time in ns since boot, request, event, choice, three values, reason, the
@@ -51,7 +48,7 @@ _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
 NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # in a file of 4 MiB
 
-# An event looks up few names.
+# Names of this module: to look up attributes for each event would take longer.
 _SLOT_BYTES = SLOT.size
 _pack_slot = SLOT.pack_into
 _now_ns = time.monotonic_ns
@@ -63,7 +60,7 @@ TICK_S: Final = 1.0
 # most progress events per tick, which bounds how fast they fill the ring
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
-HASHED_BLOCKS: Final = 61  # of a prompt: 1 and 20 times 3
+HASHED_BLOCKS: Final = 61  # of a prompt: 1 in TOKENIZED, and 3 in each of 20 PROMPT_HASHES
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
@@ -298,6 +295,7 @@ class Recorder:
         """Record the progress of at most `limit` streams: the least recently visited ones first."""
         streams = self._streams
         for stream in list(itertools.islice(streams, limit)):
+            # Visited streams go to the end.
             recorded = streams.pop(stream)
             count = stream.num_tokens
             streams[stream] = count

@@ -77,9 +77,8 @@ class BackgroundTasks:
             failure = error
             reason = f"background task {name} failed: {error.message}"
         else:
-            reason = f"background task {name} " + (
-                "ended" if error is None else f"failed: {error!r}"
-            )
+            outcome = "ended" if error is None else f"failed: {error!r}"
+            reason = f"background task {name} {outcome}"
             log.error("%s", reason, exc_info=error)
             failure = InternalError(f"{reason}; see the log")
             failure.__cause__ = error

@@ -219,6 +219,7 @@ class _ParsedResponse:
         self._body.append(data)
 
     def on_message_complete(self) -> None:
+        # The status is still 0 at the end of an informational response.
         self.is_complete = self.status > 0
 
 

@@ -401,6 +401,7 @@ class Worker:
         self._health.phase = "stopped"
 
     def _change(self, begin: Callable[[WorkerSleep], str]) -> str:
+        """Begin to sleep or wake. Return why that is not possible; "" if it has begun."""
         if self._worker_sleep is None:
             return f"the worker is {self._health.phase}; retry later"
         return begin(self._worker_sleep)

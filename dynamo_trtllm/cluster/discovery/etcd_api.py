@@ -67,8 +67,8 @@ class EtcdCalls:
 
 def _call(channel: grpc.aio.Channel, service: str, method: str) -> Any:
     definition = _DEFINITIONS.FindMethodByName(f"{_PACKAGE}.{service}.{method}")
-    connect = channel.stream_stream if definition.client_streaming else channel.unary_unary
-    return connect(
+    new_call = channel.stream_stream if definition.client_streaming else channel.unary_unary
+    return new_call(
         f"/{_PACKAGE}.{service}/{method}",
         request_serializer=GetMessageClass(definition.input_type).SerializeToString,
         response_deserializer=GetMessageClass(definition.output_type).FromString,

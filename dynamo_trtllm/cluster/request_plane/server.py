@@ -139,7 +139,7 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # callers since _LOAD_EVERY_S; True: a message without one followed
+        # Inboxes that got the load within _LOAD_EVERY_S; True: a message without it followed.
         self._load_reported: dict[str, bool] = {}
         # inbox and stream, including ended ones
         self._latest_openings: dict[tuple[str, int], None] = {}

@@ -165,7 +165,8 @@ class RunningChoices:
                 yield item
                 if is_streamed:  # otherwise, it waits in the builder until all choices have ended
                     # As much as `deliver` has added.
-                    unsent.num_pending -= scored_tokens(item) if is_scored else item.tokens + 1
+                    num_sent = scored_tokens(item) if is_scored else item.tokens + 1
+                    unsent.num_pending -= num_sent
                     if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:
                         unsent.count()
                     if not unsent.num_pending:

@@ -140,8 +140,11 @@ class PairProbes:
             self._schedule(self._breakers.rescheduled.pop())
 
     def _schedule(self, pair: Pair) -> None:
+        if pair in self._probing:
+            return
         due_at = self._breakers.due_at(pair, self._idle_s)
-        if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
+        is_earlier = due_at < self._due_at.get(pair, math.inf)
+        if is_earlier:
             self._due_at[pair] = due_at
             heapq.heappush(self._queue, _Due(due_at, next(self._numbers), pair))
 
@@ -291,8 +294,8 @@ class PairProbes:
             model=selection.decode.card.name,
             token_ids=prompt,
             sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
-            # Later than the limit below, which thus always decides: this one ends what a lost
-            # cancel would leave.
+            # The limit below comes first, and cancels the request. The deadline ends it if this
+            # cancel is lost.
             deadline=time.time() + self.timeout_s + _CANCEL_S,
             cache_salt=secrets.token_hex(8),
         )

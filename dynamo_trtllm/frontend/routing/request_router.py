@@ -300,7 +300,7 @@ class RoutedRequest(Stream):
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._handle
-        self._call = None  # the one before has ended
+        self._call = None  # the one before has ended, and if `generate` raises there is no other
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
         self._call = self._router.plane.client.generate(worker.subject, request, on_event)
