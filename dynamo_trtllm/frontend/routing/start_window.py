@@ -272,11 +272,13 @@ class StartWindow:
             Role.AGGREGATED: len(view.aggregated),
         }
         cost = self.cost
-        for worker_id, cost_here in self.cost_at.items():
+        for worker_id, cost_here in list(self.cost_at.items()):
             worker = self._view.instance(worker_id)
             share = 0
             if worker is not None:
                 share = self._limit // max(1, num_workers[worker.role])
+            elif not cost_here:
+                del self.cost_at[worker_id]  # the worker has left, and no choice waits for its end
             cost -= max(0, cost_here - share)
         return cost
 

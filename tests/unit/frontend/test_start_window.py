@@ -172,6 +172,18 @@ async def test_start_window_when_a_worker_hangs_then_requests_to_others_go_on() 
     await frontend.close()
 
 
+async def test_start_window_when_a_worker_has_left_then_its_cost_is_forgotten() -> None:
+    frontend = Frontend()
+    places = await frontend.send("a", 1, worker=OTHER_DECODE)
+    frontend.view.remove(OTHER_DECODE)
+    await frontend.send_until_one_waits("b", worker=DECODE)
+    assert OTHER_DECODE in places.window.cost_at  # its choice has not ended
+    await frontend.first_token()
+    await frontend.send("b", 1, worker=DECODE)
+    assert OTHER_DECODE not in places.window.cost_at
+    await frontend.close()
+
+
 @pytest.mark.parametrize("ends", [StartPlace.leave, StartPlace.waits_for_workers])
 async def test_start_window_when_choices_need_no_worker_then_others_start(
     ends: object,
