@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneClient
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
-from tests.inproc_plane import InprocPlane
 from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
 from tests.kit.request_planes import LIMITS, Network, PlanePair
 from tests.kit.tiny_models import save_tiny_gpt_oss, save_tiny_llama

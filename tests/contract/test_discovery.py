@@ -24,13 +24,13 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
 )
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease
+from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
-from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 _CHILD = """
 import asyncio, sys
@@ -64,7 +64,7 @@ class World:
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     namespace = f"n{secrets.token_hex(4)}"
     joined: list[Discovery] = []
-    store = FakeEtcd()
+    store = InstanceRecords()
     address = request.getfixturevalue("etcd_server") if request.param == "etcd" else ""
 
     def join() -> Discovery:

@@ -23,6 +23,7 @@ import pytest
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneClient, PlaneLimits
 from dynamo_trtllm.cluster.request_plane.frames import PING, Batch, Frame
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
@@ -43,7 +44,6 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import routed_stream
 from tests.kit.instances import CARD, make_instance
 from tests.kit.loopback_backend import LoopbackBackend

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -27,7 +28,6 @@ from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBack
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.inproc_plane import InprocPlane
 from tests.kit.engines import ask, make
 from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.kit.generator_streams import routed_stream

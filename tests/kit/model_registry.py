@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
+from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.transport import Service
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -31,11 +33,9 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import digest
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource
 from tests.kit.instances import CARD, make_instance
 from tests.kit.waiting import SOON_S
-from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 HARMONY = ModelDeploymentCard(
     name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony"
@@ -92,7 +92,7 @@ class Frontend:
 
     def __init__(self, timing: RegistryTiming) -> None:
         self.plane = InprocPlane()
-        self.store = FakeEtcd()
+        self.store = InstanceRecords()
         self.discovery = MemoryDiscovery(self.store)
         self.models = ModelRegistry(
             ClusterView(), self.discovery, self.plane, "dynamo", None, timing

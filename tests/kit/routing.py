@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
@@ -29,7 +30,6 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, routed_stream
 from tests.kit.instances import make_instance, make_transfer_params
 

@@ -28,6 +28,7 @@ from dynamo_trtllm.cluster.request_plane.frames import (
     StreamReport,
     _FrameHeader,
 )
+from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.server import control_subject
 from dynamo_trtllm.config.commands import (
@@ -76,7 +77,6 @@ from dynamo_trtllm.protocol.messages import (
     encode,
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
-from tests.inproc_plane import InprocTransport
 from tests.kit.generator_streams import call_stream
 from tests.kit.instances import make_instance
 from tests.kit.number_fields import BAD_NUMBERS, bad_messages, good_message

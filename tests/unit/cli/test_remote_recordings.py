@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cli.remote_recordings import RecordingQueries
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, InprocTransport
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
 from dynamo_trtllm.observability.recording_server import (
@@ -25,7 +26,6 @@ from dynamo_trtllm.observability.recording_server import (
 )
 from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings
 from dynamo_trtllm.protocol.messages import decode, encode
-from tests.inproc_plane import InprocPlane, InprocTransport
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
 

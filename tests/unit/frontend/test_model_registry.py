@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry, RegistryTiming
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
@@ -19,7 +21,6 @@ from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.protocol.messages import Role, encode
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
-from tests.inproc_plane import InprocPlane
 from tests.kit.instances import CARD, make_instance
 from tests.kit.model_registry import (
     HARMONY,
@@ -31,7 +32,6 @@ from tests.kit.model_registry import (
     wait_served,
 )
 from tests.kit.waiting import SOON_S
-from tests.memory_discovery import MemoryDiscovery
 
 
 def prompt_ids(frontend: Frontend) -> list[int]:

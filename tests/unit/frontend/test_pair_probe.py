@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers, PairState
@@ -38,7 +39,6 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, routed_stream
 from tests.kit.instances import CARD, make_instance, make_transfer_params
 from tests.kit.routing import request

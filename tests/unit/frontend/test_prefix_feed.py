@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
@@ -25,7 +26,6 @@ from dynamo_trtllm.protocol.kv_events import (
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.inproc_plane import InprocPlane
 from tests.kit.instances import make_instance
 from tests.kit.model_registry import NoEngine, until
 

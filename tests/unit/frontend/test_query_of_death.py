@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.frontend.routing import suspects
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -30,7 +31,6 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, routed_stream
 from tests.kit.instances import make_instance
 from tests.kit.routing import kv_chunk, request

@@ -6,6 +6,8 @@ import time
 
 import msgspec
 
+from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import (
     ModelRegistry,
@@ -14,9 +16,7 @@ from dynamo_trtllm.frontend.routing.model_registry import (
 )
 from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.protocol.messages import Role
-from tests.inproc_plane import InprocPlane
 from tests.kit.instances import LAYOUT, make_instance, model_view
-from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 PREFILL = make_instance(0xA, role=Role.PREFILL)
 DECODE = make_instance(0xB)
@@ -80,7 +80,9 @@ def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_a
     for _ in range(2):
         breakers.record_failure((39, 38), "transfer: x", time.monotonic())
     breakers.record_failure((17, 18), "transfer: y", time.monotonic())
-    registry = ModelRegistry(view, MemoryDiscovery(FakeEtcd()), InprocPlane(), "dynamo", breakers)
+    registry = ModelRegistry(
+        view, MemoryDiscovery(InstanceRecords()), InprocPlane(), "dynamo", breakers
+    )
     report = registry.readiness(limit=3)
     assert (report["num_pairs"], report["num_quarantined"]) == (400, 1)
     worst, *others = report["pairs"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process.run_app import (
@@ -22,7 +23,6 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.messages import LoadReport, Role, encode
-from tests.inproc_plane import InprocPlane
 from tests.kit.instances import make_instance
 from tests.unit.frontend.test_pair_probe import PREFILL_END, Bench, answer
 

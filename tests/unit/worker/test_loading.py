@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Instance, Limits, Role
@@ -20,7 +21,6 @@ from dynamo_trtllm.worker.health import Health
 from dynamo_trtllm.worker.timing import WorkerTiming
 from tests.kit.instances import LAYOUT, make_instance
 from tests.kit.waiting import SOON_S
-from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 INFO = EngineInfo(
     engine="mock",
@@ -70,7 +70,7 @@ def finding(severity: Any, number: int) -> Finding:
 
 
 async def peers_of(role: Role, **fields: Any) -> list[int]:
-    discovery = MemoryDiscovery(FakeEtcd())
+    discovery = MemoryDiscovery(InstanceRecords())
     for number, (kind, namespace) in enumerate(
         [
             (Role.PREFILL, "dynamo"),

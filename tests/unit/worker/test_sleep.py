@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.protocol.messages import (
@@ -27,7 +28,6 @@ from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import WorkerSleep
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
-from tests.inproc_plane import InprocPlane
 from tests.kit.generator_streams import ChunkSource, call_stream
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S

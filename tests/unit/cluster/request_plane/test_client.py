@@ -13,6 +13,7 @@ from nats.aio.client import Client
 from dynamo_trtllm.cluster.request_plane import nats
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.frames import ClientMessage, OpenStream
+from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable, WorkerDied
@@ -25,7 +26,6 @@ from dynamo_trtllm.protocol.messages import (
     decode,
     token_ids,
 )
-from tests.inproc_plane import InprocTransport
 from tests.kit.generator_streams import ChunkSource, call_stream
 from tests.kit.waiting import SOON_S
 

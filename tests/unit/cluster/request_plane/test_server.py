@@ -7,6 +7,7 @@ import time
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.frames import Batch
+from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -18,7 +19,6 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamHandle
-from tests.inproc_plane import InprocTransport
 from tests.kit.generator_streams import call_stream
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.transport import Heartbeat
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, PlaneError, Unreachable
 from dynamo_trtllm.support.background import BackgroundTasks
-from tests.inproc_plane import InprocTransport
 
 SILENT = Unreachable("no answer")
 OWN_LOSS = Disconnected("no connection here")

@@ -1,4 +1,4 @@
-"""Implement discovery in one process: several `MemoryDiscovery` share a `FakeEtcd`, as processes
+"""Implement discovery in one process: several `MemoryDiscovery` share a `InstanceRecords`, as processes
 share etcd.
 """
 
@@ -15,7 +15,7 @@ from dynamo_trtllm.protocol.messages import Instance
 _Change = tuple[str, bytes | None]  # key, record; None: deleted
 
 
-class FakeEtcd:
+class InstanceRecords:
     """Shared instance records of one process. Use it from one event loop."""
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class FakeEtcd:
 
 
 class MemoryRegistration:
-    """A `Registration` in a `FakeEtcd`."""
+    """A `Registration` in a `InstanceRecords`."""
 
-    def __init__(self, store: FakeEtcd, key: str) -> None:
+    def __init__(self, store: InstanceRecords, key: str) -> None:
         self._store = store
         self._key: str | None = key
 
@@ -76,10 +76,10 @@ class MemoryRegistration:
 
 
 class MemoryDiscovery:
-    """A `Discovery` in a `FakeEtcd`, which several may share. Default: a store of its own."""
+    """A `Discovery` in a `InstanceRecords`, which several may share. Default: a store of its own."""
 
-    def __init__(self, store: FakeEtcd | None = None) -> None:
-        self._store = store or FakeEtcd()
+    def __init__(self, store: InstanceRecords | None = None) -> None:
+        self._store = store or InstanceRecords()
         self._registrations: list[MemoryRegistration] = []
         self._queues: list[asyncio.Queue[_Change | None]] = []
 
