@@ -6,11 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
+from dynamo_trtllm.config.value_errors import value_error
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.number_types import MAX_INT64, MAX_SECONDS
 from dynamo_trtllm.support.network.addresses import is_wildcard
@@ -72,16 +82,23 @@ Endpoint = Annotated[
         f"expected dyn://NAMESPACE.COMPONENT.ENDPOINT; each name must have {NAME_RULE}",
     ),
 ]
+# Addresses of a cluster within one process; an optional name tells several clusters apart.
+INPROC: Final = "inproc://"
+MEMORY: Final = "memory://"
 EtcdAddresses = Annotated[
     str,
     matching(
-        f"{_ETCD}(,{_ETCD})*", "expected comma-separated addresses like http://localhost:2379"
+        f"{MEMORY}({NAME})?|{_ETCD}(,{_ETCD})*",
+        "expected comma-separated addresses like http://localhost:2379, or memory:// for a cluster"
+        " within one Python process",
     ),
 ]
 NatsAddress = Annotated[
     str,
     matching(
-        rf"((nats|tls)://)?([^\s/@,]+@)?{_SERVER}", "expected an address like nats://localhost:4222"
+        rf"{INPROC}({NAME})?|((nats|tls)://)?([^\s/@,]+@)?{_SERVER}",
+        "expected an address like nats://localhost:4222, or inproc:// for a cluster within one"
+        " Python process",
     ),
 ]
 Origins = Annotated[
@@ -154,7 +171,21 @@ def option(
     return Field(default=default, description=help, json_schema_extra=shown)
 
 
-class Config(BaseModel):
+class _RaisesConfigError(type(BaseModel)):  # type: ignore[misc]
+    """Creates settings. A wrong value in Python code raises ConfigError, as one in a flag does."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as exc:
+            raise value_error(cls, exc) from exc
+
+
+# For type checkers, settings have the metaclass of pydantic, which tells them the fields.
+_SETTINGS_TYPE: Any = _RaisesConfigError
+
+
+class Config(BaseModel, metaclass=_SETTINGS_TYPE):  # type: ignore[metaclass]
     """Base of all settings: immutable, rejects unknown fields, and stores the source of each value.
 
     The docstring of a command's settings is part of its help: the first line describes the command,
@@ -237,6 +268,26 @@ class ConnectionConfig(Config):
         env=LOG_FORMAT,
         help="Format of log lines: text, or json (one object per line).",
     )
+
+    @property
+    def uses_inproc_plane(self) -> bool:
+        """Return True if requests stay within this process."""
+        return self.nats_server.startswith(INPROC)
+
+    @property
+    def uses_memory_discovery(self) -> bool:
+        """Return True if instances are registered in the memory of this process."""
+        return self.etcd_endpoints.startswith(MEMORY)
+
+    @model_validator(mode="after")
+    def _servers_fit(self) -> Self:
+        """Reject instances in etcd that other processes can't call."""
+        if self.uses_inproc_plane and not self.uses_memory_discovery:
+            raise ValueError(
+                f"--nats-server {self.nats_server} needs --etcd-endpoints {MEMORY}: etcd would list"
+                " workers for processes that can't reach them; set both, or use a NATS server"
+            )
+        return self
 
 
 class ProcessConfig(ConnectionConfig):

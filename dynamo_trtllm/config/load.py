@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
-from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config, ConnectionConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
     ENV_PREFIX,
@@ -81,6 +81,7 @@ def load(
     reject_unknown(model, given, _without_fixed(model, unknown), parser)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
+    _check_servers(config)
     if hasattr(given, "print_config"):
         sys.stdout.write(config_table(config))
         note = ignored_variables(env, config)
@@ -90,6 +91,27 @@ def load(
             sys.stdout.write(more(config))
         raise SystemExit(0)
     return config
+
+
+def _check_servers(config: Config) -> None:
+    """Reject addresses within this process: a command can reach no worker or frontend there.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if not isinstance(config, ConnectionConfig):
+        return
+    for field, address, is_within_process, server in (
+        ("etcd_endpoints", config.etcd_endpoints, config.uses_memory_discovery, "an etcd server"),
+        ("nats_server", config.nats_server, config.uses_inproc_plane, "a NATS server"),
+    ):
+        if is_within_process:
+            raise ConfigError(
+                f"{config.source_of(field)} is {address!r}, which connects workers and frontends of"
+                " one Python program (see docs/embedding.md), and no other process; give the"
+                f" address of {server}",
+                field=field,
+            )
 
 
 def program(prog: str) -> str:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dynamo_trtllm.config.config_base import (
+    INPROC,
+    MEMORY,
     Endpoint,
     EngineName,
     IpAddress,
@@ -563,6 +565,16 @@ class FrontendConfig(ProcessConfig):
             raise ValueError(
                 f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice"
                 f" --max-body-bytes {self.max_body_bytes}; raise it or lower --max-body-bytes"
+            )
+        if self.workers > 1 and (self.uses_inproc_plane or self.uses_memory_discovery):
+            raise ValueError(
+                f"--workers {self.workers} starts several processes, which {MEMORY} and {INPROC} do"
+                " not connect; use etcd and NATS servers, or --workers 1"
+            )
+        if self.shares_responses and self.uses_inproc_plane:
+            raise ValueError(
+                f"--response-store jetstream is in a NATS server, which --nats-server {INPROC} is"
+                " not; use --response-store memory, or a NATS server"
             )
         if self.workers > 1 and not self.shares_responses:
             raise ValueError(

@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.discovery import records
-from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
-from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
@@ -43,7 +44,13 @@ from dynamo_trtllm.protocol.messages import (
     SamplingDefaults,
 )
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
-from dynamo_trtllm.support.network.addresses import address_towards, is_wildcard, resolve_host
+from dynamo_trtllm.support.lifecycle import Lifecycle
+from dynamo_trtllm.support.network.addresses import (
+    address_towards,
+    http_url,
+    is_wildcard,
+    resolve_host,
+)
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
@@ -113,7 +120,10 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     if config.engine not in ("torch", "mock", "vllm"):
         return config
     if config.kv_transfer_host is None:
-        host = address_towards([config.nats_server, *config.etcd_endpoints.split(",")])
+        servers = [] if config.uses_inproc_plane else [config.nats_server]
+        if not config.uses_memory_discovery:
+            servers += config.etcd_endpoints.split(",")
+        host = address_towards(servers)
     else:
         host = resolve_host(config.kv_transfer_host, "--kv-transfer-host")
     if is_wildcard(host):
@@ -125,22 +135,38 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     return config.model_copy(update={"kv_transfer_host": host})
 
 
-class Worker:
-    """A worker process with one engine.
+class Worker(Lifecycle):
+    """A worker with one engine, in this process.
 
-    Run it with `Worker(config).run()`, or await `serve()` in an event loop.
+    Use it with `async with`, which registers it and drains it at the end of the block; or run
+    `serve()` in a task; or call `run()` in a program that does nothing else. Only `run` handles
+    signals and changes settings of the process.
     """
 
     def __init__(self, config: WorkerConfig, *, timing: WorkerTiming = TIMING) -> None:
+        """Create the worker, which does nothing yet.
+
+        Args:
+            config: its settings.
+            timing: waits of its parts; tests pass shorter ones.
+        """
+        super().__init__()
         self._config = config
         self._timing = timing
         self.instance_id = secrets.randbits(_ID_BITS)
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
-        self._stop = asyncio.Event()
         self._tasks = BackgroundTasks(self._background_failed)
         self._worker_sleep: WorkerSleep | None = None
         self._owns_process = False  # True: nothing but this worker runs in the process
+        self._system_port: int | None = None  # of the health server, once it listens
+
+    @property
+    def url(self) -> str | None:
+        """The URL of health and metrics. None without `system_port`, or before it listens."""
+        if self._system_port is None:
+            return None
+        return http_url(self._config.system_host, self._system_port, "")
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only.
@@ -165,13 +191,6 @@ class Worker:
         allow_files(_FILES, " for more concurrent KV transfers")
         uvloop.run(self._run_with_signals())
 
-    def stop(self) -> None:
-        """Make `serve` drain and return, or cancel a start in progress.
-
-        Call it on the worker's event loop.
-        """
-        self._stop.set()
-
     def _background_failed(self, reason: str) -> None:
         self._health.failure = reason
 
@@ -193,14 +212,8 @@ class Worker:
         except asyncio.CancelledError:
             raise SystemExit(1) from None
 
-    async def serve(self) -> None:
-        """Start, serve, drain and close; call it once.
-
-        If it is cancelled, it closes without a drain.
-
-        Raises:
-            DynamoError: like `run`.
-        """
+    async def _serve(self) -> None:
+        """Start, serve, drain and close. If it is cancelled, it closes without a drain."""
         async with AsyncExitStack() as stack:
             started = await wait_for_first(
                 self._start(stack), self._stop.wait(), self._tasks.until_failed()
@@ -210,6 +223,7 @@ class Worker:
                 log.info("stopped during start-up")
                 return
             service, worker_sleep = started
+            self._accept_requests()
             log.info(
                 "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
             )
@@ -233,7 +247,7 @@ class Worker:
         stack.push_async_callback(engine.aclose)
         await self._serve_health(engine, stack)
         plane = await self._connect(stack)
-        discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
+        discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
@@ -293,18 +307,16 @@ class Worker:
         }
         app = health_app(self._health, render_metrics, verbs)
         server = health_server(config.system_host, config.system_port, app, self._tasks)
-        await stack.enter_async_context(server)
+        self._system_port = await stack.enter_async_context(server)
 
-    async def _connect(self, stack: AsyncExitStack) -> NatsPlane:
+    async def _connect(self, stack: AsyncExitStack) -> RequestPlane:
         config = self._config
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
-        plane = await NatsPlane.connect(
-            config.nats_server, limits, self._tasks, self._metrics.message_unreadable
-        )
+        plane = await connect_plane(config, limits, self._tasks, self._metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
         return plane
 
-    async def _load(self, engine: Engine, discovery: EtcdDiscovery) -> EngineInfo:
+    async def _load(self, engine: Engine, discovery: Discovery) -> EngineInfo:
         """Start the engine, after the preflight against live peers."""
         peers = await startup.live_peers(
             discovery,
@@ -326,7 +338,7 @@ class Worker:
         return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION, timing=self._timing)
 
     def _start_broadcasts(
-        self, service: WorkerService, plane: NatsPlane, stack: AsyncExitStack
+        self, service: WorkerService, plane: RequestPlane, stack: AsyncExitStack
     ) -> None:
         """Publish the load, and answer queries of recordings, until `stack` is closed."""
         namespace = service.instance.namespace
@@ -337,7 +349,7 @@ class Worker:
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))
 
     def _publish_kv_events(
-        self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
+        self, engine: Engine, plane: RequestPlane, instance: Instance, stack: AsyncExitStack
     ) -> KvEventPublisher | None:
         """Publish the changes of the engine's prefix cache until `stack` is closed.
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneClient
-from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
+from dynamo_trtllm.cluster.request_plane.inproc import InprocBus, InprocPlane
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
-from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
 from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
 from tests.kit.request_planes import LIMITS, Network, PlanePair
@@ -48,8 +47,8 @@ async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[TrtllmEngines]:
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
     tasks_before = asyncio.all_tasks()
     if request.param == "inproc":
-        worker: RequestPlane = InprocPlane(LIMITS)
-        planes = PlanePair(worker, worker)
+        bus = InprocBus()
+        planes = PlanePair(InprocPlane(LIMITS, bus), InprocPlane(LIMITS, bus))
     else:
         url = request.getfixturevalue("nats_server")
         planes = PlanePair(

@@ -15,7 +15,7 @@ from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.frontend.process.main import serve
+from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
@@ -165,4 +165,5 @@ def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[N
         etcd_endpoints=etcd, nats_server=nats, namespace=namespace, probe_interval_s=60.0
     )
     sock = listen("127.0.0.1", 0)
-    return asyncio.create_task(serve(chosen, sock)), f"http://127.0.0.1:{sock.getsockname()[1]}"
+    frontend = Frontend(chosen, sock=sock)
+    return asyncio.create_task(frontend.serve()), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -1,6 +1,6 @@
 """Define the discovery interface.
 
-`etcd` implements it, and tests have an implementation within one process.
+`etcd` implements it, and `memory` within one process.
 """
 
 from __future__ import annotations

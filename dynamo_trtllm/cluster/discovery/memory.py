@@ -1,11 +1,17 @@
-"""Implement discovery in one process: several `MemoryDiscovery` share a `InstanceRecords`, as processes
-share etcd.
+"""Implement discovery within one process (`--etcd-endpoints memory://`).
+
+Several `MemoryDiscovery` share `InstanceRecords`, as processes share etcd. They may run on event
+loops of several threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Final
+from weakref import WeakValueDictionary
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
@@ -15,23 +21,48 @@ from dynamo_trtllm.protocol.messages import Instance
 _Change = tuple[str, bytes | None]  # key, record; None: deleted
 
 
+class _Watcher:
+    """The changes under one prefix, for the event loop that created this object.
+
+    The queue is unbounded, so its owner must read it or unsubscribe.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._loop = asyncio.get_running_loop()
+        self.changes: asyncio.Queue[_Change | None] = asyncio.Queue()  # None: no more
+
+    def notify(self, change: _Change) -> None:
+        """Add a change to the queue if it is under the prefix. Callable from any thread."""
+        key, _ = change
+        if not key.startswith(self._prefix):
+            return
+        # RuntimeError: the event loop was closed before its discovery.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.changes.put_nowait, change)
+
+
 class InstanceRecords:
-    """Shared instance records of one process. Use it from one event loop."""
+    """The instance records of one cluster within this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
-        self._watchers: list[tuple[str, asyncio.Queue[_Change | None]]] = []
+        self._watchers: list[_Watcher] = []
+        # Watchers are notified within it, so that they see changes in the order of the writes.
+        self._changing = threading.Lock()
 
     def put(self, key: str, record: bytes) -> None:
         """Write a record and notify watchers."""
-        self._records.pop(key, None)  # a record that is written again is listed last
-        self._records[key] = record
-        self._notify(key, record)
+        with self._changing:
+            self._records.pop(key, None)  # a record that is written again is listed last
+            self._records[key] = record
+            self._notify(key, record)
 
     def delete(self, key: str) -> None:
         """Delete a key if it exists, and notify watchers."""
-        if self._records.pop(key, None) is not None:
-            self._notify(key, None)
+        with self._changing:
+            if self._records.pop(key, None) is not None:
+                self._notify(key, None)
 
     def expire(self, instance_id: int) -> None:
         """Delete the keys of an instance, as if its lease had expired."""
@@ -40,80 +71,110 @@ class InstanceRecords:
 
     def listed(self, prefix: str) -> dict[str, bytes]:
         """Return all records under a prefix."""
-        return {key: record for key, record in self._records.items() if key.startswith(prefix)}
+        with self._changing:
+            return {key: data for key, data in self._records.items() if key.startswith(prefix)}
 
-    def subscribe(self, prefix: str) -> asyncio.Queue[_Change | None]:
-        """Return a queue of later changes under a prefix.
+    def subscribe(self, prefix: str) -> _Watcher:
+        """Return a watcher of later changes under a prefix."""
+        watcher = _Watcher(prefix)
+        with self._changing:
+            self._watchers.append(watcher)
+        return watcher
 
-        It is unbounded, so its owner must read it or unsubscribe.
-        """
-        queue: asyncio.Queue[_Change | None] = asyncio.Queue()
-        self._watchers.append((prefix, queue))
-        return queue
-
-    def unsubscribe(self, queue: asyncio.Queue[_Change | None]) -> None:
-        """Stop adding changes to a queue."""
-        self._watchers = [entry for entry in self._watchers if entry[1] is not queue]
+    def unsubscribe(self, watcher: _Watcher) -> None:
+        """Stop notifying a watcher."""
+        with self._changing:
+            self._watchers.remove(watcher)
 
     def _notify(self, key: str, record: bytes | None) -> None:
-        for prefix, queue in self._watchers:
-            if key.startswith(prefix):
-                queue.put_nowait((key, record))
+        for watcher in self._watchers:
+            watcher.notify((key, record))
+
+
+# By address. Records live as long as a discovery uses them.
+_RECORDS: Final[WeakValueDictionary[str, InstanceRecords]] = WeakValueDictionary()
+_FINDING_RECORDS: Final = threading.Lock()
+
+
+def records_at(address: str) -> InstanceRecords:
+    """Return the records that all users of an address in this process share."""
+    with _FINDING_RECORDS:
+        records = _RECORDS.get(address)
+        if records is None:
+            records = InstanceRecords()
+            _RECORDS[address] = records
+        return records
 
 
 class MemoryRegistration:
-    """A `Registration` in a `InstanceRecords`."""
+    """A `Registration` in `InstanceRecords`."""
 
-    def __init__(self, store: InstanceRecords, key: str) -> None:
-        self._store = store
+    def __init__(self, records: InstanceRecords, key: str) -> None:
+        self._records = records
         self._key: str | None = key
+
+    def replace(self) -> None:
+        """Leave the record to a later registration of the same instance."""
+        self._key = None
 
     async def aclose(self) -> None:
         key = self._key
         self._key = None
         if key is not None:
-            self._store.delete(key)
+            self._records.delete(key)
 
 
 class MemoryDiscovery:
-    """A `Discovery` in a `InstanceRecords`, which several may share. Default: a store of its own."""
+    """A `Discovery` in `InstanceRecords`.
 
-    def __init__(self, store: InstanceRecords | None = None) -> None:
-        self._store = store or InstanceRecords()
-        self._registrations: list[MemoryRegistration] = []
-        self._queues: list[asyncio.Queue[_Change | None]] = []
+    Args:
+        records: shared with the other members of the cluster; None: records of its own.
+    """
+
+    def __init__(self, records: InstanceRecords | None = None) -> None:
+        self._records = records or InstanceRecords()
+        self._registrations: dict[str, MemoryRegistration] = {}  # by key
+        self._watchers: list[_Watcher] = []
+        self._closed = False
 
     async def register(self, instance: Instance) -> MemoryRegistration:
         key, record = written(instance)
-        self._store.put(key, record)
-        registration = MemoryRegistration(self._store, key)
-        self._registrations.append(registration)
+        earlier = self._registrations.get(key)
+        if earlier is not None:
+            earlier.replace()
+        self._records.put(key, record)
+        registration = MemoryRegistration(self._records, key)
+        self._registrations[key] = registration
         return registration
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Yield events like `Discovery.watch`. End when this object is closed."""
         prefix = namespace_prefix(namespace)
         cache = InstanceCache()
-        queue = self._store.subscribe(prefix)
-        self._queues.append(queue)
+        watcher = self._records.subscribe(prefix)
+        self._watchers.append(watcher)
         try:
-            for event in cache.relist(self._store.listed(prefix)):
+            for event in cache.relist(self._records.listed(prefix)):
                 yield event
             yield Synced()
-            while (change := await queue.get()) is not None:
+            while not self._closed:
+                change = await watcher.changes.get()
+                if change is None:
+                    return
                 key, record = change
                 for event in cache.delete(key) if record is None else cache.put(key, record):
                     yield event
                 if cache.next_list_s is not None:
-                    for event in cache.relist(self._store.listed(prefix)):
+                    for event in cache.relist(self._records.listed(prefix)):
                         yield event
         finally:
-            self._store.unsubscribe(queue)
-            self._queues.remove(queue)
+            self._records.unsubscribe(watcher)
+            self._watchers.remove(watcher)
 
     async def aclose(self) -> None:
-        for registration in self._registrations:
+        self._closed = True
+        for registration in self._registrations.values():
             await registration.aclose()
         self._registrations.clear()
-        for queue in self._queues:
-            queue.put_nowait(None)
+        for watcher in self._watchers:
+            watcher.changes.put_nowait(None)

@@ -1,12 +1,18 @@
-"""Implement the request plane in one process: the same plane as over NATS, with a dictionary as
-transport.
+"""Implement the request plane within one process (`--nats-server inproc://`).
+
+It works as over NATS, with an `InprocBus` as the server. Workers and frontends may run on event
+loops of several threads: each receives its messages on its own loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+from weakref import WeakValueDictionary
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
@@ -18,83 +24,188 @@ from dynamo_trtllm.cluster.request_plane.transport import (
     no_reply,
 )
 from dynamo_trtllm.protocol.errors import Disconnected
+from dynamo_trtllm.support.background import BackgroundTasks
+
+_CLOSED: Final = "the request plane is closed"
+
+
+class Subscription:
+    """A receiver of the messages to one subject, on the event loop that created it."""
+
+    def __init__(self, subject: str, receive: Receive) -> None:
+        self.subject = subject
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self.is_open = True
+
+    def deliver_soon(self, data: bytes, reply: str) -> None:
+        """Receive a message in the next iteration of the event loop."""
+        if self._loop is asyncio.get_running_loop():
+            self._loop.call_soon(self._deliver, data, reply)
+            return
+        # RuntimeError: its event loop was closed before its plane.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver, data, reply)
+
+    def _deliver(self, data: bytes, reply: str) -> None:
+        if self.is_open:
+            self._receive(data, reply)
+
+
+class InprocBus:
+    """The subscriptions of one cluster within this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._subscriptions: dict[str, tuple[Subscription, ...]] = {}
+        self._changing = threading.Lock()
+        self._inbox_numbers = itertools.count()
+
+    def new_inbox(self) -> str:
+        """Return a subject that no other member of the cluster uses."""
+        return f"_INBOX.{next(self._inbox_numbers)}"
+
+    def add(self, subscription: Subscription) -> None:
+        """Deliver messages to a subscription from now on."""
+        subject = subscription.subject
+        with self._changing:
+            self._subscriptions[subject] = (*self._subscriptions.get(subject, ()), subscription)
+
+    def remove(self, subscription: Subscription) -> None:
+        """Deliver no more messages to a subscription. Idempotent."""
+        subscription.is_open = False
+        subject = subscription.subject
+        with self._changing:
+            others = self._subscriptions.get(subject, ())
+            left = tuple(other for other in others if other is not subscription)
+            if left:
+                self._subscriptions[subject] = left
+            else:
+                self._subscriptions.pop(subject, None)
+
+    def send(self, subject: str, data: bytes, reply: str = "") -> bool:
+        """Deliver a message to all subscriptions of a subject. Return False if there is none."""
+        subscriptions = self._subscriptions.get(subject, ())
+        for subscription in subscriptions:
+            subscription.deliver_soon(data, reply)
+        return bool(subscriptions)
+
+
+# By address. A bus lives as long as a transport uses it.
+_BUSES: Final[WeakValueDictionary[str, InprocBus]] = WeakValueDictionary()
+_FINDING_BUS: Final = threading.Lock()
+
+
+def bus_at(address: str) -> InprocBus:
+    """Return the bus that all users of an address in this process share."""
+    with _FINDING_BUS:
+        bus = _BUSES.get(address)
+        if bus is None:
+            bus = InprocBus()
+            _BUSES[address] = bus
+        return bus
 
 
 class InprocTransport:
-    """A `Transport` within this process.
+    """A `Transport` within this process. It loses no messages.
 
-    It delivers in order, in the next iteration of the event loop.
+    It delivers in order, in the next iteration of the receiver's event loop.
+
+    Args:
+        bus: shared with the other transports of the cluster; None: a bus of its own.
     """
 
     max_message_bytes = 1 << 20
     is_writing = False
 
-    def __init__(self) -> None:
-        self._listeners: dict[str, Receive] = {}
-        self._numbers = itertools.count()
+    def __init__(self, bus: InprocBus | None = None) -> None:
+        self._bus = bus or InprocBus()
+        self._subscriptions: set[Subscription] = set()
         self._closed = False
 
     def new_inbox(self) -> str:
-        return f"_INBOX.{next(self._numbers)}"
+        return self._bus.new_inbox()
 
     def on_disconnect(self, callback: OnDisconnect) -> None:
         """Ignore the callback: this transport loses no messages."""
 
     def unavailable_reason(self) -> str | None:
-        return "the request plane is closed" if self._closed else None
+        return _CLOSED if self._closed else None
 
     async def subscribe(
         self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
     ) -> Unsubscribe:
-        async def unsubscribe() -> None:
-            self._listeners.pop(subject, None)
-
         def take(data: bytes, reply: str) -> None:
-            receive(data, reply)
-            caught_up()
+            try:
+                receive(data, reply)
+            finally:
+                caught_up()
 
-        self._listeners[subject] = take
+        subscription = self._open(subject, take)
+
+        async def unsubscribe() -> None:
+            self._close(subscription)
+
         return unsubscribe
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
-            raise Disconnected("the request plane is closed")
-        if subject not in self._listeners:
-            raise no_listener(subject)
-        inbox = self.new_inbox()
+            raise Disconnected(_CLOSED)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)
-        self._deliver_soon(subject, data, inbox)
+
+        def take(data: bytes, _: str) -> None:
+            if not reply.done():
+                reply.set_result(data)
+
+        inbox = self._open(self.new_inbox(), take)
         try:
+            if not self._bus.send(subject, data, inbox.subject):
+                raise no_listener(subject)
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as exc:
             raise no_reply(subject, timeout_s) from exc
         finally:
-            del self._listeners[inbox]
+            self._close(inbox)
 
     def publish(self, subject: str, data: bytes) -> None:
-        self._deliver_soon(subject, data, "")
+        if not self._closed:
+            self._bus.send(subject, data)
 
     def try_publish(self, subject: str, data: bytes) -> bool:
         self.publish(subject, data)
-        return True
-
-    def _deliver_soon(self, subject: str, data: bytes, reply: str) -> None:
-        asyncio.get_running_loop().call_soon(self._deliver, subject, data, reply)
-
-    def _deliver(self, subject: str, data: bytes, reply: str) -> None:
-        receive = self._listeners.get(subject)
-        if receive is not None:
-            receive(data, reply)
+        return not self._closed
 
     async def aclose(self) -> None:
         self._closed = True
-        self._listeners.clear()
+        for subscription in list(self._subscriptions):
+            self._close(subscription)
+
+    def _open(self, subject: str, receive: Receive) -> Subscription:
+        subscription = Subscription(subject, receive)
+        self._subscriptions.add(subscription)
+        self._bus.add(subscription)
+        return subscription
+
+    def _close(self, subscription: Subscription) -> None:
+        self._subscriptions.discard(subscription)
+        self._bus.remove(subscription)
 
 
 class InprocPlane(RequestPlane):
-    """A request plane within one process. Workers and callers share one object."""
+    """A request plane within one process.
 
-    def __init__(self, limits: PlaneLimits | None = None) -> None:
-        super().__init__(InprocTransport(), limits or PlaneLimits())
+    Args:
+        limits: time-outs of the plane.
+        bus: shared with the other planes of the cluster; None: a bus of its own.
+        tasks: owner of the plane's background tasks.
+        on_unreadable: called for each message that can't be read.
+    """
+
+    def __init__(
+        self,
+        limits: PlaneLimits | None = None,
+        bus: InprocBus | None = None,
+        tasks: BackgroundTasks | None = None,
+        on_unreadable: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(InprocTransport(bus), limits or PlaneLimits(), tasks, on_unreadable)

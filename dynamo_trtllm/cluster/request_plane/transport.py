@@ -1,8 +1,8 @@
 """Define the message transport below a request plane, the service above it, and the heartbeat.
 
-`nats` implements the transport. Tests have an implementation within one process, which passes the
-same contract tests. A transport delivers each message at most once, and in order per pair of sender
-and subscriber. `client` and `server` rely on nothing else.
+`nats` implements the transport, and `inproc` within one process; both pass the same contract tests.
+A transport delivers each message at most once, and in order per pair of sender and subscriber.
+`client` and `server` rely on nothing else.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
-from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
@@ -81,7 +80,7 @@ async def run_app(
         stack.callback(RECORDER.stop)
         plane = await _connect_plane(config, tasks, metrics)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config, tasks=tasks)
+        discovery = open_discovery(config, tasks)
         stack.push_async_callback(discovery.aclose)
         if pipe is not None:
             _share_metrics(pipe, metrics)
@@ -105,7 +104,6 @@ async def run_app(
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await wait_for_first(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_LOADING_S)
-        tune_gc()
         open_gate(app.router)
         if pipe is not None:
             pipe.send_ready()
@@ -114,13 +112,13 @@ async def run_app(
 
 async def _connect_plane(
     config: FrontendConfig, tasks: BackgroundTasks, metrics: FrontendMetrics
-) -> NatsPlane:
+) -> RequestPlane:
     # An overloaded process reads acknowledgments seconds late. With shorter limits, it would count
     # workers as unreachable.
     limits = PlaneLimits(
         ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
     )
-    return await NatsPlane.connect(config.nats_server, limits, tasks, metrics.message_unreadable)
+    return await connect_plane(config, limits, tasks, metrics.message_unreadable)
 
 
 async def _connect_store(config: FrontendConfig) -> JetStreamStore | None:

@@ -56,7 +56,7 @@ async def recording_process(
     assert isinstance(transport, InprocTransport)
     answering = asyncio.create_task(answer_queries(plane, NS, DECODE))
     await asyncio.sleep(0)
-    assert recordings_subject(NS) in transport._listeners
+    assert recordings_subject(NS) in transport._bus._subscriptions
     try:
         yield transport
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dynamo_trtllm.config.load import load
@@ -32,6 +34,20 @@ def test_response_store_when_it_is_chosen_or_not_then_all_workers_find_responses
 def test_workers_when_responses_are_kept_in_memory_then_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--response-store memory .* --workers 2"):
         config("--workers", "2", "--response-store", "memory")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"workers": 2}, "--workers 2 starts several processes"),
+        ({"response_store": "jetstream"}, "--response-store jetstream is in a NATS server"),
+    ],
+)
+def test_cluster_within_the_process_when_a_setting_needs_servers_then_refused_by_name(
+    settings: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        FrontendConfig(etcd_endpoints="memory://", nats_server="inproc://", **settings)
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two"])

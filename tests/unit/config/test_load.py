@@ -199,6 +199,15 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model m --namespace a.b", ["--namespace", "'a.b'"]),
         ("--model m --etcd-endpoints http://a:1,,", ["--etcd-endpoints", "http://localhost:2379"]),
         ("--model m --nats-server http://a:1", ["--nats-server", "nats://localhost:4222"]),
+        ("--model m --etcd-endpoints memory://", ["--etcd-endpoints", "no other process", "etcd"]),
+        (
+            "--model m --nats-server inproc://a --etcd-endpoints memory://a",
+            ["is 'memory://a'", "embedding.md"],
+        ),
+        (
+            "--model m --nats-server inproc://",
+            ["--nats-server inproc:// needs --etcd-endpoints memory://"],
+        ),
         (
             "--model m --engine mock --kv-transfer-host 0.0.0.0",
             ["other workers cannot connect to 0.0.0.0", "--kv-transfer-bind-host"],

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
-from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
+from dynamo_trtllm.cluster.request_plane.inproc import InprocBus, InprocPlane, Subscription
 from dynamo_trtllm.frontend.routing import suspects
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -83,7 +83,9 @@ class Deployment:
 
     def __init__(self, deadly: dict[int, dict[Phase, int]], *, replaces: bool = False) -> None:
         self.deadly = deadly
-        self.plane = InprocPlane(PlaneLimits(ping_interval_s=0.1, listener_timeout_s=0.05))
+        limits = PlaneLimits(ping_interval_s=0.1, listener_timeout_s=0.05)
+        self._bus = InprocBus()
+        self.plane = InprocPlane(limits, self._bus)
         self.view = ClusterView()
         self.router = RequestRouter(self.view, self.plane, RouterOptions(hold_s=SOON_S))
         self.workers: list[MortalWorker] = []
@@ -104,16 +106,15 @@ class Deployment:
     def die(self, worker: MortalWorker, subject: str) -> None:
         worker.is_dead = True
         self.num_deaths += 1
-        listeners = self.plane._transport._listeners  # type: ignore[attr-defined]
-        del listeners[subject]
+        del self._bus._subscriptions[subject]
         if self._replaces:
             self._added.append(asyncio.get_running_loop().create_task(self.add(Role.AGGREGATED)))
 
     def die_by_subject(self, subject: str) -> None:
         """End a worker whose end the server notices only after one more message."""
         self.die(self._by_subject[subject], subject)
-        listeners = self.plane._transport._listeners  # type: ignore[attr-defined]
-        listeners[subject] = lambda data, reply: listeners.pop(subject)
+        last = Subscription(subject, lambda data, reply: self._bus.remove(last))
+        self._bus.add(last)
 
     async def run(self, asked: GenerateRequest, trace: ChoiceTimeline | None = None) -> list[int]:
         """Return the tokens of a request, within a bounded time."""

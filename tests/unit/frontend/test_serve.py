@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.process import main, run_app
+from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.protocol.errors import Unreachable
 from tests.kit.waiting import SOON_S
-
-
-@pytest.fixture(autouse=True)
-def _same_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "_tune_malloc", lambda: None)
 
 
 async def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], *, ends: bool) -> None:
@@ -31,9 +27,8 @@ async def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], *, end
         parent[1].close()
     try:
         async with asyncio.timeout(SOON_S):
-            await main.serve(
-                FrontendConfig(), socket.create_server(("127.0.0.1", 0)), ControlPipe(*child)
-            )
+            sock = socket.create_server(("127.0.0.1", 0))
+            await Frontend(FrontendConfig(), sock=sock, pipe=ControlPipe(*child)).serve()
     finally:
         parent[1].close()
 

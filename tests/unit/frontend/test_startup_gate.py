@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from dynamo_trtllm.frontend.process.main import StartupGate
+from dynamo_trtllm.frontend.process.frontend import StartupGate
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from tests.kit.frontend_app import front
 from tests.kit.memory_http import MemoryClient, asgi

@@ -100,7 +100,7 @@ class Vanishing(InprocTransport):
     async def serve(self) -> None:
         def take(data: bytes, reply: str) -> None:
             if self._dies:
-                del self._listeners[SUBJECT]
+                del self._bus._subscriptions[SUBJECT]
 
         await self.subscribe(SUBJECT, take)
 

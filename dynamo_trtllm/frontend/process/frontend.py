@@ -1,0 +1,247 @@
+"""A frontend: it answers status requests at once, while the rest loads.
+
+This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import logging
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.http.frontend_server import frontend_server
+from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady
+from dynamo_trtllm.protocol.http_status import retry_headers
+from dynamo_trtllm.support.background import cancel_all
+from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.server import HttpServer, set_request_id
+from dynamo_trtllm.support.lifecycle import Lifecycle
+from dynamo_trtllm.support.network.addresses import http_url
+from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+
+log = logging.getLogger(__name__)
+
+# The parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+_STARTING = "this frontend is starting"
+_NO_LISTS: dict[str, object] = dict.fromkeys(
+    ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()
+)
+_NO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
+_EARLY = {
+    "/live": (200, {"status": "live"}),
+    "/ready": (503, {"status": "loading", "reason": _STARTING}),
+    "/health": (200, {"status": "loading", **_NO_LISTS, **_NO_COUNTS, "message": _STARTING}),
+}
+
+
+class StartupGate:
+    """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
+
+    Status requests are answered at once. Another one needs the models: an earlier answer would be
+    404.
+    """
+
+    def __init__(self) -> None:
+        self._app: Handler | None = None
+        self._decided = asyncio.Event()
+
+    def open(self, app: Handler) -> None:
+        """Forward all requests to `app`, including those that wait."""
+        self._app = app
+        self._decided.set()
+
+    def close(self) -> None:
+        """Answer the waiting requests with a retryable error. Does nothing if the gate is open."""
+        self._decided.set()
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer the request, now or once the gate is decided. Raises ClientDisconnected."""
+        set_request_id(request, response)
+        if self._app is None and request.path in _EARLY and request.method in ("GET", "HEAD"):
+            status, body = _EARLY[request.path]
+            response.send_json(status, body, retry_headers(status))
+            return
+        response.cancel_on_disconnect()
+        await self._decided.wait()
+        response.continue_on_disconnect()  # the app decides
+        if self._app is None:
+            response.send_error(Draining("this frontend failed to start; see its log"))
+        else:
+            await self._app(request, response)
+
+
+class Frontend(Lifecycle):
+    """An OpenAI-compatible HTTP frontend, in this process.
+
+    Use it with `async with`, or run `serve()` in a task; or call `run()` in a program that does
+    nothing else. Only `run` handles signals and changes settings of the process.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        sock: socket.socket | None = None,
+        pipe: ControlPipe | None = None,
+    ) -> None:
+        """Create the frontend, which does nothing yet.
+
+        Args:
+            config: its settings.
+            sock: a listening socket to serve on, which the frontend closes. Default: it listens on
+                `http_host` and `http_port`.
+            pipe: leads to the parent, if this process is one of several on the port. Its end stops
+                the frontend.
+        """
+        super().__init__()
+        self._config = config
+        self._sock = sock
+        self._pipe = pipe
+        self._server: HttpServer | None = None
+        self._url: str | None = None
+        self._owns_process = False  # True: nothing but this frontend runs in the process
+
+    @property
+    def url(self) -> str:
+        """The URL at which this machine reaches the frontend. The API is below `{url}/v1`.
+
+        Raises:
+            EngineNotReady: it does not listen yet; await `ready()`.
+        """
+        if self._url is None:
+            raise EngineNotReady("this frontend does not listen yet; await ready() first")
+        return self._url
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, in the main thread only. Return the exit status.
+
+        With `workers` in the settings, start that many processes.
+
+        Raises:
+            ConfigError: the configuration is invalid.
+            Unreachable: NATS or etcd does not answer.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "Frontend.run handles signals and needs the main thread; in other threads, await"
+                " serve()"
+            )
+        config = self._config
+        if config.workers > 1:
+            from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
+
+            with reserve_port(config) as port:
+                _warn_if_exposed(config, port)
+                group = ProcessGroup(config, port.getsockname()[1], process_environment())
+                return asyncio.run(group.run())
+        uvloop.run(self.serve_with_signals())
+        return 0
+
+    async def serve_with_signals(self) -> None:
+        """Serve until SIGTERM or SIGINT, in a process of its own. Raises what `serve` raises."""
+        self._owns_process = True
+        _tune_malloc()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        await self.serve()
+
+    def _interrupt(self) -> None:
+        """Stop, the second time without waiting for requests."""
+        self.stop()
+        if self._server is not None:
+            self._server.interrupt()
+
+    async def _serve(self) -> None:
+        config = self._config
+        is_one_of_several = self._pipe is not None
+        if config.workers > 1 and not is_one_of_several:
+            raise ConfigError(
+                f"workers={config.workers} starts several processes, which only run() and the"
+                " command line do; use one of them, or workers=1",
+                field="workers",
+            )
+        sock = self._sock or listen(config.http_host, config.http_port, is_shared=is_one_of_several)
+        with sock:
+            if not is_one_of_several:
+                _warn_if_exposed(config, sock)
+            host, port = sock.getsockname()[:2]
+            self._url = http_url(host, port, "")
+            await self._serve_on(sock)
+
+    async def _serve_on(self, sock: socket.socket) -> None:
+        gate = StartupGate()
+        server = frontend_server(gate, self._config)
+        self._server = server
+        running = asyncio.create_task(self._run_app(gate, server), name="frontend-app")
+        running.add_done_callback(lambda _: gate.close())
+        work = [running, asyncio.create_task(self._stop_requested(), name="frontend-stop")]
+        if self._pipe is not None:
+            work.append(asyncio.create_task(_follow_parent(self._pipe), name="frontend-parent"))
+        for task in work:
+            task.add_done_callback(lambda _: server.stop())
+        log.info("listening on http://%s:%d", *sock.getsockname()[:2])
+        try:
+            await server.serve(sock)
+        finally:
+            ended = await cancel_all(work)
+        for failure in ended:
+            if isinstance(failure, Exception):
+                raise failure
+
+    async def _stop_requested(self) -> None:
+        await self._stop.wait()
+
+    async def _run_app(self, gate: StartupGate, server: HttpServer) -> None:
+        # This takes most of the start-up time, so it runs in a thread.
+        await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
+        from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc
+
+        def open_gate(app: Handler) -> None:
+            if self._owns_process:
+                tune_gc()
+            server.handler = app
+            gate.open(app)
+            self._accept_requests()
+
+        await run_app(self._config, open_gate, self._pipe, server.stop)
+
+
+async def _follow_parent(pipe: ControlPipe) -> None:
+    await pipe.run()
+    log.error("parent process exited; shutting down")
+
+
+def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
+    warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
+
+
+def _tune_malloc() -> None:
+    """Make glibc return freed memory to the system: fixed thresholds and few arenas (mallopt(3)).
+
+    By default glibc raises its threshold for large blocks to the largest freed one, and keeps an
+    arena per thread. After some hundred megabytes of request bodies, the process would keep most of
+    that memory.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 20)
+        mallopt(_M_ARENA_MAX, 2)
