@@ -170,6 +170,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ring: _Ring | None = None
+        self._path: Path | None = None  # of the newest file of this process
         self._num_users = 0
         # running streams, each with the tokens that were recorded
         self._streams: dict[RecordedStream, int] = {}
@@ -199,16 +200,20 @@ class Recorder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
             _check_memory(folder)
+            # A process has one file, however often workers start and stop in it.
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
             remove_old(folder)
             header = _packed_header(namespace, kind, instance_id, NUM_SLOTS)
             self._ring = _Ring(folder / name, header, NUM_SLOTS)
+            self._path = folder / name
         except OSError as exc:
             advice = "set --recorder-dir to a folder in memory (tmpfs) with 4 MiB free"
             log.warning("flight recorder is off (%s); %s", exc, advice)
             return
         if not self._handles_forks:
             self._handles_forks = True
-            os.register_at_fork(after_in_child=self._close)
+            os.register_at_fork(after_in_child=self._leave_to_parent)
         self.record_process(RecordedEvent.STARTED)
         self._tick()
 
@@ -226,6 +231,10 @@ class Recorder:
     def content(self, begin: int, end: int) -> bytes:
         """Return these bytes of the file; b"" if nothing is recorded."""
         return b"" if self._ring is None else self._ring.memory[begin:end]
+
+    def _leave_to_parent(self) -> None:
+        self._close()
+        self._path = None
 
     def _close(self) -> None:
         """Stop writing.
