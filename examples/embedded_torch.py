@@ -15,9 +15,7 @@ import asyncio
 import logging
 import signal
 
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.worker.worker import Worker
+from dynamo_trtllm import Role, Worker, WorkerConfig
 
 log = logging.getLogger("embedded")
 

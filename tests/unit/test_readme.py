@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import dynamo_trtllm
 from dynamo_trtllm.config.commands import (
     ChatConfig,
     ClearNamespaceConfig,
@@ -59,10 +60,23 @@ def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> 
         assert engine_arguments(loaded, FLAGS[loaded.engine], loaded.engine)
 
 
-def test_embedding_example_when_run_up_to_its_worker_then_it_is_valid() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", EMBEDDING, re.DOTALL)
-    assert ".run()" in example
-    exec(example.replace(".run()", "").replace('"__main__"', "__name__"), {"__name__": "example"})
+EXAMPLES = re.findall(r"```python\n(.*?)```", EMBEDDING, re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_embedding_example_when_run_up_to_its_start_then_it_is_valid(example: str) -> None:
+    example = example.replace(".run()", "").replace("asyncio.run(main())", "worker(Role.PREFILL)")
+    exec(example.replace('"__main__"', "__name__"), {"__name__": "example"})
+
+
+def test_public_names_when_documented_then_they_are_all_and_no_others() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", EMBEDDING, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    stub = (ROOT / "dynamo_trtllm" / "__init__.pyi").read_text(encoding="utf-8")
+    typed = set(re.findall(r'^    "(\w+)",$', stub, re.MULTILINE))
+    assert documented == set(dir(dynamo_trtllm)) == set(dynamo_trtllm.__all__) == typed
+    for name in documented:
+        assert getattr(dynamo_trtllm, name).__doc__, name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy/local").glob("*.yaml")), ids=str)

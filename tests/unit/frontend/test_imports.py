@@ -42,3 +42,8 @@ def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(
     found = imported(module)
     assert module in found
     assert found & not_yet == set()
+
+
+def test_package_when_imported_then_no_module_of_it_is_loaded() -> None:
+    found = imported("dynamo_trtllm")
+    assert {name for name in found if name.startswith("dynamo_trtllm.")} == set()

@@ -1,0 +1,26 @@
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
+from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role, Sampling
+from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.worker.worker import Worker
+
+__version__: str
+__all__ = [
+    "Chunk",
+    "ConfigError",
+    "DynamoError",
+    "Engine",
+    "EngineInfo",
+    "Frontend",
+    "FrontendConfig",
+    "GenerateRequest",
+    "Role",
+    "Sampling",
+    "Worker",
+    "WorkerConfig",
+    "as_stream",
+    "create_engine",
+]

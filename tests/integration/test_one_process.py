@@ -1,0 +1,190 @@
+"""Workers and a frontend of one process, without servers: answers, failures, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Role, Worker, WorkerConfig
+from dynamo_trtllm.protocol.errors import Draining, EngineFailed
+from tests.kit.waiting import SOON_S
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "one_process.py"
+CLUSTER: dict[str, Any] = {"nats_server": "inproc://", "etcd_endpoints": "memory://"}
+MODEL = "tiny-gpt-oss"
+
+
+def make_worker(role: Role, **settings: Any) -> Worker:
+    config = WorkerConfig(
+        model_path=MODEL, engine="mock", disaggregation_mode=role, **CLUSTER, **settings
+    )
+    return Worker(config)
+
+
+def make_frontend() -> Frontend:
+    return Frontend(FrontendConfig(http_host="127.0.0.1", http_port=0, **CLUSTER))
+
+
+async def ask(url: str) -> int:
+    """Return the number of tokens of an answer."""
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=SOON_S) as client:
+        response = await client.post(f"{url}/v1/completions", json=body)
+    return int(response.raise_for_status().json()["usage"]["completion_tokens"])
+
+
+async def serve_and_ask() -> None:
+    frontend = make_frontend()
+    health = {"system_host": "127.0.0.1", "system_port": 0}
+    async with make_worker(Role.PREFILL, **health), make_worker(Role.DECODE) as decode, frontend:
+        assert decode.url is None
+        assert await ask(frontend.url) == 5
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("one_process", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("engine", ["mock", pytest.param("torch", marks=pytest.mark.long)])
+async def test_example_when_run_then_an_openai_client_gets_an_answer_without_servers(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await example().main(engine)
+    printed = capsys.readouterr().out
+    assert "CompletionUsage" in printed
+    if engine == "torch":
+        assert "I am tiny-gpt-oss" in printed
+
+
+def left_behind() -> dict[str, Any]:
+    """Return what a cluster of this process may leave, but for threads that asyncio reuses."""
+    gc.collect()
+    names = {thread.name for thread in threading.enumerate()}
+    recordings = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"**/*-{os.getpid()}-*")
+    return {
+        "tasks": sorted(task.get_name() for task in asyncio.all_tasks()),
+        "threads": sorted(name for name in names if not name.startswith(("asyncio_", "in-thread"))),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "recordings": len(list(recordings)),
+        "handler": signal.getsignal(signal.SIGTERM),
+    }
+
+
+@pytest.mark.parametrize(
+    "count", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+)
+async def test_cluster_when_started_and_stopped_again_and_again_then_nothing_is_left(
+    count: int,
+) -> None:
+    await serve_and_ask()
+    after_first = left_behind()
+    for _ in range(count - 1):
+        await serve_and_ask()
+    assert left_behind() == after_first
+
+
+def test_cluster_when_run_in_a_thread_then_it_answers() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(asyncio.run, serve_and_ask())
+        running.result(SOON_S)
+
+
+async def test_worker_when_run_in_another_thread_than_the_frontend_then_both_answer() -> None:
+    """`stop` may be called from any thread."""
+    worker = make_worker(Role.AGGREGATED)
+    serving = asyncio.create_task(asyncio.to_thread(asyncio.run, worker.serve()))
+    async with asyncio.timeout(SOON_S), make_frontend() as frontend:
+        while True:
+            try:
+                assert await ask(frontend.url) == 5
+                break
+            except httpx.HTTPStatusError:
+                await asyncio.sleep(0.05)
+        worker.stop()
+        await serving
+
+
+async def test_serve_when_used_without_a_block_then_ready_and_stop_frame_it() -> None:
+    worker = make_worker(Role.AGGREGATED)
+    serving = asyncio.create_task(worker.serve())
+    await worker.ready()
+    worker.stop()
+    await serving
+    with pytest.raises(Draining, match="the worker was stopped"):
+        await worker.ready()
+    with pytest.raises(RuntimeError, match="a Worker serves once"):
+        await worker.serve()
+
+
+async def test_block_when_the_server_fails_meanwhile_then_it_ends_with_the_error() -> None:
+    async def run() -> None:
+        async with make_worker(Role.AGGREGATED) as worker:
+            worker._tasks.start(fail(), "planted")
+            await asyncio.Event().wait()
+
+    with pytest.raises(EngineFailed, match="planted"):
+        await run()
+    current = asyncio.current_task()
+    assert current is not None
+    assert current.cancelling() == 0
+
+
+async def fail() -> None:
+    raise EngineFailed("planted")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_worker(Role.AGGREGATED, override_engine_args={"no_such": 1}),
+        lambda: Frontend(FrontendConfig(http_host="no.such.host.invalid", **CLUSTER)),
+        lambda: Frontend(FrontendConfig(workers=2)),
+    ],
+    ids=["worker", "frontend", "several processes"],
+)
+async def test_block_when_the_start_fails_then_it_is_not_entered(
+    make: Callable[[], Worker | Frontend],
+) -> None:
+    is_entered = False
+
+    async def run() -> None:
+        nonlocal is_entered
+        async with make():
+            is_entered = True
+
+    with pytest.raises(ConfigError):
+        await run()
+    assert not is_entered
+
+
+async def test_block_when_cancelled_then_it_ends_at_once() -> None:
+    is_entered = asyncio.Event()
+
+    async def run() -> None:
+        async with make_worker(Role.AGGREGATED):
+            is_entered.set()
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(run())
+    async with asyncio.timeout(SOON_S):
+        await is_entered.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert running.cancelled()
