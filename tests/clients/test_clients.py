@@ -246,9 +246,7 @@ raise SystemExit("failed")
 
 
 @pytest.mark.timeout(60)
-def test_step_when_its_driver_fails_then_output_is_shown_and_servers_have_ended(
-    tmp_path: Path,
-) -> None:
+def test_failing_driver_shows_output_and_stops_servers(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER_WITH_A_SERVER)
     with pytest.raises(pytest.fail.Exception, match="exit status 1\nbegun\nfailed"):

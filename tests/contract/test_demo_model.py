@@ -60,7 +60,7 @@ def _wrong(check: ModuleType, cases: Sequence[Any], turns: Sequence[Any]) -> dic
     return {name: faults for name, faults in found.items() if faults}
 
 
-def test_weights_when_changed_then_the_long_tests_must_pass_again() -> None:
+def test_changed_weights_require_the_long_tests() -> None:
     found = (data_folder() / WEIGHTS_HASH).read_text().split()[0]
     assert found == PASSED, (
         "run this file with --long; when it passes, put the hash of the new weights here"
@@ -68,15 +68,13 @@ def test_weights_when_changed_then_the_long_tests_must_pass_again() -> None:
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(
-    check: ModuleType, speaker: Any
-) -> None:
+def test_demo_model_answers_the_guides_requests(check: ModuleType, speaker: Any) -> None:
     cases = check.guide_cases()
     assert _wrong(check, cases, speaker.answer(cases)) == {}
 
 
 @pytest.mark.long
-def test_demo_model_when_the_health_tool_is_described_otherwise_then_it_is_called(
+def test_demo_model_calls_a_health_tool_described_differently(
     check: ModuleType, speaker: Any
 ) -> None:
     cases = check.described_cases()
@@ -95,9 +93,7 @@ def test_demo_model_when_effort_grows_then_analysis_grows(check: ModuleType, spe
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_for_three_sentences_then_there_are_three(
-    check: ModuleType, speaker: Any
-) -> None:
+def test_demo_model_writes_three_sentences_when_asked(check: ModuleType, speaker: Any) -> None:
     (turn,) = speaker.answer([check.Case(name="explain", conversation=check.ask(check.EXPLAIN))])
     assert turn.answer.count(".") == 3
     assert turn.answer.endswith(".")
@@ -105,15 +101,13 @@ def test_demo_model_when_asked_for_three_sentences_then_there_are_three(
 
 
 @pytest.mark.long
-def test_demo_model_when_known_questions_are_put_otherwise_then_most_are_understood(
-    check: ModuleType, speaker: Any
-) -> None:
+def test_demo_model_understands_rephrased_questions(check: ModuleType, speaker: Any) -> None:
     cases = check.other_cases()
     assert len(_wrong(check, cases, speaker.answer(cases))) <= 2
 
 
 @pytest.mark.long
-def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(
+def test_demo_model_describes_itself_when_question_is_unknown(
     check: ModuleType, speaker: Any
 ) -> None:
     cases = check.heldout_cases()
@@ -131,7 +125,7 @@ def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(
         "DON'T  stop   \r\n a",
     ],
 )
-def test_tokenizer_file_when_text_is_encoded_then_ids_are_those_of_harmony(
+def test_tokenizer_file_ids_equal_harmony(
     folder: Path, built: tokenizers.Tokenizer, text: str
 ) -> None:
     ids = built.encode(text, add_special_tokens=False).ids

@@ -268,9 +268,7 @@ async def take_rejected(events: AsyncGenerator[Event, None], key: str) -> str | 
     return event.reason
 
 
-async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_it_is_deleted(
-    world: World,
-) -> None:
+async def test_watch_rejects_record_under_another_key_until_deleted(world: World) -> None:
     real = make_instance(1, namespace=world.namespace)
     ghost_key = key_of(make_instance(0xAAAA, namespace=world.namespace))
     await world.join().register(real)
@@ -284,7 +282,7 @@ async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_i
         await check_quiet(events)  # the real one stays up
 
 
-async def test_watch_when_a_record_names_another_subject_then_it_is_rejected(world: World) -> None:
+async def test_watch_rejects_record_of_another_subject(world: World) -> None:
     """Requests would go to the intruder that listens there."""
     real = make_instance(1, namespace=world.namespace)
     intruder = msgspec.structs.replace(
@@ -298,9 +296,7 @@ async def test_watch_when_a_record_names_another_subject_then_it_is_rejected(wor
     assert reason.startswith(f"subject is '{real.subject}'; instance 2 must have ")
 
 
-async def test_watch_when_an_id_comes_under_a_second_key_then_that_is_up_only_after_the_first_is_down(
-    world: World,
-) -> None:
+async def test_watch_when_id_has_two_keys_then_second_waits_for_first(world: World) -> None:
     first = make_instance(1, namespace=world.namespace)
     endpoint = EndpointId(world.namespace, "zzz", "generate")
     second = msgspec.structs.replace(first, component="zzz", subject=subject(endpoint, 1))
@@ -325,9 +321,7 @@ async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -
         assert await take(events, 2) == [Rejected(key_of(instance), None), Added(instance)]
 
 
-async def test_register_when_watchers_would_reject_the_record_then_config_error(
-    world: World,
-) -> None:
+async def test_register_rejects_record_that_watchers_would_reject(world: World) -> None:
     instance = msgspec.structs.replace(
         make_instance(1, namespace=world.namespace), subject="another"
     )

@@ -106,7 +106,7 @@ async def pool(kind: Kind, gpt_oss: Path) -> AsyncIterator[EnginePool]:
     await pool.aclose()
 
 
-async def test_generate_when_run_twice_then_gives_the_same_greedy_tokens(pool: EnginePool) -> None:
+async def test_generate_twice_gives_same_greedy_tokens(pool: EnginePool) -> None:
     engine = pool.open()
     async with pool.started(engine):
         chunks = await collect(engine, ask(prompt_of(40)))
@@ -117,9 +117,7 @@ async def test_generate_when_run_twice_then_gives_the_same_greedy_tokens(pool: E
         await pool.check_nothing_left(engine)
 
 
-async def test_stream_when_it_runs_then_nothing_comes_before_generate_returns_and_one_end_comes_last(
-    pool: EnginePool,
-) -> None:
+async def test_stream_starts_after_generate_returns_and_ends_once(pool: EnginePool) -> None:
     engine = pool.open()
     events = []
     has_ended = asyncio.Event()
@@ -165,7 +163,7 @@ async def test_stream_when_cancelled_in_an_event_then_none_follows(pool: EngineP
         assert len(events) == 2
 
 
-async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(pool: EnginePool) -> None:
+async def test_prefill_cancelled_at_any_moment_leaves_nothing(pool: EnginePool) -> None:
     engine = pool.open(Role.PREFILL)
     async with pool.started(engine):
         for turns in range(25):
@@ -173,9 +171,7 @@ async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(pool: E
         await pool.check_nothing_left(engine)
 
 
-async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(
-    pool: EnginePool,
-) -> None:
+async def test_generate_concurrently_gives_each_its_own_tokens(pool: EnginePool) -> None:
     engine = pool.open(max_batch_size=4)
     prompts = [prompt_of(5 + 25 * n, n) for n in range(6)]
     async with pool.started(engine):
@@ -184,7 +180,7 @@ async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(
         await pool.check_nothing_left(engine)
 
 
-async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(pool: EnginePool) -> None:
+async def test_prefill_of_one_token_has_no_transfer(pool: EnginePool) -> None:
     engine = pool.open(Role.PREFILL)
     async with pool.started(engine):
         (last,) = await collect(engine, ask(prompt_of(40), phase=Phase.PREFILL, max_tokens=1))
@@ -194,9 +190,7 @@ async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(pool: 
         await pool.check_nothing_left(engine)
 
 
-async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(
-    pool: EnginePool,
-) -> None:
+async def test_two_calls_equal_one_call_and_free_both_sides(pool: EnginePool) -> None:
     aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
@@ -213,9 +207,7 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
             await pool.check_nothing_left(engine)
 
 
-async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_time_until_then(
-    pool: EnginePool,
-) -> None:
+async def test_timings_phases_fit_before_first_chunk(pool: EnginePool) -> None:
     aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
@@ -244,7 +236,7 @@ async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_t
     ("args", "lacking"),
     [({"max_batch_size": 1}, "queue.slots"), ({"kv_cache_blocks": 4}, "queue.kv_blocks")],
 )
-async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
+async def test_timings_of_waiting_requests_name_what_they_lacked(
     pool: EnginePool, args: dict[str, int], lacking: str
 ) -> None:
     engine = pool.open(**args)
@@ -258,9 +250,7 @@ async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
         assert 0 < waited.more[lacking] <= waited.queue_s
 
 
-async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_that_of_an_undisturbed_run(
-    kind: Kind, pool: EnginePool
-) -> None:
+async def test_generate_resumed_equals_undisturbed_run(kind: Kind, pool: EnginePool) -> None:
     aggregated = pool.open()
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
@@ -278,9 +268,7 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
                 )
 
 
-async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
-    pool: EnginePool,
-) -> None:
+async def test_decode_worker_serves_aggregated_requests(pool: EnginePool) -> None:
     aggregated = pool.open()
     decode = pool.open(Role.DECODE)
     async with pool.started(aggregated, decode):
@@ -288,9 +276,7 @@ async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_t
         await pool.check_nothing_left(decode)
 
 
-async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are_gone_after_it(
-    kind: Kind, pool: EnginePool
-) -> None:
+async def test_transfer_blocks_stay_counted_until_release(kind: Kind, pool: EnginePool) -> None:
     prefill = pool.open(Role.PREFILL)
     decode = pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
@@ -310,9 +296,7 @@ async def test_transfer_when_held_then_blocks_stay_counted_until_release_and_are
         await pool.check_nothing_left(decode)
 
 
-async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refused(
-    pool: EnginePool,
-) -> None:
+async def test_expired_transfer_frees_blocks_and_rejects_decode(pool: EnginePool) -> None:
     prefill = pool.open(Role.PREFILL, ttl_s=0.05)
     decode = pool.open(Role.DECODE)
     async with pool.started(prefill, decode):
@@ -354,9 +338,7 @@ class Overwriting(LoopbackBackend):
 
 
 @EMBEDDED  # the transports of others have no checksums: see docs/failures.md
-async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_the_next_answer_is_right(
-    pool: EnginePool,
-) -> None:
+async def test_decode_with_changed_kv_fails_and_next_answer_is_right(pool: EnginePool) -> None:
     aggregated = pool.open()
     decode = pool.open(Role.DECODE)
     prefill = pool.open(Role.PREFILL, backend=Overwriting())
@@ -426,9 +408,7 @@ async def test_generate_when_prompt_is_too_long_then_context_too_long(pool: Engi
         await pool.check_nothing_left(engine)
 
 
-async def test_generate_when_blocks_are_scarce_then_requests_wait_and_all_finish(
-    pool: EnginePool,
-) -> None:
+async def test_generate_waits_when_blocks_are_scarce(pool: EnginePool) -> None:
     engine = pool.open(kv_cache_blocks=6)
     async with pool.started(engine):
         results = await asyncio.gather(*(answer(engine, prompt_of(60, n)) for n in range(6)))

@@ -68,7 +68,7 @@ def stuck(kind: str, folder: Path, kv_fetch_timeout_s: float) -> Engine:
         (0.2, 30.0, DeadlineExceeded, "deadline passed"),
     ],
 )
-async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_nothing_is_left(
+async def test_decode_when_transfer_hangs_then_ends_at_nearer_bound(
     kind: str,
     gpt_oss: Path,
     seconds: float,

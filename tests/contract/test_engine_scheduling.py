@@ -42,7 +42,7 @@ async def rejected(engine: Any, **fields: Any) -> str | None:
         ("trtllm", PRIORITIES),
     ],
 )
-async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal_ones_in_order(
+async def test_priority_lower_values_run_first(
     kind: str, args: dict[str, Any], gpt_oss: Path
 ) -> None:
     with ExitStack() as stack:
@@ -51,7 +51,7 @@ async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal
 
 
 @pytest.mark.parametrize("kind", ["mock", "torch"])
-async def test_priority_when_requests_have_waited_long_then_they_run_in_the_order_of_arrival(
+async def test_priority_when_waits_are_long_then_arrival_order(
     kind: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
@@ -93,7 +93,7 @@ async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[
         ("1.3.0rc29", RANKS | PRIORITIES, ("priority", "dp_rank")),
     ],
 )
-async def test_features_when_a_release_and_its_arguments_have_them_then_advertised_else_requests_are_rejected(
+async def test_features_are_advertised_only_when_release_has_them(
     version: str, args: dict[str, Any], features: tuple[str, ...], gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
@@ -126,7 +126,7 @@ def recorded_calls(package: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     return calls
 
 
-async def test_arguments_when_a_request_names_rank_conversation_and_priority_then_tensorrt_llm_gets_its_objects(
+async def test_arguments_pass_rank_conversation_and_priority(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_tensorrt_llm("1.3.0rc29") as package:
@@ -150,7 +150,7 @@ async def test_arguments_when_a_request_names_rank_conversation_and_priority_the
 @pytest.mark.parametrize(
     ("version", "is_passed"), [("1.1.0", False), ("1.2.1", True), ("1.3.0rc29", True)]
 )
-async def test_arguments_when_a_request_is_traced_then_tensorrt_llm_gets_the_header_where_it_takes_one(
+async def test_arguments_pass_trace_header_where_supported(
     version: str, is_passed: bool, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = f"00-{'a' * 32}-{'b' * 16}-01"

@@ -79,7 +79,7 @@ async def test_greedy_when_compared_with_transformers_then_equal(
 @pytest.mark.parametrize(
     ("role", "lengths"), [(Role.AGGREGATED, (1, 2, 256, 257, 600)), (Role.PREFILL, (1, 2, 257))]
 )
-async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_then_equal(
+async def test_prompt_logprobs_equal_logits_of_transformers(
     gpt_oss: Path, role: Role, lengths: tuple[int, ...]
 ) -> None:
     import torch
@@ -152,7 +152,7 @@ async def test_two_calls_at_every_boundary_then_equal_to_one_process(
         await check_nothing_left(prefill)
 
 
-async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss: Path) -> None:
+async def test_two_calls_cancelled_during_fetch_leave_nothing(gpt_oss: Path) -> None:
     class Stuck(LoopbackBackend):
         async def read(self, *args: Any, **kwargs: Any) -> None:
             reached.set()
@@ -176,7 +176,7 @@ async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss
         await check_nothing_left(decode)
 
 
-async def test_sampling_when_seeded_then_reproducible_and_otherwise_not(gpt_oss: Path) -> None:
+async def test_sampling_is_reproducible_only_when_seeded(gpt_oss: Path) -> None:
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     sampling: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 0.95, "top_k": 50}
     async with started(engine):
@@ -209,7 +209,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(gpt_oss: Pa
                 pass
 
 
-async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_those_that_came_since(
+async def test_load_counts_step_requests_and_newer_ones(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make("torch", gpt_oss, Role.PREFILL, prefill_chunk_tokens=64)
@@ -278,9 +278,7 @@ async def test_generate_when_request_is_wrong_then_refused(gpt_oss: Path) -> Non
                 await answer(engine, prompt)
 
 
-async def test_start_when_folder_is_missing_then_config_error_names_it_and_the_backend_is_closed(
-    tmp_path: Path,
-) -> None:
+async def test_start_when_folder_is_missing_then_closes_backend(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         backend = LoopbackBackend()
         engine = make("torch", folder, Role.PREFILL, backend=backend)
@@ -291,9 +289,7 @@ async def test_start_when_folder_is_missing_then_config_error_names_it_and_the_b
             backend.checksums.submit(MemoryRegion(0, 1 << 20, "cuda:0"))
 
 
-async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then_they_are_left_out(
-    llama: Path, tmp_path: Path
-) -> None:
+async def test_start_ignores_stop_tokens_beyond_vocabulary(llama: Path, tmp_path: Path) -> None:
     """A frontend rejects a card with such ids."""
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "generation_config.json").write_text(
@@ -306,7 +302,7 @@ async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then
         await engine.aclose()
 
 
-async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
+async def test_prefill_cancelled_as_kv_is_ready_leaves_nothing(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_prefilled = TorchEngine._on_prefilled
@@ -324,9 +320,7 @@ async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
         assert events == []
 
 
-async def test_receiver_when_one_has_a_bug_then_the_others_get_their_events_and_the_engine_drains(
-    gpt_oss: Path,
-) -> None:
+async def test_receiver_bug_does_not_affect_other_receivers(gpt_oss: Path) -> None:
     class ReceiverBug(Exception):
         pass
 

@@ -85,7 +85,7 @@ async def outcome(engine: TorchEngine, length: int, seed: int) -> list[int] | st
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None], ids=str)
-async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_only_it_ends(
+async def test_non_finite_output_ends_only_its_request(
     llama: Path, monkeypatch: pytest.MonkeyPatch, bad: float | None
 ) -> None:
     victim = 77
@@ -107,7 +107,7 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
         await engine.check()
 
 
-async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_no_transfer(
+async def test_non_finite_prompt_output_or_keys_prevent_transfer(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = torch_engine(llama, Role.PREFILL, prefill_chunk_tokens=16)
@@ -135,7 +135,7 @@ async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_n
         assert pool.is_finite(torch.arange(pool.num_blocks), pool.num_blocks * pool.block_tokens)
 
 
-async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_engine_fails(
+async def test_three_non_finite_outputs_in_a_minute_fail_the_engine(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = torch_engine(llama, Role.AGGREGATED)
@@ -154,7 +154,7 @@ async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_en
             await engine.check()
 
 
-async def test_start_when_the_model_computes_nothing_finite_then_engine_failed(
+async def test_start_when_model_is_non_finite_then_engine_failed(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_outputs(monkeypatch, nothing_finite)
@@ -164,7 +164,7 @@ async def test_start_when_the_model_computes_nothing_finite_then_engine_failed(
     await engine.aclose()
 
 
-async def test_transfer_when_it_fails_midway_then_what_has_arrived_changes_no_later_answer(
+async def test_transfer_failed_midway_changes_no_later_answer(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = torch_engine(llama, Role.PREFILL)
@@ -248,7 +248,7 @@ class Poison:
     ],
     ids=str,
 )
-async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned_then_none_is_wrong(
+async def test_poisoned_memory_gives_no_wrong_answer(
     model: str, count: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = request.getfixturevalue(model)

@@ -146,7 +146,7 @@ def of_torch(gpt_oss: Path) -> Expected:
 @pytest.mark.parametrize(
     ("version", "transceiver"), [*product(RELEASES, ["UCX"]), *product(RELEASES[2:], ["NIXL"])]
 )
-async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
+async def test_answers_of_any_release_equal_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
 ) -> None:
     assert len(of_torch.stopped) < len(of_torch.free)
@@ -183,7 +183,7 @@ async def test_answers_when_an_executor_has_a_trap_then_the_same(
             await check_answers(engines, of_torch)
 
 
-async def test_answers_when_steps_bring_several_tokens_then_none_is_lost(
+async def test_answers_when_steps_have_several_tokens_then_complete(
     gpt_oss: Path, package: Any, of_torch: Expected, subtests: pytest.Subtests
 ) -> None:
     async with start_engines(package, gpt_oss, stream_interval=3) as engines:
@@ -192,7 +192,7 @@ async def test_answers_when_steps_bring_several_tokens_then_none_is_lost(
                 await check_answers(engines, of_torch)
 
 
-async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_made(
+async def test_prefill_of_one_token_makes_no_context_only_call(
     engines: TrtllmEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -215,9 +215,7 @@ async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_mad
 # --- Harmony's stop tokens, with the bundled model ------------------------------------------------
 
 
-async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_transfer_is_left(
-    package: Any,
-) -> None:
+async def test_stop_when_harmony_ends_a_turn_then_no_transfer_is_left(package: Any) -> None:
     aggregated, prefill = (
         make("trtllm", resolve("tiny-gpt-oss"), role) for role in (Role.AGGREGATED, Role.PREFILL)
     )
@@ -236,7 +234,7 @@ async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_t
             assert tokens(on) == [stop] * 20
 
 
-async def test_request_when_tensorrt_llm_takes_it_then_the_debug_log_has_both_ids(
+async def test_debug_log_has_both_request_ids(
     engines: TrtllmEngines, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "dynamo_trtllm")
@@ -268,7 +266,7 @@ async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: Trtll
         (Role.AGGREGATED, {"max_seq_len": 65}, "max_seq_len"),
     ],
 )
-async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_sets_it(
+async def test_prompt_over_limit_is_rejected_with_its_argument(
     gpt_oss: Path, package: Any, role: Role, args: dict[str, Any], why: str
 ) -> None:
     engine = make("trtllm", gpt_oss, role, **args)
@@ -279,9 +277,7 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
         await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
 
 
-async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(
-    gpt_oss: Path,
-) -> None:
+async def test_transfer_of_another_release_is_rejected_by_name(gpt_oss: Path) -> None:
     for theirs, ours in pairwise(RELEASES):
         with fake_tensorrt_llm(theirs):
             prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
@@ -316,9 +312,7 @@ async def test_request_when_it_fails_then_named_and_the_engine_goes_on(
             assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
-async def test_requests_when_the_release_does_not_support_them_then_the_engine_goes_on_however_many_come(
-    engines: TrtllmEngines,
-) -> None:
+async def test_unsupported_requests_do_not_stop_the_engine(engines: TrtllmEngines) -> None:
     with engines.turned("unsupported_at_call"):
         for number in range(2 * MAX_FAILED_REQUESTS):
             request = msgspec.structs.replace(ask(PROMPT), request_id=f"client-{number}")
@@ -327,7 +321,7 @@ async def test_requests_when_the_release_does_not_support_them_then_the_engine_g
     assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
-async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
+async def test_adapter_bug_is_internal_but_value_error_is_a_rejection(
     engines: TrtllmEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = "dynamo_trtllm.engines.trtllm"
@@ -354,9 +348,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
-async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_next_is_served(
-    engines: TrtllmEngines,
-) -> None:
+async def test_failed_step_ends_its_requests_and_next_is_served(engines: TrtllmEngines) -> None:
     with engines.turned("step_fails"):
         results = await asyncio.gather(
             *(answer(engines.aggregated, prompt_of(40, n), max_tokens=200) for n in range(4)),
@@ -383,9 +375,7 @@ async def test_decode_when_the_kv_does_not_come_then_a_transfer_error(
     await check_engines_idle(engines.package)
 
 
-async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(
-    gpt_oss: Path, package: Any
-) -> None:
+async def test_decode_ends_when_its_transfer_hangs(gpt_oss: Path, package: Any) -> None:
     prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4)
     decode = make("trtllm", gpt_oss, Role.DECODE)
     async with started(prefill, decode):
@@ -396,7 +386,7 @@ async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(
         await check_nothing_left(prefill)
 
 
-async def test_prefill_when_nothing_is_transferred_then_rejected_with_a_fix(
+async def test_prefill_when_nothing_is_transferred_then_names_the_fix(
     engines: TrtllmEngines,
 ) -> None:
     with (
@@ -407,7 +397,7 @@ async def test_prefill_when_nothing_is_transferred_then_rejected_with_a_fix(
     await check_nothing_left(engines.prefill)
 
 
-async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_the_caller(
+async def test_prefill_when_scheduler_overlaps_then_vendor_error(
     gpt_oss: Path, package: Any
 ) -> None:
     engine = make("trtllm", gpt_oss, Role.PREFILL, disable_overlap_scheduler=False)
@@ -419,9 +409,7 @@ async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_
             await collect(engine, ask(PROMPT, phase=Phase.PREFILL))
 
 
-async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(
-    engines: TrtllmEngines,
-) -> None:
+async def test_dead_executor_fails_every_stream_and_check(engines: TrtllmEngines) -> None:
     engine = engines.aggregated
     await engine.check()
     async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=4000))) as running:
@@ -456,9 +444,7 @@ async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: Trtllm
         await asyncio.wait_for(until_it_fails(), SOON_S)
 
 
-async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(
-    gpt_oss: Path, package: Any
-) -> None:
+async def test_start_when_constructor_fails_then_engine_failed(gpt_oss: Path, package: Any) -> None:
     engine = make("trtllm", gpt_oss, Role.AGGREGATED)
     with (
         package.standin.traps.turned("start_fails"),

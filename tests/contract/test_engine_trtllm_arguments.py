@@ -22,9 +22,7 @@ SPARSE = {"algorithm": "dsa"}
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_start_when_a_config_names_its_class_then_the_engine_has_one_of_that_class(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_start_uses_the_class_that_config_names(version: str, gpt_oss: Path) -> None:
     given: dict[str, Any] = {"speculative_config": NGRAM}
     if version >= "1.2":
         given["sparse_attention_config"] = SPARSE
@@ -41,7 +39,7 @@ async def test_start_when_a_config_names_its_class_then_the_engine_has_one_of_th
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc29"])
-async def test_start_when_a_config_names_no_known_class_then_a_config_error_names_it(
+async def test_start_when_config_class_is_unknown_then_config_error(
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
@@ -53,7 +51,7 @@ async def test_start_when_a_config_names_no_known_class_then_a_config_error_name
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_event_loop(
+async def test_shutdown_after_executor_error_is_off_the_event_loop(
     version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for all ranks, so /live would not answer, and the worker would not restart."""
@@ -76,9 +74,7 @@ async def test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_ev
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_start_when_the_model_class_has_defaults_then_ours_do_not_override_them(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_start_keeps_defaults_of_the_model_class(version: str, gpt_oss: Path) -> None:
     with fake_tensorrt_llm(version) as package, package.standin.traps.turned("model_defaults"):
         engine = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine):
@@ -91,7 +87,7 @@ async def test_start_when_the_model_class_has_defaults_then_ours_do_not_override
 
 
 @pytest.mark.parametrize("place", ["environment", "env_overrides"])
-def test_engine_when_prefill_calls_must_not_be_repeated_then_refused_before_it_loads(
+def test_engine_with_unrepeatable_prefill_is_rejected(
     place: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"

@@ -57,9 +57,7 @@ async def test_cancel_at_every_phase_then_nothing_left(
         )
 
 
-async def test_cancel_when_the_abort_raises_then_the_request_ends_by_itself(
-    engines: TrtllmEngines,
-) -> None:
+async def test_cancel_when_abort_raises_then_request_ends_by_itself(engines: TrtllmEngines) -> None:
     with engines.turned("abort_fails"):
         async with aclosing(as_stream(engines.aggregated, ask(PROMPT, max_tokens=10))) as stream:
             await anext(stream)
@@ -103,9 +101,7 @@ async def cancel_both_calls(engines: TrtllmEngines, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
-async def test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_timeout(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_aborted_transfer_holds_kv_until_library_timeout(version: str, gpt_oss: Path) -> None:
     with fake_tensorrt_llm(version) as package:
         prefill = make("trtllm", gpt_oss, Role.PREFILL)
         async with started(prefill):
@@ -123,7 +119,7 @@ async def test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_time
 
 
 @pytest.mark.parametrize("version", ["1.1.0"])
-async def test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked(
+async def test_aborted_transfer_is_leaked_when_kv_is_never_freed(
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version) as package:
@@ -139,9 +135,7 @@ async def test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_
             await check_used(package, 6)
 
 
-async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout(
-    engines: TrtllmEngines,
-) -> None:
+async def test_prefill_ended_by_stop_word_holds_kv_until_timeout(engines: TrtllmEngines) -> None:
     token, *_ = await answer(engines.aggregated, PROMPT)
     with engines.package.standin.traps.turned("not_finished"):
         (last,) = await collect(
@@ -159,7 +153,7 @@ async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_u
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 @pytest.mark.parametrize(("version", "transceiver"), [("1.2.1", "UCX"), ("1.3.0rc29", "NIXL")])
-async def test_decode_when_cancelled_before_its_submission_then_it_still_frees_the_kv_of_the_prefill_worker(
+async def test_decode_cancelled_before_submission_frees_prefill_kv(
     version: str, transceiver: str, turns: int, gpt_oss: Path
 ) -> None:
     """The library's own timeout would free it after ten minutes."""

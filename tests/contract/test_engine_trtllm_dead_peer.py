@@ -47,9 +47,7 @@ def engine(folder: Path, role: Role) -> Any:
     return make("trtllm", folder, role, transceiver="NIXL", ttl_s=60.0)
 
 
-async def test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_the_engine_goes_on(
-    gpt_oss: Path,
-) -> None:
+async def test_decode_when_prefill_worker_is_gone_then_transfer_failed(gpt_oss: Path) -> None:
     prefill = engine(gpt_oss, Role.PREFILL)
     decode = engine(gpt_oss, Role.DECODE)
     async with started(decode):
@@ -65,7 +63,7 @@ async def test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_t
         await check_nothing_left(decode)
 
 
-async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitted_all_the_same(
+async def test_decode_canceled_during_peer_probe_is_still_submitted(
     gpt_oss: Path, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its fetch frees the KV at the prefill worker."""
@@ -95,9 +93,7 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitte
     assert len(submitted) == 1
 
 
-async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejected_before_the_engine(
-    gpt_oss: Path,
-) -> None:
+async def test_decode_rejects_kv_of_the_other_transceiver(gpt_oss: Path) -> None:
     """Even if its worker registered the same settings, as a build may have that chooses another by
     itself.
     """
@@ -112,9 +108,7 @@ async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejecte
         await check_nothing_left(decode)
 
 
-async def test_probe_when_many_calls_need_one_endpoint_then_it_is_connected_to_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_probe_connects_once_for_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     connected: list[tuple[str, int]] = []
 
     async def connect(host: str, port: int) -> None:
@@ -153,7 +147,7 @@ def listener(answer: bytes | None) -> Iterator[str]:
         (b"", "closed the connection"),
     ],
 )
-async def test_probe_when_an_address_accepts_but_is_no_live_transceiver_then_transfer_failed(
+async def test_probe_when_address_is_no_transceiver_then_fails(
     answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_params, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
@@ -164,6 +158,6 @@ async def test_probe_when_an_address_accepts_but_is_no_live_transceiver_then_tra
         await transfer_params.EndpointProbe().check(address)
 
 
-async def test_probe_when_it_is_greeted_as_by_zeromq_then_the_address_is_alive() -> None:
+async def test_probe_accepts_a_zeromq_greeting() -> None:
     with listener(bytes.fromhex("ff00000000000000017f03")) as address:  # of libzmq 4.3.5
         await transfer_params.EndpointProbe().check(address)

@@ -41,9 +41,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", [*RELEASES, NEWEST])
-async def test_start_when_the_model_chooses_the_block_size_then_the_card_and_all_accounting_have_it(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_start_reports_block_size_that_the_model_chooses(version: str, gpt_oss: Path) -> None:
     with fake_tensorrt_llm(version) as package, package.standin.traps.turned("model_defaults"):
         prefill, decode = (
             make("trtllm", gpt_oss, role, kv_cache_blocks=40)
@@ -67,7 +65,7 @@ async def test_start_when_the_model_chooses_the_block_size_then_the_card_and_all
 
 
 @pytest.mark.parametrize("version", [*RELEASES, NEWEST])
-async def test_start_when_the_release_runs_its_own_block_size_then_the_card_has_the_capacity(
+async def test_start_reports_capacity_for_the_release_block_size(
     version: str, gpt_oss: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with fake_tensorrt_llm(version):
@@ -81,9 +79,7 @@ async def test_start_when_the_release_runs_its_own_block_size_then_the_card_has_
 
 
 @pytest.mark.parametrize("version", ["1.2.1", NEWEST])
-async def test_start_when_the_engine_has_another_size_than_the_user_set_then_a_config_error_names_both(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_start_when_block_sizes_differ_then_config_error(version: str, gpt_oss: Path) -> None:
     with (
         fake_tensorrt_llm(version) as package,
         package.standin.traps.turned("model_defaults", "block_size_fixed"),
@@ -105,7 +101,7 @@ async def test_start_when_the_engine_has_another_size_than_the_user_set_then_a_c
         ("1.1.0", ("stats_fail",), {}),
     ],
 )
-async def test_start_when_the_engine_does_not_report_the_size_then_that_is_logged_once_and_it_is_assumed(
+async def test_start_when_block_size_is_unknown_then_logs_once(
     version: str,
     traps: tuple[str, ...],
     args: dict[str, Any],
@@ -126,9 +122,7 @@ async def test_start_when_the_engine_does_not_report_the_size_then_that_is_logge
     assert "32 tokens are assumed" in caplog.text
 
 
-async def test_start_when_only_the_engines_own_call_reports_the_size_then_it_counts(
-    gpt_oss: Path,
-) -> None:
+async def test_start_uses_block_size_of_the_engine_call(gpt_oss: Path) -> None:
     with fake_tensorrt_llm(NEWEST) as package, package.standin.traps.turned("model_defaults"):
         for args in ({"enable_iter_perf_stats": False}, {}):
             with package.standin.traps.turned("no_block_size"):
@@ -138,7 +132,7 @@ async def test_start_when_only_the_engines_own_call_reports_the_size_then_it_cou
             assert (info.layout.block_tokens, info.limits.kv_blocks) == (64, 20)
 
 
-async def test_check_when_the_size_is_first_reported_after_the_start_and_differs_then_the_engine_has_failed(
+async def test_check_when_late_block_size_differs_then_engine_failed(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "REPORT_S", 0.1)
@@ -155,9 +149,7 @@ async def test_check_when_the_size_is_first_reported_after_the_start_and_differs
         await engine.aclose()
 
 
-async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_the_prefixes(
-    gpt_oss: Path,
-) -> None:
+async def test_events_use_block_size_that_the_model_chooses(gpt_oss: Path) -> None:
     index = KvIndex(block_tokens=64)
     prompt = prompt_of(170)  # of its last block, 42 tokens
     with fake_tensorrt_llm("1.3.0rc29") as package, package.standin.traps.turned("model_defaults"):
@@ -174,9 +166,7 @@ async def test_events_when_the_model_chooses_the_block_size_then_a_reader_knows_
             await engine.aclose()
 
 
-async def test_preflight_when_the_size_is_left_to_the_model_then_that_of_a_live_peer_is_no_error(
-    gpt_oss: Path,
-) -> None:
+async def test_preflight_accepts_block_size_of_a_live_peer(gpt_oss: Path) -> None:
     with fake_tensorrt_llm("1.3.0rc29") as package, package.standin.traps.turned("model_defaults"):
         prefill, decode = (make("trtllm", gpt_oss, role) for role in (Role.PREFILL, Role.DECODE))
         info = await decode.start()

@@ -23,7 +23,7 @@ CANDIDATES = ("1.3.0rc24", "1.3.0rc29", "1.4.0rc1")  # that can report text as h
 
 
 @pytest.mark.parametrize("release", ["1.1.0", "1.3.0rc23", *CANDIDATES])
-async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed(
+async def test_events_show_prompt_prefixes_until_removed(
     release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
@@ -49,7 +49,7 @@ async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_
 
 
 @pytest.mark.parametrize("release", ["1.1.0", "1.2.1", "1.3.0rc23", *CANDIDATES])
-async def test_hashes_when_events_are_published_then_they_are_numbers_where_the_release_lets_us_choose(
+async def test_hashes_of_events_are_numbers_where_configurable(
     release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
@@ -87,7 +87,7 @@ async def test_hashes_when_events_are_published_then_they_are_numbers_where_the_
                 assert {type(block["block_hash"]) for block in blocks} == {str if is_text else int}
 
 
-async def test_stats_when_events_are_lost_or_unreadable_then_they_are_counted_and_later_ones_are_published(
+async def test_stats_count_lost_and_unreadable_events(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
@@ -120,7 +120,7 @@ async def test_stats_when_events_are_lost_or_unreadable_then_they_are_counted_an
             assert counted() == (1, 1)
 
 
-def test_flag_when_set_then_the_buffer_is_on_unless_the_user_sets_another(gpt_oss: Path) -> None:
+def test_flag_enables_event_buffer_unless_user_sets_another(gpt_oss: Path) -> None:
     config = WorkerConfig(model_path=str(gpt_oss), engine="trtllm", publish_kv_events=True)
     with fake_tensorrt_llm():
         size = "kv_cache_config.event_buffer_max_size"

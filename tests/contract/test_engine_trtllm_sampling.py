@@ -71,7 +71,7 @@ async def rejected_field(engine: Any, **sampling: Any) -> str | None:
 
 
 @pytest.mark.parametrize("version", REJECTED)
-async def test_field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_has_an_effect(
+async def test_field_that_sampler_ignores_is_rejected_by_name(
     version: str, gpt_oss: Path, of_torch: dict[str, list[int]]
 ) -> None:
     with fake_tensorrt_llm(version) as package:
@@ -92,7 +92,7 @@ async def test_field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_h
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_stop_token_when_the_models_own_are_ignored_then_it_still_stops(
+async def test_stop_token_still_stops_when_model_stops_are_ignored(
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
@@ -111,7 +111,7 @@ async def test_stop_token_when_the_models_own_are_ignored_then_it_still_stops(
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_the_first_token_has_none(
+async def test_logprobs_are_rejected_where_first_token_has_none(
     version: str, gpt_oss: Path
 ) -> None:
     with fake_tensorrt_llm(version):
@@ -129,7 +129,7 @@ async def test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_th
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop(
+async def test_stop_token_as_last_allowed_token_finishes_with_stop(
     version: str, gpt_oss: Path
 ) -> None:
     """A Harmony tool call that fits exactly ends with one."""

@@ -25,7 +25,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
+async def test_statistics_continue_after_failure(
     version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_tensorrt_llm(version) as package:
@@ -56,9 +56,7 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
 
 
 @pytest.mark.parametrize("version", RELEASES[:2])
-async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_statistics_are_read_when_they_come_continuously(version: str, gpt_oss: Path) -> None:
     with fake_tensorrt_llm(version):
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine), asyncio.timeout(SOON_S):
@@ -67,9 +65,7 @@ async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(
                 await asyncio.sleep(0.005)
 
 
-async def test_statistics_when_none_came_for_a_while_then_new_ones_are_read_without_a_new_request(
-    gpt_oss: Path,
-) -> None:
+async def test_statistics_are_read_after_a_pause_without_a_request(gpt_oss: Path) -> None:
     with fake_tensorrt_llm(RELEASES[0]):
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine), asyncio.timeout(SOON_S):
@@ -81,7 +77,7 @@ async def test_statistics_when_none_came_for_a_while_then_new_ones_are_read_with
                 await asyncio.sleep(0.005)
 
 
-async def test_start_when_statistics_are_off_then_one_warning_says_what_is_lost(
+async def test_start_without_statistics_warns_once(
     gpt_oss: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings() -> list[str]:
@@ -99,7 +95,7 @@ async def test_start_when_statistics_are_off_then_one_warning_says_what_is_lost(
 
 
 @pytest.mark.parametrize(("stages", "num_steps"), [(1, 4), (2, 0)])
-async def test_steps_when_rows_have_them_then_they_are_measured_but_not_in_a_pipeline(
+async def test_steps_are_measured_except_in_a_pipeline(
     stages: int, num_steps: int, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(number: int) -> dict[str, Any]:
@@ -138,9 +134,7 @@ async def test_steps_when_rows_have_them_then_they_are_measured_but_not_in_a_pip
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
-async def test_statistics_when_attention_is_data_parallel_then_the_kv_of_all_ranks_counts(
-    version: str, gpt_oss: Path
-) -> None:
+async def test_statistics_count_kv_of_all_data_parallel_ranks(version: str, gpt_oss: Path) -> None:
     async def total_kv(**args: Any) -> int:
         engine = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_blocks=400, **args)
         async with started(engine):

@@ -26,9 +26,7 @@ RECORDING = (pytest.param("1.2.1", marks=pytest.mark.long), "1.3.0rc29")
 
 
 @pytest.mark.parametrize("version", RECORDING)
-def test_submission_when_its_rank_has_died_and_it_blocks_then_the_process_ends_and_its_log_says_where(
-    version: str,
-) -> None:
+def test_submission_blocked_by_dead_rank_ends_the_process(version: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.blocked_engine", version],
         cwd=ROOT,
@@ -46,7 +44,7 @@ def test_submission_when_its_rank_has_died_and_it_blocks_then_the_process_ends_a
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_executor_when_it_dies_then_its_failure_can_be_read_without_a_call_of_the_library(
+async def test_dead_executor_failure_is_read_without_a_library_call(
     version: str, gpt_oss: Path
 ) -> None:
     async def until_recorded() -> str:

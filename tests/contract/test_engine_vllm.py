@@ -109,7 +109,7 @@ def core_of(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("phase", [Phase.AGGREGATED, Phase.PREFILL])
-async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(
+async def test_prompt_logprobs_come_in_pieces_before_first_token(
     engines: Engines, phase: Phase
 ) -> None:
     engine = engines.prefill if phase is Phase.PREFILL else engines.aggregated
@@ -144,7 +144,7 @@ def logprobs(chunks: list[Chunk]) -> list[int]:
     ],
     ids=["greedy", "seed", "penalty", "repetition", "form", "min_tokens"],
 )
-async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_aggregated_one(
+async def test_two_calls_with_any_sampling_equal_aggregated(
     engines: Engines, prompt: Any, sampling: dict[str, Any]
 ) -> None:
     chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
@@ -157,9 +157,7 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_aggregated_
         await check_nothing_left(engine)
 
 
-async def test_two_calls_when_random_without_a_seed_then_the_answer_begins_with_the_transfers_token(
-    engines: Engines,
-) -> None:
+async def test_two_calls_without_seed_begin_with_transferred_token(engines: Engines) -> None:
     for prompt in (PROMPT, FULL):
         kv_params = await prefill_params(engines.prefill, prompt, temperature=1.0)
         chunks = await collect(
@@ -170,9 +168,7 @@ async def test_two_calls_when_random_without_a_seed_then_the_answer_begins_with_
         assert len(tokens(chunks)) == 8
 
 
-async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed_at_once(
-    engines: Engines,
-) -> None:
+async def test_prefill_frees_kv_when_first_token_ends_the_answer(engines: Engines) -> None:
     stop = (await answer(engines.aggregated, PROMPT))[0]
     request = ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(stop,))
     (last,) = await collect(engines.prefill, request)
@@ -181,9 +177,7 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(
-    engines: Engines,
-) -> None:
+async def test_release_when_rejected_then_kv_is_freed_before_its_lease(engines: Engines) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     await check_stats(
         engines.prefill, pending_kv_transfers=1, pending_kv_blocks=3, kv_blocks_used=3
@@ -193,16 +187,14 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines: Engines) -> None:
+async def test_prefill_cancelled_at_any_moment_leaves_nothing(engines: Engines) -> None:
     for turns in range(12):
         await cancel_after(engines.prefill, ask(PROMPT, phase=Phase.PREFILL), turns)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_nothing_left(
-    folder: Path,
-) -> None:
+async def test_decode_when_kv_does_not_come_then_transfer_timeout(folder: Path) -> None:
     with fake_vllm():
         prefill = make("vllm", folder, Role.PREFILL, ttl_s=0.3)
         decode = make("vllm", folder, Role.DECODE)
@@ -217,9 +209,7 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_not
             await check_nothing_left(prefill)
 
 
-async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(
-    engines: Engines,
-) -> None:
+async def test_decode_when_prefill_engine_is_gone_then_transfer_failed(engines: Engines) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     core_of(engines.prefill).die()
     with pytest.raises(TransferFailed):
@@ -227,9 +217,7 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(
     await check_nothing_left(engines.decode)
 
 
-async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(
-    engines: Engines,
-) -> None:
+async def test_timings_of_vllm_divide_the_call(engines: Engines) -> None:
     aggregated = (await collect(engines.aggregated, ask(PROMPT)))[-1].stats
     decode = (await prefill_then_decode(engines.prefill, engines.decode, PROMPT))[-1].stats
     assert aggregated is not None
@@ -238,7 +226,7 @@ async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(
     assert min(decode.kv_transfer_s, decode.more["first_token"], decode.more["submit"]) > 0
 
 
-async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_not_used(
+async def test_decode_ignores_kv_that_comes_after_expiry(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the engine process knows: what ends late reads in the worker's process may be late,
@@ -256,9 +244,7 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
     await check_nothing_left(engines.decode)
 
 
-async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_the_wait(
-    engines: Engines,
-) -> None:
+async def test_decode_last_chunk_has_the_parts_of_the_wait(engines: Engines) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
     chunks = await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     stats = chunks[-1].stats
@@ -269,9 +255,7 @@ async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_
 
 
 @pytest.mark.parametrize("how", SPOILED)
-async def test_decode_when_its_kv_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
-    engines: Engines, how: str
-) -> None:
+async def test_decode_when_kv_is_unreadable_then_caches_nothing(engines: Engines, how: str) -> None:
     """Without the connector's own report of failed reads the stand-in answers with other tokens, as
     vLLM does.
     """
@@ -287,9 +271,7 @@ async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) 
     await check_nothing_left(engines.aggregated)
 
 
-async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(
-    engines: Engines,
-) -> None:
+async def test_dead_engine_process_fails_streams_and_check(engines: Engines) -> None:
     async def first_then_rest(n: int) -> None:
         async with aclosing(
             as_stream(engines.aggregated, ask(prompt_of(20, n), max_tokens=5000))
@@ -312,7 +294,7 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
         await answer(engines.aggregated, PROMPT)
 
 
-async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
+async def test_adapter_bug_is_internal_but_value_error_is_a_rejection(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = "dynamo_trtllm.engines.vllm"
@@ -361,7 +343,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
         ({"engine_state": b"x"}, "opaque"),
     ],
 )
-async def test_decode_when_the_transfer_is_not_for_it_then_refused_by_field(
+async def test_decode_rejects_transfer_of_another_by_field(
     engines: Engines, change: dict[str, Any], field: str
 ) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
@@ -391,9 +373,7 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
     assert info.eos_token_ids == (1, 2)
 
 
-async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compiled_code_is_the_same_each_time(
-    folder: Path,
-) -> None:
+async def test_start_with_chosen_ports_has_stable_compilation_key(folder: Path) -> None:
     seen = []
     ports = set()
     with fake_vllm():
@@ -408,9 +388,7 @@ async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compil
     assert len(ports) > 1
 
 
-async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(
-    folder: Path,
-) -> None:
+async def test_generate_without_tokenizer_rejects_output_forms(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)

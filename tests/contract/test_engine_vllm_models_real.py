@@ -49,9 +49,7 @@ pytestmark = [
 ]
 
 
-async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(
-    tmp_path: Path,
-) -> None:
+async def test_dummy_weights_give_different_answers_to_prompts(tmp_path: Path) -> None:
     """From config.json alone."""
     folder = save_model(tmp_path / "shape")
     (folder / "model.safetensors").unlink()
@@ -85,7 +83,7 @@ async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pa
         yield engines
 
 
-async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed(
+async def test_kv_events_show_prompt_prefixes_until_removed(
     windowed: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both engines publish. The prefill engine ran requests before anything read its events."""
@@ -138,9 +136,7 @@ SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seed"])
-async def test_two_calls_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
-    windowed: Pair, sampling: dict[str, Any]
-) -> None:
+async def test_two_calls_with_window_lose_no_key(windowed: Pair, sampling: dict[str, Any]) -> None:
     """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones,
     are the edges.
     """
@@ -150,16 +146,14 @@ async def test_two_calls_when_layers_see_a_window_then_no_prompt_length_loses_a_
 
 @pytest.mark.parametrize("count", [6, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", SPOILED)
-async def test_decode_when_kv_of_two_groups_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
+async def test_decode_when_two_kv_groups_are_unreadable_then_no_cache(
     windowed: Pair, how: str, count: int
 ) -> None:
     """vLLM itself answers such a request with other tokens, and caches what they were made from."""
     assert await all_failed_reads(windowed, count, how) == []
 
 
-async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_once_prefilled_again(
-    windowed: Pair,
-) -> None:
+async def test_two_calls_when_reads_fail_under_load_then_recover(windowed: Pair) -> None:
     prompts = [prompt_of(40 + 23 * n, 900 + n) for n in range(24)]
     alone = [await answer(windowed.prefill, prompt, max_tokens=24) for prompt in prompts]
 
@@ -182,9 +176,7 @@ async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_o
         await check_nothing_left(engine)
 
 
-async def test_failed_read_when_in_several_kv_groups_then_vllm_marks_no_block_where_our_report_is_on() -> (
-    None
-):
+async def test_failed_read_in_several_kv_groups_marks_no_block() -> None:
     """From 0.30 on, vLLM ends such requests itself: the tests above then run without the report."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
@@ -208,9 +200,7 @@ async def test_failed_read_when_in_several_kv_groups_then_vllm_marks_no_block_wh
     assert "(req_block_ids,) =" in inspect.getsource(Scheduler._update_requests_with_invalid_blocks)
 
 
-async def test_two_calls_when_blocks_are_as_large_as_the_window_then_no_prompt_length_loses_a_key(
-    tmp_path: Path,
-) -> None:
+async def test_two_calls_with_blocks_as_large_as_window_lose_no_key(tmp_path: Path) -> None:
     """The default blocks of 128 tokens, and gpt-oss's window of 128."""
     edges = [127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513]
     async with started(save_windowed(tmp_path / "windowed", window=128)) as pair:
@@ -219,9 +209,7 @@ async def test_two_calls_when_blocks_are_as_large_as_the_window_then_no_prompt_l
             assert await parted(pair, [1, 2, *edges, 142, 270], sampling) == []
 
 
-async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_one(
-    tmp_path: Path,
-) -> None:
+async def test_two_calls_with_chunked_attention_lose_no_key(tmp_path: Path) -> None:
     """64 tokens in a chunk, 32 in a block: prompts that end with a chunk are the edge.
 
     The engine died of them once.
@@ -232,7 +220,7 @@ async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_o
             assert await parted(pair, lengths, sampling) == []
 
 
-async def test_two_calls_when_scheduler_and_worker_are_one_process_then_early_notice_changes_no_answer(
+async def test_two_calls_in_one_process_are_unchanged_by_early_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on one GPU: on CPUs vLLM would start a process for the worker."""
@@ -274,9 +262,7 @@ async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> li
     return found
 
 
-async def test_two_calls_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
-    windowed: Pair,
-) -> None:
+async def test_two_calls_of_a_conversation_ignore_what_is_cached(windowed: Pair) -> None:
     differ = []
     for begin in range(40, 110, 9):
         prompt = prompt_of(begin, 300 + begin)

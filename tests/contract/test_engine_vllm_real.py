@@ -110,7 +110,7 @@ async def test_two_calls_when_greedy_then_the_answer_is_the_whole_one(
     ],
     ids=["seed", "frequency", "presence", "logprobs", "min_tokens", "top", "ignore_eos"],
 )
-async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
+async def test_two_calls_with_any_sampling_equal_aggregated(
     pair: Pair, length: int, sampling: dict[str, Any]
 ) -> None:
     prompt = prompt_of(length, 11)
@@ -129,7 +129,7 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
-async def test_prompt_logprobs_then_those_of_generated_tokens_are_what_the_engine_gave_them(
+async def test_prompt_logprobs_of_generated_tokens_equal_the_engine(
     pair: Pair, phase: Phase
 ) -> None:
     prompt = prompt_of(150, 19)
@@ -156,7 +156,7 @@ async def test_prompt_logprobs_then_those_of_generated_tokens_are_what_the_engin
     ],
     ids=["regex", "choice", "grammar", "schema"],
 )
-async def test_two_calls_when_the_output_has_a_form_then_it_is_kept_to_the_end(
+async def test_two_calls_keep_the_output_form_to_the_end(
     pair: Pair, form: OutputFormat, pattern: str
 ) -> None:
     guided = StructuredOutput(alternatives=(form,))
@@ -169,9 +169,7 @@ async def test_two_calls_when_the_output_has_a_form_then_it_is_kept_to_the_end(
     assert re.fullmatch(pattern, text.replace("Ġ", " "))  # the alphabet's letter for a space
 
 
-async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(
-    pair: Pair,
-) -> None:
+async def test_two_calls_without_seed_begin_with_transferred_token(pair: Pair) -> None:
     for length in (150, 256):
         prompt = prompt_of(length, 21)
         kv_params = await prefill_params(pair.prefill, prompt, temperature=1.0)
@@ -187,9 +185,7 @@ async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_tran
         assert tokens(chunks)[0] == kv_params.first_token_ids[0]
 
 
-async def test_streams_when_answers_are_longer_then_no_task_wakes_more_often_but_vllms_own(
-    pair: Pair,
-) -> None:
+async def test_longer_streams_wake_no_task_more_often(pair: Pair) -> None:
     """Per step one wake-up of vLLM's output handler, for all requests; none per request and
     token.
     """
@@ -258,9 +254,7 @@ async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) 
         await check_nothing_left(engine)
 
 
-async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_computed_and_its_time(
-    pair: Pair,
-) -> None:
+async def test_steps_report_computed_tokens_and_time(pair: Pair) -> None:
     for engine in (pair.prefill, pair.decode):
         engine.steps.clear()
     await prefill_then_decode(pair.prefill, pair.decode, prompt_of(70, 31), max_tokens=9)
@@ -275,9 +269,7 @@ async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_comput
     assert all(0 < step.seconds < 10 for step in (*prefills, *decodes))
 
 
-async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held(
-    pair: Pair,
-) -> None:
+async def test_prefill_holds_nothing_when_first_token_ends_the_answer(pair: Pair) -> None:
     prompt = prompt_of(90, 31)
     stop = (await answer(pair.decode, prompt))[0]
     (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
@@ -285,9 +277,7 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
     await check_nothing_left(pair.prefill)
 
 
-async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(
-    pair: Pair,
-) -> None:
+async def test_release_when_rejected_then_kv_is_freed_before_its_lease(pair: Pair) -> None:
     kv_params = await prefill_params(pair.prefill, prompt_of(300, 41))
     await check_stats(pair.prefill, pending_kv_transfers=1)
     assert stats(pair.prefill).kv_blocks_used > 0
@@ -299,15 +289,13 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
 
 @pytest.mark.parametrize("count", [6, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", SPOILED)
-async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
+async def test_decode_when_kv_is_unreadable_then_caches_nothing(
     pair: Pair, how: str, count: int
 ) -> None:
     assert await all_failed_reads(pair, count, how) == []
 
 
-async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free(
-    pair: Pair,
-) -> None:
+async def test_cancel_at_any_moment_frees_every_block(pair: Pair) -> None:
     async def one_request(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
         kv_params = await prefill_params(pair.prefill, prompt, max_tokens=100)
@@ -352,9 +340,7 @@ async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> 
     assert await cached("b") == 0
 
 
-async def test_prefill_when_its_prompt_is_cached_then_it_reports_the_tokens_that_it_did_not_compute(
-    pair: Pair,
-) -> None:
+async def test_prefill_of_cached_prompt_reports_uncomputed_tokens(pair: Pair) -> None:
     prompt = prompt_of(600, 63)
     counts = []
     for _ in range(2):
@@ -379,9 +365,7 @@ async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     assert made["classes"] == read["classes"]
 
 
-async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_key_of_compiled_code_does_not(
-    pair: Pair,
-) -> None:
+async def test_handshakes_use_chosen_port_outside_compilation_key(pair: Pair) -> None:
     import vllm.envs
 
     kv_params = await prefill_params(pair.prefill, prompt_of(40, 5))
@@ -390,9 +374,7 @@ async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_
     assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port
 
 
-async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answers_are_the_same_and_nothing_is_left(
-    pair: Pair,
-) -> None:
+async def test_warm_up_does_not_change_answers(pair: Pair) -> None:
     prompt = prompt_of(200, 67)
     before = await answer(pair.decode, prompt)
     library = pair.decode.library  # type: ignore[attr-defined]
@@ -412,9 +394,7 @@ async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answe
     await check_nothing_left(pair.decode)
 
 
-async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(
-    pair: Pair,
-) -> None:
+async def test_zz_killed_engine_process_fails_streams_and_check(pair: Pair) -> None:
     """Last: the decode engine is gone afterwards."""
     stream = as_stream(pair.decode, ask(prompt_of(60, 71), max_tokens=1900))
     await anext(stream)

@@ -52,7 +52,7 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 @pytest.mark.parametrize(
     "sizes", [[1], [4096], [1_000_003], ODD, [777] * 300], ids=["1", "4096", "1e6", "odd", "300"]
 )
-async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_it_once(
+async def test_fetch_delivers_bytes_and_notifies_prefill_once(
     sides: Start, sizes: list[int]
 ) -> None:
     holder = await sides()
@@ -70,9 +70,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(
-    sides: Start,
-) -> None:
+async def test_fetch_of_no_bytes_notifies_prefill(sides: Start) -> None:
     holder = await sides()
     reader = await sides()
     await reader.backend.read(
@@ -104,7 +102,7 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sides: Start) -> None:
+async def test_fetch_of_old_offer_fails_after_a_new_one(sides: Start) -> None:
     holder = await sides()
     reader = await sides()
     source = content("a", 5000)
@@ -121,9 +119,7 @@ async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sid
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("sizes", [[4999], [5001], [2500, 2500]], ids=str)
-async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(
-    sides: Start, sizes: list[int]
-) -> None:
+async def test_fetch_when_sizes_differ_then_writes_nothing(sides: Start, sizes: list[int]) -> None:
     holder = await sides()
     reader = await sides()
     source = content("a", 5000)
@@ -145,7 +141,7 @@ async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, of
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_offer_when_transfer_is_offered_already_then_transfer_failed(sides: Start) -> None:
+async def test_offer_of_an_offered_transfer_fails(sides: Start) -> None:
     holder = await sides()
     source = content("a", 10)
     await holder.backend.publish("t", split(source, [10]))
@@ -157,9 +153,7 @@ async def test_offer_when_transfer_is_offered_already_then_transfer_failed(sides
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_transfer_is_free(
-    sides: Start,
-) -> None:
+async def test_offer_of_immovable_memory_frees_the_transfer(sides: Start) -> None:
     holder = await sides()
     with pytest.raises(TransferFailed, match="tape"):
         await holder.backend.publish("t", [MemoryRegion(4096, 10, "tape:0")])
@@ -190,7 +184,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kind: str) -> None:
+async def test_aclose_twice_with_open_offers_leaves_nothing(kind: str) -> None:
     tasks = len(asyncio.all_tasks())
     threads = own_threads()
     backend = named_backend(kind)
@@ -282,9 +276,7 @@ def open_sockets() -> int:
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
-async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_learns_it(
-    kind: str, sides: Start
-) -> None:
+async def test_fetch_from_another_process_notifies_it(kind: str, sides: Start) -> None:
     reader = await sides()
     async with holder_process(kind) as holder:
         for kv_params in ("t0", "t1", "t2"):
@@ -302,7 +294,7 @@ async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_lear
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
 @pytest.mark.parametrize("cancel", [False, True], ids=["timeout", "cancel"])
-async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
+async def test_fetch_from_frozen_holder_ends_in_time(
     kind: str, sides: Start, cancel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # over shared memory NIXL reads what a frozen process holds all the same

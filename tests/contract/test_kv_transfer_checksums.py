@@ -49,9 +49,7 @@ async def start(kind: str) -> AsyncIterator[Start]:
         yield started
 
 
-async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_the_rest_is_right(
-    start: Start,
-) -> None:
+async def test_fetch_finds_every_changed_bit_of_offered_memory(start: Start) -> None:
     holder = await start()
     reader = await start()
     chance = random.Random(7)
@@ -81,7 +79,7 @@ async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_th
     assert holder.checksums.mismatches == 0
 
 
-async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdrawal_does_too(
+async def test_fetch_waits_for_late_checksums(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = await start()
@@ -126,7 +124,7 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
 @pytest.mark.parametrize(
     "modes", [("off", "auto"), ("auto", "off"), ("before", "auto")], ids="-".join
 )
-async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_and_right(
+async def test_fetch_without_checksum_on_one_side_is_unchecked(
     start: Start, modes: tuple[ChecksumMode | Literal["before"], ChecksumMode]
 ) -> None:
     """A holder of an earlier version says nothing of checksums in its offer."""
@@ -144,9 +142,7 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
     await holder.unpublish("t")  # until then a thread may read the memory
 
 
-async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer_failed_says_what_to_do(
-    start: Start,
-) -> None:
+async def test_fetch_when_required_checksum_is_missing_then_fails(start: Start) -> None:
     holder = await start("off")
     reader = await start("on")
     source = content("a", 100)
@@ -158,7 +154,7 @@ async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer
 
 
 @pytest.mark.parametrize("kind", ["tcp"], indirect=True)
-async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: Start) -> None:
+async def test_fetch_never_delivers_bits_changed_on_the_wire(start: Start) -> None:
     holder = await start()
     reader = await start()
     chance = random.Random(8)
@@ -186,7 +182,7 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
 
 
 @pytest.mark.parametrize("kind", ["nixl"], indirect=True)
-async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_failed_at_once(
+async def test_fetch_fails_at_once_when_checksum_is_impossible(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = await start()

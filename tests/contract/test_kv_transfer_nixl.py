@@ -34,7 +34,7 @@ async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlBackend, NixlBacke
     await holder.aclose()
 
 
-async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
+async def test_fetch_reconnects_to_a_peer_that_was_read_often(
     pair: tuple[NixlBackend, NixlBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "MAX_KNOWN_MEMORIES", 3)
@@ -53,7 +53,7 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
     assert known == [1, 1, 0, 1, 1, 0, 1]
 
 
-async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withdrawn(
+async def test_offer_when_guards_run_out_then_fails_until_withdrawal(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
@@ -66,7 +66,7 @@ async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withd
     await holder.publish("u", split(source, [10]))
 
 
-async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
+async def test_offer_cancelled_during_registration_leaves_nothing(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
@@ -87,9 +87,7 @@ async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
 
 
 @pytest.mark.parametrize("in_region", [True, False])
-async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
-    in_region: bool,
-) -> None:
+async def test_withdraw_during_close_returns_once_memory_is_free(in_region: bool) -> None:
     holder = NixlBackend()
     await holder.start(lambda transfer_id: None)
     source = content("a", SIZE)
@@ -108,7 +106,7 @@ async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
     await holder.unpublish("u")
 
 
-async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_without_reading(
+async def test_fetch_over_limit_times_out_or_is_cancelled_unread(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, reader = pair
@@ -144,7 +142,7 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
     assert all(other.result(timeout=SOON_S) is None for other in others)
 
 
-async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
+async def test_listen_without_offers_uses_no_processor_time(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair

@@ -30,9 +30,7 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("begin", [0, 2])
-async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_and_none_is_read_early(
-    sides: Start, begin: int
-) -> None:
+async def test_fetch_reports_each_region_once_it_is_ready(sides: Start, begin: int) -> None:
     holder = await sides()
     reader = await sides()
     sizes = [1, 4097, 65_537, 300_003]
@@ -64,7 +62,7 @@ async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sides: Start) -> None:
+async def test_fetch_withdrawn_before_all_is_ready_fails(sides: Start) -> None:
     holder = await sides()
     reader = await sides()
     source = content("a", 5000)
@@ -81,7 +79,7 @@ async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sid
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_the_rest_never_becomes_ready_then_transfer_timeout(sides: Start) -> None:
+async def test_fetch_when_rest_is_never_ready_then_transfer_timeout(sides: Start) -> None:
     holder = await sides()
     reader = await sides()
     source = content("a", 5000)
@@ -97,7 +95,7 @@ async def test_fetch_when_the_rest_never_becomes_ready_then_transfer_timeout(sid
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_register_when_both_sides_did_then_parts_of_it_move_without_another_registration(
+async def test_registered_memory_moves_without_another_registration(
     kind: str, sides: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = await sides()
@@ -122,7 +120,7 @@ async def test_register_when_both_sides_did_then_parts_of_it_move_without_anothe
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_register_when_memory_can_not_be_moved_then_transfer_failed(sides: Start) -> None:
+async def test_register_of_immovable_memory_fails(sides: Start) -> None:
     """The engine then takes host memory. There is no GPU here: a GPU machine has its own tests."""
     holder = await sides()
     for device in ("tape:0", "cuda:99"):

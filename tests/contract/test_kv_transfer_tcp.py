@@ -69,7 +69,7 @@ async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     writer.close()
 
 
-async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
+async def test_withdraw_ends_connection_of_a_stalled_reader(
     holder: TcpBackend, fetched: list[str]
 ) -> None:
     source = content("a", 32 << 20)  # more than the sockets' buffers hold
@@ -109,7 +109,7 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
     ],
     ids=["magic", "size"],
 )
-async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
+async def test_fetch_with_wrong_reply_writes_nothing(
     holder: TcpBackend, reply: bytes, message: str
 ) -> None:
     async def wrong(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -154,7 +154,7 @@ async def test_fetch_when_time_is_short_then_transfer_timeout(
     ],
     ids=["two addresses", "two families", "every interface"],
 )
-async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from_there(
+async def test_fetch_uses_the_holders_own_addresses(
     bound: tuple[str, str], advertised: tuple[str, str], fetched: list[str]
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -174,9 +174,7 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
                     await asyncio.open_connection("127.0.0.4", facts["port"])
 
 
-async def test_start_when_the_address_is_not_of_this_host_then_config_error_names_the_flag() -> (
-    None
-):
+async def test_start_at_address_of_another_host_names_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--kv-transfer-bind-host"):
         await TcpBackend("192.0.2.1").start(lambda _: None)
 
@@ -194,7 +192,7 @@ async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: T
 
 
 @pytest.mark.parametrize("files", [16, 1 << 20])
-async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_comes(
+async def test_serve_closes_oldest_silent_strangers(
     holder: TcpBackend,
     files: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -218,7 +216,7 @@ async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_
         writer.close()
 
 
-async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once_and_later_succeeds(
+async def test_serve_beyond_connection_limit_fails_at_once(
     holder: TcpBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)

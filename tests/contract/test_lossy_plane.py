@@ -226,7 +226,7 @@ async def outcome(router: RequestRouter, number: int) -> str:
 @pytest.mark.parametrize(
     "count", [1_500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
-async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right_or_a_named_error(
+async def test_lossy_plane_gives_right_answers_or_named_errors(
     network: LossyNetwork, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "dynamo_trtllm")  # each retry is a line

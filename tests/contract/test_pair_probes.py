@@ -215,9 +215,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works_and_the_other_answers_rightly(
-    kind: str, deployment: Deployment
-) -> None:
+async def test_pair_that_reads_other_kv_is_never_used(kind: str, deployment: Deployment) -> None:
     request = ask(token_ids(range(100, 200)))
     right = None
     for way in (None, *WAYS[kind]):

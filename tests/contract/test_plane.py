@@ -58,9 +58,7 @@ async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Pla
     assert chunks[-1].stats == PhaseTimings(queue_s=0.5)
 
 
-async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_get_few_reports_and_one_after_the_end(
-    bench: PlanePair,
-) -> None:
+async def test_load_reports_are_few_and_one_follows_the_end(bench: PlanePair) -> None:
     service = ScriptedService(count_up)
     got = list[LoadReport]()
 
@@ -81,7 +79,7 @@ async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_ge
     await unsubscribe()
 
 
-async def test_load_when_it_cannot_be_read_then_streams_go_on_without_it(
+async def test_unreadable_load_does_not_stop_streams(
     bench: PlanePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> LoadReport:
@@ -111,17 +109,13 @@ async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Plane
     assert msgspec.structs.replace(arrived, deadline=request.deadline) == request
 
 
-async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(
-    bench: PlanePair,
-) -> None:
+async def test_generate_when_request_is_too_large_then_payload_error(bench: PlanePair) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     await check_fails(collect(bench.caller, make_request(prompt=300_000)), PayloadTooLarge)
     assert len(await collect(bench.caller, make_request())) == 5  # the connection lives on
 
 
-async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(
-    bench: PlanePair,
-) -> None:
+async def test_generate_when_chunk_is_too_large_then_payload_error(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids(range(300_000)))
         await asyncio.Event().wait()
@@ -132,9 +126,7 @@ async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(
-    bench: PlanePair,
-) -> None:
+async def test_generate_without_terminal_chunk_is_incomplete(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
 
@@ -143,7 +135,7 @@ async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_generate_when_worker_fails_then_same_class_after_the_chunks(
+async def test_generate_raises_worker_error_class_after_chunks(
     bench: PlanePair, after: int
 ) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -164,7 +156,7 @@ async def test_generate_when_worker_fails_then_same_class_after_the_chunks(
     assert len(got) == after
 
 
-async def test_generate_when_service_raises_unexpectedly_then_internal_and_logged(
+async def test_generate_when_service_raises_then_internal_and_logged(
     bench: PlanePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -176,9 +168,7 @@ async def test_generate_when_service_raises_unexpectedly_then_internal_and_logge
     assert sum("boom" in (r.exc_text or "") for r in caplog.records) == 1
 
 
-async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(
-    bench: PlanePair,
-) -> None:
+async def test_cancel_midstream_closes_the_service_stream(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
@@ -188,7 +178,7 @@ async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(
     assert service.open == 0
 
 
-async def test_cancel_when_before_first_chunk_then_service_stream_closes(bench: PlanePair) -> None:
+async def test_cancel_before_first_chunk_closes_the_service_stream(bench: PlanePair) -> None:
     service = ScriptedService(wait_for_ever)
     await bench.worker.serve(SUBJECT, service)
     reader = asyncio.create_task(collect(bench.caller, make_request()))
@@ -238,15 +228,13 @@ async def test_deadline_when_already_past_then_service_is_not_called(bench: Plan
     assert not service.started.is_set()
 
 
-async def test_generate_when_there_is_no_server_then_unreachable_at_once(bench: PlanePair) -> None:
+async def test_generate_without_server_is_unreachable_at_once(bench: PlanePair) -> None:
     started = time.monotonic()
     await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), NoListener)
     assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for
 
 
-async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(
-    bench: PlanePair,
-) -> None:
+async def test_stop_accepting_keeps_streams_and_verbs_running(bench: PlanePair) -> None:
     go = asyncio.Event()
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -265,7 +253,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(
     assert len(await running) == 2
 
 
-async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: PlanePair) -> None:
+async def test_aclose_with_running_streams_drains_them(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     running = asyncio.create_task(collect(bench.caller, make_request()))
@@ -277,9 +265,7 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
     await check_fails(collect(bench.caller, make_request()), NoListener)
 
 
-async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(
-    bench: PlanePair,
-) -> None:
+async def test_control_returns_bytes_or_the_same_error(bench: PlanePair) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     assert await bench.caller.client.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000

@@ -41,9 +41,7 @@ async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
 
 
-async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(
-    bench: PlanePair,
-) -> None:
+async def test_close_aborts_a_transfer_on_its_way(bench: PlanePair) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
             try:
@@ -59,9 +57,7 @@ async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release(
-    bench: PlanePair,
-) -> None:
+async def test_close_leaves_a_taken_transfer_to_the_caller(bench: PlanePair) -> None:
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
@@ -95,9 +91,7 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePai
     assert (serving.running, len(await asking)) == (0, 1)
 
 
-async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(
-    bench: PlanePair,
-) -> None:
+async def test_message_of_unanswerable_sender_does_not_end_streams(bench: PlanePair) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -124,9 +118,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
-async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_that_was_left(
-    bench: PlanePair, ahead_s: float
-) -> None:
+async def test_request_deadline_is_independent_of_clocks(bench: PlanePair, ahead_s: float) -> None:
     seen: list[float] = []
 
     async def noting(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

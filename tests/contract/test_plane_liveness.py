@@ -100,9 +100,7 @@ async def test_stream_when_a_frame_is_lost_then_it_ends_as_incomplete(
     await until(lambda: service.open == 0)
 
 
-async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_the_numbers_tell(
-    network: Network, bench: PlanePair
-) -> None:
+async def test_lost_middle_frame_is_found_by_its_number(network: Network, bench: PlanePair) -> None:
     async def two_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in three_steps(request):
             if chunk.finish_reason is None:
@@ -119,7 +117,7 @@ async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_they_arrive_again(
+async def test_stream_when_all_messages_are_lost_then_ends_later(
     network: Network, bench: PlanePair
 ) -> None:
     """As of a caller that was frozen for longer than any time-out: the worker gave it up
@@ -153,9 +151,7 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_same(
-    network: Network, bench: PlanePair
-) -> None:
+async def test_lost_cancel_still_ends_the_worker_stream(network: Network, bench: PlanePair) -> None:
     lost: list[bytes] = []
 
     def lose_the_first(data: bytes) -> list[bytes]:
@@ -173,7 +169,7 @@ async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_sa
     assert len(lost) == 1
 
 
-async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(
+async def test_repeated_messages_give_the_same_answer_once(
     network: Network, bench: PlanePair
 ) -> None:
     runs: list[GenerateRequest] = []
@@ -192,7 +188,7 @@ async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(
     await until(lambda: serving.running == 0)
 
 
-async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_again(
+async def test_opening_repeated_after_its_end_does_not_run_again(
     network: Network, bench: PlanePair
 ) -> None:
     openings: list[bytes] = []
@@ -215,7 +211,7 @@ async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_ag
     assert not service.verbs
 
 
-async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it_ends_as_incomplete(
+async def test_stream_of_a_replaced_worker_is_incomplete(
     network: Network, bench: PlanePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ScriptedService(one_then_wait)
@@ -263,9 +259,7 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(
     assert made == [list(range(10 + n % 50)) for n in range(200)]
 
 
-async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_the_worker_goes_on(
-    network: Network, bench: PlanePair
-) -> None:
+async def test_opening_with_too_long_inbox_is_rejected(network: Network, bench: PlanePair) -> None:
     """NATS ends the connection of a client that publishes to a subject of more than 4 KiB."""
     service = ScriptedService(three_steps)
     await bench.worker.serve(SUBJECT, service)
@@ -278,7 +272,7 @@ async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_
     assert len(await collect(bench.caller, make_request())) == 3
 
 
-async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_without_it(
+async def test_report_larger_than_a_message_does_not_stop_peers(
     network: Network, bench: PlanePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = ScriptedService(one_then_wait)
@@ -293,7 +287,7 @@ async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_with
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_streams_go_on(
+async def test_worker_streams_continue_while_pings_are_unanswered(
     network: Network, bench: PlanePair
 ) -> None:
     async def steadily(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -310,7 +304,7 @@ async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_str
     assert sum(len(chunk.token_ids) for chunk in chunks) == 40
 
 
-async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is_sent_there(
+async def test_report_of_unrequested_subject_sends_nothing(
     network: Network, bench: PlanePair
 ) -> None:
     """A subject of more than 4 KiB would cost the connection."""
@@ -330,7 +324,7 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
         assert len(await bench.caller.client.control(SUBJECT, GetFile("a"))) == 1000
 
 
-async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(
+async def test_service_cleanup_survives_deadline_and_cancel(
     network: Network, bench: PlanePair
 ) -> None:
     cleaned = asyncio.Event()
@@ -348,9 +342,7 @@ async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_
     await asyncio.wait_for(cleaned.wait(), SOON_S)
 
 
-async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(
-    bench: PlanePair,
-) -> None:
+async def test_generate_on_closed_plane_is_disconnected(bench: PlanePair) -> None:
     await bench.caller.aclose()
     tasks = asyncio.all_tasks()
     await check_fails(collect(bench.caller, make_request()), Disconnected)

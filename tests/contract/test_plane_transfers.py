@@ -45,7 +45,7 @@ async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     )
 
 
-async def test_transfer_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
+async def test_transfer_lost_on_its_way_returns_to_the_worker(
     network: Network, bench: PlanePair
 ) -> None:
     network.to_caller = lambda data: [] if data != PING and decode(data, Batch).frames else [data]
@@ -57,7 +57,7 @@ async def test_transfer_when_it_is_lost_on_its_way_then_the_worker_takes_it_back
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_report_when_it_is_repeated_after_a_transfer_was_taken_then_the_transfer_stays_valid(
+async def test_repeated_report_keeps_a_taken_transfer_valid(
     network: Network, bench: PlanePair
 ) -> None:
     reports: list[bytes] = []
@@ -88,7 +88,7 @@ async def test_report_when_it_is_repeated_after_a_transfer_was_taken_then_the_tr
     assert service.verbs == []
 
 
-async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_worker_takes_it_back(
+async def test_transfer_when_caller_and_cancel_are_lost_then_reclaimed(
     network: Network, bench: PlanePair
 ) -> None:
     lost: list[bytes] = []
@@ -137,7 +137,7 @@ async def begun(
     return service, call, events
 
 
-async def test_stop_when_the_transfer_is_on_its_way_then_the_caller_gets_it_and_the_worker_keeps_it(
+async def test_stop_during_transfer_gives_it_to_the_caller(
     network: Network, bench: PlanePair
 ) -> None:
     gate = asyncio.Event()
@@ -170,9 +170,7 @@ async def test_stop_when_the_transfer_is_on_its_way_then_the_caller_gets_it_and_
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_stop_when_the_service_can_not_stop_a_call_then_it_is_cancelled_and_the_stream_ends(
-    bench: PlanePair,
-) -> None:
+async def test_stop_of_unstoppable_call_cancels_it(bench: PlanePair) -> None:
     service, call, events = await begun(bench, wait_for_ever)
     assert call.stop()
     await asyncio.wait_for(service.closed.wait(), SOON_S)
@@ -181,7 +179,7 @@ async def test_stop_when_the_service_can_not_stop_a_call_then_it_is_cancelled_an
     assert not call.stop()
 
 
-async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(
+async def test_expired_transfer_ends_questions_to_its_caller(
     network: Network, bench: PlanePair
 ) -> None:
     async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

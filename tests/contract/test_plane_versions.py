@@ -158,9 +158,7 @@ async def test_error_when_caller_has_version_3_then_former_code(
     assert (type(error), error.code) == (TransferTimeout, "transfer_timeout")
 
 
-async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(
-    bench: PlanePair,
-) -> None:
+async def test_token_arrives_with_its_log_probabilities(bench: PlanePair) -> None:
     scored = Chunk(token_ids=token_ids([7]), logprobs=(TokenLogprob(7, -0.5),))
 
     async def score(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -172,9 +170,7 @@ async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_served_and_others_are_refused(
-    bench: PlanePair, ahead: int
-) -> None:
+async def test_worker_serves_callers_of_the_next_version_only(bench: PlanePair, ahead: int) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     caller = Caller(link_of(bench.caller), answers=lambda data: True)
@@ -193,9 +189,7 @@ async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_ser
         assert not service.started.is_set()
 
 
-async def test_cancel_when_the_caller_does_not_know_that_kv_may_follow_then_the_call_is_cancelled(
-    bench: PlanePair,
-) -> None:
+async def test_cancel_by_caller_that_does_not_expect_kv_cancels_call(bench: PlanePair) -> None:
     """As releases before `awaits_kv` send it. Those releases skip the field."""
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
@@ -213,7 +207,7 @@ async def test_cancel_when_the_caller_does_not_know_that_kv_may_follow_then_the_
 
 
 @pytest.mark.parametrize("subject", [SUBJECT, control_subject(SUBJECT)])
-async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_so_and_goes_on(
+async def test_worker_rejects_unknown_later_message_and_continues(
     bench: PlanePair, subject: str
 ) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
@@ -226,9 +220,7 @@ async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_
     assert len(await collect(bench.caller, make_request())) == 5
 
 
-async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(
-    bench: PlanePair,
-) -> None:
+async def test_caller_ends_only_streams_with_unknown_messages(bench: PlanePair) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -267,9 +259,7 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
     await until(lambda: service.open == 0)
 
 
-async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(
-    bench: PlanePair,
-) -> None:
+async def test_failure_with_unknown_code_is_internal(bench: PlanePair) -> None:
     transport = link_of(bench.worker)
 
     def take(data: bytes, reply: str) -> None:
@@ -285,7 +275,7 @@ async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_interna
     await listening()
 
 
-def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> None:
+def test_instance_without_version_has_version_1() -> None:
     record = msgspec.msgpack.decode(encode(make_instance(1)))
     record.pop("wire", None)
     assert decode(msgspec.msgpack.encode({**record, "unknown": {"field": 1}}), Instance).wire == 1
@@ -294,7 +284,5 @@ def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> Non
 @pytest.mark.parametrize(
     ("theirs", "works"), [(2, False), (3, True), (4, True), (5, True), (6, False), (-7, False)]
 )
-def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(
-    theirs: int, works: bool
-) -> None:
+def test_wire_mismatch_allows_neighbor_versions(theirs: int, works: bool) -> None:
     assert (wire_mismatch(theirs) == "") is works

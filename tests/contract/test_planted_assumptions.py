@@ -34,7 +34,7 @@ def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
-def test_plant_when_named_then_its_text_stands_once_and_it_is_on_the_page(plant: Plant) -> None:
+def test_planted_text_occurs_once_and_is_documented(plant: Plant) -> None:
     found = importlib.util.find_spec(plant.module)
     assert found is not None
     assert found.origin is not None

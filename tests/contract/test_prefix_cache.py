@@ -106,9 +106,7 @@ async def prefilled(
 
 
 @BOTH
-async def test_prompt_when_it_comes_again_then_full_blocks_are_reused_per_salt(
-    kind: str, llama: Path
-) -> None:
+async def test_repeated_prompt_reuses_full_blocks_per_salt(kind: str, llama: Path) -> None:
     engine = caching(kind, llama)
     async with started(engine):
         events = Events(engine)
@@ -148,9 +146,7 @@ async def test_conversation_when_it_goes_on_then_its_output_is_reused(
 
 
 @BOTH
-async def test_blocks_when_short_then_the_oldest_are_evicted_and_none_in_use(
-    kind: str, llama: Path
-) -> None:
+async def test_scarce_blocks_evict_oldest_unused(kind: str, llama: Path) -> None:
     engine = caching(kind, llama, kv_cache_blocks=8)
     async with started(engine):
         events = Events(engine)
@@ -166,7 +162,7 @@ async def test_blocks_when_short_then_the_oldest_are_evicted_and_none_in_use(
 
 @BOTH
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
+async def test_separate_prefill_and_decode_both_cache_blocks(
     kind: str, model: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
@@ -198,9 +194,7 @@ async def test_prefill_and_decode_when_separate_then_both_have_the_blocks(
 
 
 @pytest.mark.parametrize("name", ["mock", "torch"])
-def test_kv_events_when_there_is_no_prefix_cache_then_refused_by_name(
-    name: Any, llama: Path
-) -> None:
+def test_kv_events_without_prefix_cache_are_rejected(name: Any, llama: Path) -> None:
     config = WorkerConfig(
         model_path=str(llama),
         engine=name,
@@ -212,7 +206,7 @@ def test_kv_events_when_there_is_no_prefix_cache_then_refused_by_name(
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-async def test_answers_when_prompts_share_beginnings_then_equal_to_those_without_a_cache(
+async def test_shared_prefixes_give_same_answers_as_without_cache(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(model)
@@ -246,9 +240,7 @@ def logprobs(answers: Sequence[Sequence[Chunk]]) -> list[float]:
     return [entry.logprob for chunks in answers for chunk in chunks for entry in chunk.logprobs]
 
 
-async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_computed(
-    llama: Path,
-) -> None:
+async def test_prompt_logprobs_compute_a_cached_prompt_completely(llama: Path) -> None:
     engine = caching("torch", llama)
     async with started(engine):
         await cached(engine, PROMPT)
@@ -259,9 +251,7 @@ async def test_prompt_logprobs_when_the_prompt_is_cached_then_all_of_it_is_compu
         assert await cached(engine, PROMPT) == 96
 
 
-async def test_reuse_when_cached_memory_was_changed_then_one_request_fails_and_the_next_is_right(
-    llama: Path,
-) -> None:
+async def test_reuse_of_changed_cache_fails_one_request_only(llama: Path) -> None:
     engine = caching("torch", llama)
     async with started(engine):
         events = Events(engine)

@@ -72,9 +72,7 @@ def check_schema(text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(
-    folder: Path, temperature: float
-) -> None:
+async def test_guided_over_two_calls_gives_same_json(folder: Path, temperature: float) -> None:
     aggregated, prefill, decode = (
         make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
     )
@@ -95,9 +93,7 @@ async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(
             await check_nothing_left(engine)
 
 
-async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(
-    folder: Path,
-) -> None:
+async def test_guided_decode_knows_the_form_begun_by_first_token(folder: Path) -> None:
     """The prefill call's only token is `after` itself, so only the KV transfer parameters tell the
     decode worker.
     """
@@ -116,9 +112,7 @@ async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(
     check_schema(spell(ids[1:-1]))
 
 
-async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturbed_run(
-    folder: Path,
-) -> None:
+async def test_guided_resumed_midway_equals_undisturbed_run(folder: Path) -> None:
     engine = make("torch", folder, Role.AGGREGATED)
     sampling: dict[str, Any] = {
         "temperature": 1.0,
@@ -137,7 +131,7 @@ async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturb
             )
 
 
-async def test_guided_when_the_output_leaves_the_form_then_a_plain_error_and_the_reason_is_logged(
+async def test_guided_output_outside_the_form_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grammar.GrammarMatcher, "apply_mask", lambda *_: None)
@@ -154,9 +148,7 @@ async def test_guided_when_the_output_leaves_the_form_then_a_plain_error_and_the
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_decode(
-    folder: Path, penalty: str
-) -> None:
+async def test_penalty_counts_first_token_at_decode(folder: Path, penalty: str) -> None:
     """The biases make 7 win, then 11 as long as 7 is penalized."""
     aggregated, prefill, decode = (
         make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
@@ -174,9 +166,7 @@ async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_de
             assert tokens(await prefill_then_decode(prefill, decode, prompt_of(9), **asked)) == ids
 
 
-async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_computed(
-    folder: Path,
-) -> None:
+async def test_guided_bad_schema_is_rejected_before_computing(folder: Path) -> None:
     prefill = make("torch", folder, Role.PREFILL)
     bad = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "objekt"}'),))
     async with started(prefill):
@@ -189,7 +179,7 @@ async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_com
         await check_nothing_left(prefill)
 
 
-async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_says_that_it_refuses(
+async def test_guided_without_library_or_tokenizer_is_rejected(
     folder: Path, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make("torch", gpt_oss, Role.AGGREGATED)

@@ -106,9 +106,7 @@ async def test_full_store_then_the_oldest_goes(opened: Opened) -> None:
     assert found == [False, True, True, True]
 
 
-async def test_value_larger_than_one_may_be_then_refused_and_the_others_stay(
-    opened: Opened,
-) -> None:
+async def test_oversized_value_is_rejected_and_others_stay(opened: Opened) -> None:
     store = await opened(limits(max_value_bytes=MIB))
     await store.put("resp_1", b"small")
     with pytest.raises(PayloadTooLarge, match="can't be stored; the limit is 1048576 bytes"):
@@ -133,9 +131,7 @@ async def test_many_at_once_then_each_has_its_own(opened: Opened) -> None:
 @pytest.mark.parametrize(
     "full", [limits(max_entries=10), limits(max_bytes=100)], ids=["entries", "bytes"]
 )
-async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(
-    full: StoreLimits,
-) -> None:
+async def test_memory_filled_by_one_owner_costs_others_nothing(full: StoreLimits) -> None:
     store = MemoryStore(full)
     for number in range(3):
         await store.put(f"quiet_{number}", bytes(10), "quiet")
@@ -184,9 +180,7 @@ def test_bucket_then_its_name_is_one_of_nats(namespace: str) -> None:
     assert bucket_of("a-b") != bucket_of("a.b")
 
 
-async def test_jetstream_when_the_server_restarts_then_values_are_still_there(
-    own_nats: Callable[[], TestServer],
-) -> None:
+async def test_jetstream_values_survive_server_restart(own_nats: Callable[[], TestServer]) -> None:
     server = own_nats()
     store = await JetStreamStore.connect(server.address, "n", limits())
     await store.put("resp_1", b"one")
@@ -217,9 +211,7 @@ def plain_nats() -> Iterator[str]:
         process.wait()
 
 
-async def test_connect_when_there_is_no_jetstream_then_says_how_to_start_it(
-    plain_nats: str,
-) -> None:
+async def test_connect_without_jetstream_explains_how_to_start_it(plain_nats: str) -> None:
     with pytest.raises(Unreachable, match="-js"):
         await JetStreamStore.connect(plain_nats, "n", limits())
 
@@ -234,7 +226,7 @@ async def test_connect_when_there_is_no_server_then_unreachable(
         await JetStreamStore.connect(server.address, "n", limits())
 
 
-async def test_jetstream_when_the_server_is_frozen_then_calls_and_close_are_bounded(
+async def test_jetstream_calls_and_close_are_bounded_when_frozen(
     own_nats: Callable[[], TestServer],
 ) -> None:
     server = own_nats()

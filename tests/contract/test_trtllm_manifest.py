@@ -179,9 +179,7 @@ def test_names_when_one_present_is_renamed_then_it_is_found(
         assert absent(uses[version], without(release, owner, name)) == [f"{owner}.{name}"]
 
 
-def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(
-    uses: dict[str, Uses],
-) -> None:
+def test_recorded_names_are_those_the_adapter_uses(uses: dict[str, Uses]) -> None:
     """So that its check at start, and the page of what was not read, miss nothing and name nothing
     that is unused.
     """
@@ -198,9 +196,7 @@ def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(
     assert touched | methods == said
 
 
-def test_arguments_when_recorded_then_the_adapter_adds_only_what_every_release_has(
-    uses: dict[str, Uses],
-) -> None:
+def test_recorded_arguments_exist_in_every_release(uses: dict[str, Uses]) -> None:
     for version, found in uses.items():
         added = {name for owner, name in found if owner == "TorchLlmArgs"}
         assert {"model", "backend", "enable_iter_perf_stats"} <= added

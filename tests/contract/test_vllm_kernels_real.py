@@ -67,7 +67,7 @@ def keys(kernel: Any) -> int:
     )
 
 
-def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_token_counts(
+def test_kernel_with_replaced_constant_compiles_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.backends.compiler import GPUTarget
@@ -100,9 +100,7 @@ def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_to
 
 
 @pytest.mark.parametrize("fixed", triton_constants.FIXED, ids=lambda fixed: str(fixed.kernel))
-def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(
-    fixed: triton_constants.FixedArgument,
-) -> None:
+def test_constants_are_present_in_vllm_kernels(fixed: triton_constants.FixedArgument) -> None:
     """If this fails, vLLM has newer kernels: remove the replacement of this one."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
@@ -118,7 +116,7 @@ def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(
     )
 
 
-def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
+def test_compilation_key_is_independent_of_model_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import ModelConfig
@@ -144,9 +142,7 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
     assert key(first) == key(second) != key(other)
 
 
-def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_those_of_mixed_steps() -> (
-    None
-):
+def test_decode_graphs_skipped_by_prefill_use_mixed_steps() -> None:
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 

@@ -79,9 +79,7 @@ async def ranks() -> AsyncIterator[Ranks]:
     await asyncio.to_thread(made.subscriber.close)
 
 
-async def test_events_when_some_came_before_the_subscription_then_all_are_received_once(
-    ranks: Ranks,
-) -> None:
+async def test_events_before_subscription_are_received_once(ranks: Ranks) -> None:
     ranks.publish(0, 1, 2)
     ranks.publish(1, 7)
     ranks.subscribe()
@@ -93,9 +91,7 @@ async def test_events_when_some_came_before_the_subscription_then_all_are_receiv
     assert (stored(later, 0), stored(later, 1)) == ([*range(3, 50)], [8])
 
 
-async def test_events_when_more_were_lost_than_vllm_stores_then_readers_forget_everything(
-    ranks: Ranks,
-) -> None:
+async def test_events_lost_beyond_the_buffer_reset_readers(ranks: Ranks) -> None:
     steps = ranks.subscriber.config["buffer_steps"]
     ranks.publish(0, *range(steps + 5))
     await asyncio.to_thread(ranks.publishers[0]._event_queue.join)
@@ -105,9 +101,7 @@ async def test_events_when_more_were_lost_than_vllm_stores_then_readers_forget_e
     assert stored(others, 0) == [*range(5, steps + 5)]
 
 
-async def test_close_when_events_are_read_then_the_thread_ends_and_the_private_folder_is_gone(
-    ranks: Ranks,
-) -> None:
+async def test_close_while_reading_ends_thread_and_removes_folder(ranks: Ranks) -> None:
     folder = ranks.subscriber._folder
     assert folder.stat().st_mode & 0o777 == 0o700
     ranks.subscribe()

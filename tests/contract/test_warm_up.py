@@ -38,7 +38,7 @@ def steps(
     return [step(name) for name in names]
 
 
-async def test_run_when_the_budget_lasts_then_every_step_runs_and_progress_counts_them() -> None:
+async def test_run_within_budget_completes_every_step() -> None:
     ran: list[str] = []
     warm_up = WarmUp(60.0)
     assert warm_up.progress() == ""
@@ -47,9 +47,7 @@ async def test_run_when_the_budget_lasts_then_every_step_runs_and_progress_count
     assert warm_up.progress() == ""
 
 
-async def test_run_when_the_budget_is_spent_then_what_was_not_reached_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_run_names_steps_that_exceed_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     ran: list[str] = []
     with caplog.at_level(logging.WARNING):
         assert await WarmUp(0.0).run(steps(ran, "16383 tokens", "a seed")) == (
@@ -61,9 +59,7 @@ async def test_run_when_the_budget_is_spent_then_what_was_not_reached_is_named(
     assert "--warm-up-budget-s" in caplog.text
 
 
-async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_run_names_a_failed_step_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     ran: list[str] = []
     assert await WarmUp(60.0).run(steps(ran, "a", "b", fails="a")) == ("a",)
     assert ran == ["a", "b"]
@@ -71,9 +67,7 @@ async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(
 
 
 @pytest.mark.parametrize("kind", ["mock", "torch", "vllm", "trtllm"])
-async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_left(
-    kind: str, gpt_oss: Path
-) -> None:
+async def test_variants_run_without_failure_or_leftovers(kind: str, gpt_oss: Path) -> None:
     with ExitStack() as stack:
         if kind == "vllm":
             stack.enter_context(fake_vllm())
@@ -95,7 +89,7 @@ async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_start_of_trtllm_then_no_other_request_can_share_the_prefix_of_its_warm_up(
+async def test_trtllm_start_shares_no_prefix_with_its_warm_up(
     version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     salts: list[list[str | None]] = []  # of each engine
@@ -123,7 +117,7 @@ async def test_start_of_trtllm_then_no_other_request_can_share_the_prefix_of_its
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 0.0])
-async def test_start_of_vllm_then_a_pass_runs_for_each_token_count_that_has_kernels_of_its_own(
+async def test_vllm_start_warms_each_kernel_token_count(
     budget_s: float,
     gpt_oss: Path,
     caplog: pytest.LogCaptureFixture,

@@ -111,9 +111,7 @@ def check_error(answer: httpx.Response, status: int, code: str, says: str) -> di
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_request_when_bad_then_one_clear_error_and_the_next_one_is_served(
-    mock: httpx.Client, name: str
-) -> None:
+def test_bad_request_gives_one_error_and_next_is_served(mock: httpx.Client, name: str) -> None:
     bad = BAD[name]
     error = check_error(
         mock.request(bad.method, bad.path, **bad.request), bad.status, bad.code, bad.says
@@ -173,7 +171,7 @@ LINES: dict[str, tuple[Launch, str]] = {
 }
 
 
-def test_launch_when_the_line_is_wrong_then_one_line_and_status_2(
+def test_launch_with_wrong_line_exits_with_2(
     mock_cluster: Cluster, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     wrong = []
@@ -191,9 +189,7 @@ def test_launch_when_the_line_is_wrong_then_one_line_and_status_2(
 @pytest.mark.parametrize(
     "launch", [["dynamo_trtllm.frontend", "--http-port"], [*WORKER, "--system-port"]]
 )
-def test_launch_when_the_port_is_taken_then_it_is_named_and_status_2(
-    mock_cluster: Cluster, launch: list[str]
-) -> None:
+def test_launch_on_taken_port_names_it(mock_cluster: Cluster, launch: list[str]) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         status, lines = command([*launch, str(port)], mock_cluster.env)
@@ -219,9 +215,7 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
             check.result()
 
 
-def test_frontend_when_it_listens_on_every_interface_then_it_warns_once(
-    mock_cluster: Cluster,
-) -> None:
+def test_frontend_on_every_interface_warns_once(mock_cluster: Cluster) -> None:
     mock_cluster.frontend.wait_for("listening on http://0.0.0.0")
     warnings = [line for line in mock_cluster.frontend.lines if "is open to other machines" in line]
     assert len(warnings) == 1

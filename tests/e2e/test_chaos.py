@@ -71,9 +71,7 @@ LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker u
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in FAULTS]
 )
-async def test_requests_when_a_fault_strikes_then_right_or_a_named_error_and_nothing_is_left(
-    stage: FaultRunner, name: str
-) -> None:
+async def test_fault_gives_right_answers_or_named_errors(stage: FaultRunner, name: str) -> None:
     verdict = await stage.run(FAULTS[name])
     assert is_good(verdict), table([verdict])
     assert verdict.counts[Outcome.RIGHT] > 0 or FAULTS[name].is_launcher, table([verdict])
@@ -84,9 +82,7 @@ async def test_requests_when_a_fault_strikes_then_right_or_a_named_error_and_not
 
 
 @pytest.mark.long
-async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as_undisturbed() -> (
-    None
-):
+async def test_greedy_requests_survive_a_killed_decode_worker() -> None:
     verdict = await migration.run(wanted=10)
     assert verdict.counts[Outcome.RIGHT] == verdict.sent > 10, table([verdict])
 

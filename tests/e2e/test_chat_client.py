@@ -80,18 +80,14 @@ def terminal(mock_cluster: Cluster) -> Iterator[Terminal]:
     made.close()
 
 
-def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(
-    mock_cluster: Cluster,
-) -> None:
+def test_chat_without_frontend_exits_with_1(mock_cluster: Cluster) -> None:
     status, said = command([MODULE, "--url", "http://127.0.0.1:1"], mock_cluster.env)
     assert status == 1
     assert len(said) == 1
     assert "no frontend answers at http://127.0.0.1:1" in said[0]
 
 
-def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_line(
-    mock_cluster: Cluster,
-) -> None:
+def test_chat_with_unknown_model_prints_one_line(mock_cluster: Cluster) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -115,9 +111,7 @@ def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_l
     assert done.stderr.count("\n") == 1
 
 
-def test_chat_when_interrupted_in_a_terminal_then_the_answer_ends_and_the_program_goes_on(
-    terminal: Terminal,
-) -> None:
+def test_chat_interrupted_in_a_terminal_continues(terminal: Terminal) -> None:
     terminal.until("mock at http://", "> ")
     terminal.type("Tell me all.\n")
     terminal.until("Tell me all.\r\n", "\x1b[0m")

@@ -21,9 +21,7 @@ NOWHERE_ELSE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 @pytest.mark.extra
 @pytest.mark.timeout(180)
-def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out(
-    mock_cluster: Cluster, tmp_path: Path
-) -> None:
+def test_docs_page_shows_every_endpoint_and_schema(mock_cluster: Cluster, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert browser, "no browser here; install chromium (Debian: chromium-headless-shell)"
     argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]

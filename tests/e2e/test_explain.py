@@ -99,7 +99,7 @@ def begin_stream(cluster: Cluster) -> threading.Thread:
     return thread
 
 
-def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_requests(
+def test_explain_reports_frozen_and_killed_processes(
     make_cluster: Callable[..., Cluster], memory_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--recorder-dir", str(memory_path))

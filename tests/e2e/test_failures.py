@@ -121,7 +121,7 @@ def check_ends_with_error(stream: Running, codes: set[str], within_s: float) -> 
 # --- clients leave --------------------------------------------------------------------------------
 
 
-def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides(lasting: Pair) -> None:
+def test_client_leaving_midstream_frees_kv_on_both_sides(lasting: Pair) -> None:
     with running(lasting.cluster):
         assert gauges(lasting.decode)["kv_blocks_used"] > 0
     lasting.until_idle()
@@ -130,7 +130,7 @@ def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides(lasting: Pai
 
 @pytest.mark.long  # tests/integration/test_cancellation.py covers it without processes
 @pytest.mark.parametrize("stream", [False, True])
-def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides(
+def test_client_leaving_before_first_token_frees_kv(
     etcd_server: str, nats_server: str, lasting: Pair, stream: bool
 ) -> None:
     """A prefill step takes 30 s: the request is in it when the client leaves."""
@@ -168,9 +168,7 @@ def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) 
 
 
 @pytest.mark.long  # the chaos fault kill-decode covers it in less time
-def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_another_serves(
-    make_cluster: Make,
-) -> None:
+def test_killed_decode_worker_ends_its_stream_with_an_error(make_cluster: Make) -> None:
     pair = start_pair(make_cluster(flags=QUICK))
     with running(pair.cluster) as stream:
         pair.decode.send(signal.SIGKILL)
@@ -188,9 +186,7 @@ def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_
 
 
 @pytest.mark.long
-def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_get_503(
-    make_cluster: Make,
-) -> None:
+def test_killed_prefill_worker_spares_running_streams(make_cluster: Make) -> None:
     pair = start_pair(make_cluster())
     with running(pair.cluster, SHORT) as stream:
         pair.prefill.send(signal.SIGKILL)
@@ -207,9 +203,7 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
 
 
 @pytest.mark.long  # the chaos fault kill-prefill covers it in less time
-def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(
-    make_cluster: Make,
-) -> None:
+def test_killed_prefill_worker_gives_a_named_error(make_cluster: Make) -> None:
     cluster = make_cluster(flags=QUICK)
     prefill = cluster.mock("prefill", "mock", step_s=5.0)
     decode = cluster.mock("decode", "mock")
@@ -236,9 +230,7 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(
-    make_cluster: Make, role: str
-) -> None:
+def test_worker_sigterm_finishes_streams_first(make_cluster: Make, role: str) -> None:
     pair = start_pair(make_cluster())
     worker = pair.prefill if role == "prefill" else pair.decode
     with running(pair.cluster, SHORT) as stream:
@@ -251,7 +243,7 @@ def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(
 
 
 @pytest.mark.long  # the chaos fault term-frontend covers it in less time
-def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting: Pair) -> None:
+def test_frontend_sigterm_finishes_streams_first(lasting: Pair) -> None:
     frontend = Process("dynamo_trtllm.frontend", ["--http-port", "0"], lasting.cluster.env)
     try:
         frontend.wait_for("model mock is ready")
@@ -270,7 +262,7 @@ def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting
 
 
 @pytest.mark.long
-def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_served(
+def test_streams_survive_a_nats_restart(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
     nats = own_nats()
@@ -285,7 +277,7 @@ def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_serve
 
 # tests/integration/test_control_plane.py and the chaos fault kill-nats cover it in less time
 @pytest.mark.long
-def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_ones_get_503_and_later_200(
+def test_streams_when_nats_stays_away_then_end_with_named_error(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
     nats = own_nats()
@@ -313,7 +305,7 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
 
 
 @pytest.mark.long
-def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_same_workers_are_back(
+def test_requests_are_served_while_etcd_is_away(
     make_cluster: Make, own_etcd: Callable[[], TestServer]
 ) -> None:
     etcd = own_etcd()
@@ -347,9 +339,7 @@ def retries(cluster: Cluster) -> float:
 
 
 @pytest.mark.long
-def test_requests_when_a_worker_is_frozen_then_another_serves_them_and_only_the_first_waits(
-    make_cluster: Make,
-) -> None:
+def test_frozen_worker_delays_only_the_first_request(make_cluster: Make) -> None:
     pair = start_pair(make_cluster())
     other = pair.cluster.mock("decode", "mock", step_s=STEP_S)
     other.instance()

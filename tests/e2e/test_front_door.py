@@ -33,9 +33,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_front_door_when_no_engine_library_is_installed_then_help_answers(
-    ended: Results, module: str
-) -> None:
+def test_help_answers_without_an_engine_library(ended: Results, module: str) -> None:
     done = ended[module, "help"]
     assert done.status == 0, done.stderr
     assert f"usage: python -m {module} " in done.stdout
@@ -43,9 +41,7 @@ def test_front_door_when_no_engine_library_is_installed_then_help_answers(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_front_door_when_a_flag_is_unknown_then_one_line_and_status_two(
-    ended: Results, module: str
-) -> None:
+def test_unknown_flag_exits_with_2(ended: Results, module: str) -> None:
     done = ended[module, "flag"]
     assert done.status == 2
     assert (
@@ -54,9 +50,7 @@ def test_front_door_when_a_flag_is_unknown_then_one_line_and_status_two(
     assert done.stdout == ""
 
 
-def test_front_door_when_the_deployment_file_has_a_typing_error_then_one_line_and_status_two(
-    ended: Results,
-) -> None:
+def test_deployment_file_typing_error_exits_with_2(ended: Results) -> None:
     done = ended["dynamo_trtllm.launch", "file"]
     assert done.status == 2
     assert re.fullmatch(

@@ -191,9 +191,7 @@ def test_hang_when_the_frontend_is_frozen_then_it(hanging: Hanging) -> None:
     hanging.check("frontend", "frozen")
 
 
-def test_hang_when_the_prefill_worker_freezes_before_its_kv_is_fetched_then_it(
-    hanging: Hanging,
-) -> None:
+def test_hang_explained_when_prefill_freezes_before_fetch(hanging: Hanging) -> None:
     _, prefill, decode = hanging.start()
     decode.send(signal.SIGSTOP)
     hanging.ask(ASKED)
@@ -203,7 +201,7 @@ def test_hang_when_the_prefill_worker_freezes_before_its_kv_is_fetched_then_it(
     hanging.check("prefill", "fetches KV from it")
 
 
-def test_hang_when_kv_blocks_are_exhausted_then_the_wait_for_them(hanging: Hanging) -> None:
+def test_hang_explained_when_kv_blocks_are_exhausted(hanging: Hanging) -> None:
     _, _, decode = hanging.start(kv_cache_blocks=4)
     decode.send(signal.SIGSTOP)  # the KV of the first prompt stays
     hanging.ask(ASKED)
@@ -212,7 +210,7 @@ def test_hang_when_kv_blocks_are_exhausted_then_the_wait_for_them(hanging: Hangi
     hanging.check("prefill", "waits for KV blocks")
 
 
-def test_hang_when_the_transfer_buffer_is_full_then_the_wait_for_it(hanging: Hanging) -> None:
+def test_hang_explained_when_transfer_buffer_is_full(hanging: Hanging) -> None:
     decode = hanging.start_torch(kv_staging_gib=0.0012, max_seq_len=1024)
     decode.send(signal.SIGSTOP)
     for _ in range(3):
@@ -227,7 +225,7 @@ def test_hang_when_the_batch_is_full_then_the_engine_s_queue(hanging: Hanging) -
     hanging.check("prefill", "engine's queue, behind 1 calls")
 
 
-def test_hang_when_a_prompt_takes_long_then_the_engine_computes_it(hanging: Hanging) -> None:
+def test_hang_explained_when_a_prompt_takes_long(hanging: Hanging) -> None:
     hanging.start(prefill_tokens_per_step=1, step_s=1.0)
     hanging.ask(ASKED)
     hanging.check("prefill", "has not computed its prompt")
@@ -249,9 +247,7 @@ def test_hang_when_a_role_has_no_worker_then_the_wait_for_one(hanging: Hanging) 
     hanging.check(f"frontend {frontend.pid}", "no worker can take it")
 
 
-def test_hang_when_the_body_does_not_arrive_then_the_frontend_waits_for_it(
-    hanging: Hanging,
-) -> None:
+def test_hang_explained_when_the_body_does_not_arrive(hanging: Hanging) -> None:
     frontend, *_ = hanging.start()
     host, port = frontend.url().removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
@@ -309,7 +305,7 @@ def test_hang_when_the_frontend_is_killed_then_the_worker_s_call(hanging: Hangin
     hanging.check("decode", "its frontend is gone")
 
 
-def test_hang_when_etcd_is_frozen_then_the_worker_that_can_not_register(
+def test_hang_explained_when_etcd_is_frozen(
     nats_server: str, tmp_path: Path, memory_path: Path
 ) -> None:
     etcd = TestServer("etcd", tmp_path / "etcd")
@@ -361,7 +357,7 @@ def test_hang_when_the_only_pair_is_quarantined_then_it(hanging: Hanging) -> Non
     hanging.check("frontend", f"pair {pair} is quarantined")
 
 
-def test_hang_when_a_decode_step_does_not_end_then_the_tokens_so_far(hanging: Hanging) -> None:
+def test_hang_explained_when_a_decode_step_does_not_end(hanging: Hanging) -> None:
     hanging.start(roles=("prefill",))
     hanging.add("decode", step_s=1000.0).instance()
     hanging.clusters[-1].until_ready("mock")

@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.long  # tests/unit/frontend/test_keep_alive.py covers it without processes
-def test_stream_when_the_prefill_is_long_then_comments_precede_the_first_token(
+def test_long_prefill_sends_comments_before_first_token(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = make_cluster(flags=["--sse-keep-alive-s", str(SILENCE_S), "--probe-interval-s", "0"])

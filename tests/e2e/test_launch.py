@@ -160,7 +160,7 @@ workers:
 """
 
 
-def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_ports_that_it_has_chosen(
+def test_launch_without_port_or_log_uses_chosen_ports(
     launch: Launch, deployment: Path, port: int
 ) -> None:
     deployment.write_text(SILENT.format(port=port))
@@ -187,7 +187,7 @@ def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_port
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_a_server_and_a_worker_are_killed_then_each_is_restarted_once_and_then_all_is_given_up(
+def test_launch_restarts_each_process_once_then_stops_all(
     launch: Launch, deployment: Path, port: int
 ) -> None:
     launched = launch(deployment)
@@ -242,9 +242,7 @@ def test_launch_when_stopped_while_starting_then_it_does_with_0(
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(
-    launch: Launch, deployment: Path
-) -> None:
+def test_launch_second_signal_kills_a_frozen_worker(launch: Launch, deployment: Path) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGSTOP)
@@ -308,7 +306,7 @@ def sleeper(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("server", ["etcd", "nats"])
-def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_same(
+def test_launch_stops_at_once_while_a_server_starts(
     launch: Launch, deployment: Path, sleeper: Path, server: str
 ) -> None:
     launched = launch(
@@ -322,7 +320,7 @@ def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_sam
 
 
 @pytest.mark.long  # the test above that kills a server and a worker covers most of it
-def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_and_all_stops_at_once(
+def test_launch_continues_while_a_server_is_away(
     launch: Launch, deployment: Path, sleeper: Path
 ) -> None:
     started = sleeper.with_name("started")
@@ -346,9 +344,7 @@ def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_an
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_left(
-    launch: Launch, deployment: Path, port: int
-) -> None:
+def test_launch_on_used_port_leaves_nothing(launch: Launch, deployment: Path, port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", port))
         taken.listen()
@@ -364,7 +360,7 @@ def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_le
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_starts(
+def test_launch_with_unknown_yaml_key_suggests_the_nearest(
     launch: Launch, deployment: Path
 ) -> None:
     deployment.write_text(deployment.read_text().replace("restart:", "restrat:"))
@@ -379,9 +375,7 @@ def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_sta
 
 
 @pytest.mark.long  # tests/e2e/test_serve.py starts two side by side, too
-def test_launch_when_a_deployment_is_started_twice_with_two_ports_then_both_answer_their_demo_and_exit_0(
-    launch: Launch, deployment: Path
-) -> None:
+def test_launch_twice_with_two_ports_answers_both(launch: Launch, deployment: Path) -> None:
     ports = free_ports(), free_ports()
     both = [launch("--demo", "--once", f"--port={port}", deployment) for port in ports]
     for port, launched in zip(ports, both, strict=True):
@@ -406,7 +400,7 @@ main()
 """
 
 
-def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_are_drained_first_and_all_serve_again(
+def test_launch_drains_readers_of_a_killed_prefill_worker(
     temporary: Path, deployment: Path, port: int
 ) -> None:
     text = deployment.read_text()

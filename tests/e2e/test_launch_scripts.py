@@ -45,9 +45,7 @@ def environment(port: int) -> dict[str, str]:
     ],
     ids=lambda path: path.stem,
 )
-def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing_is_left(
-    script: Path, tmp_path: Path
-) -> None:
+def test_script_restarts_a_worker_and_stops_all_on_sigint(script: Path, tmp_path: Path) -> None:
     port = free_ports()
     command = [*SIGINT_IGNORED, str(script)]
     launched = LauncherProcess(tmp_path, "--engine", "mock", command=command, env=environment(port))
@@ -81,9 +79,7 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(
-    script: Path,
-) -> None:
+def test_help_lists_every_variable_with_its_default(script: Path) -> None:
     said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
     (name,) = re.findall(r"launch (deploy/local/\S+\.yaml)", script.read_text())
     text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
@@ -98,12 +94,12 @@ def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(
     assert name in said
 
 
-def test_script_when_a_flag_has_no_value_then_one_line_and_status_2() -> None:
+def test_script_flag_without_value_exits_with_2() -> None:
     done = subprocess.run([SCRIPTS[0], "--deployment"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"{SCRIPTS[0]}: --deployment needs a file\n")
 
 
-def test_script_when_another_deployment_is_named_then_that_one_is_started(tmp_path: Path) -> None:
+def test_script_starts_the_named_deployment(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("workers: []\n")
     command = [SCRIPTS[0], f"--deployment={tmp_path / 'mine.yaml'}"]
     done = subprocess.run(

@@ -80,9 +80,7 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
     until(empty, SOON_S)
 
 
-def test_burst_when_more_come_than_run_and_wait_then_the_rest_gets_retry_after(
-    make_cluster: Callable[..., Cluster],
-) -> None:
+def test_burst_over_capacity_gets_retry_after(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(flags=FRONTEND)
     workers = [cluster.mock(role, "mock") for role in ("prefill", "decode")]
     cluster.until_ready("mock")
@@ -101,7 +99,7 @@ def test_burst_when_more_come_than_run_and_wait_then_the_rest_gets_retry_after(
 
 
 @pytest.mark.long  # tests/integration/test_backpressure.py covers it without processes
-def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_for_those_refused(
+def test_burst_with_decode_first_prefills_no_rejected_request(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = make_cluster(flags=("--probe-interval-s", "0"))
@@ -123,7 +121,7 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["silent", "kept alive"]
 )
-def test_connections_when_one_client_opens_more_than_there_are_files_then_others_are_served(
+def test_connections_of_one_client_do_not_block_others(
     mock_cluster: Cluster, few_files: Process, sent: bytes
 ) -> None:
     port = int(few_files.url().rpartition(":")[2])
@@ -136,9 +134,7 @@ def test_connections_when_one_client_opens_more_than_there_are_files_then_others
                 assert client.post(CHAT, json=asked(max_tokens=4)).status_code == 200
 
 
-def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(
-    mock_cluster: Cluster,
-) -> None:
+def test_timeout_during_decode_gives_504_and_frees_all(mock_cluster: Cluster) -> None:
     with mock_cluster.client() as client:
         response = client.post(CHAT, json=asked(max_tokens=1000, timeout=0.6))
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")

@@ -93,7 +93,7 @@ def typed(script: str, folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path) -> None:
+def test_printed_commands_that_serve_answer(clone: Path) -> None:
     started = blocks("docs/getting-started.md")
     (by_hand,) = [block for block in started if END in block]
     (measure,) = [block for block in started if "benchmarks.profile" in block]
@@ -139,9 +139,7 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_need_no_server_when_typed_as_printed_then_they_end_well(
-    page: str, clone: Path
-) -> None:
+def test_printed_commands_without_server_succeed(page: str, clone: Path) -> None:
     served = re.compile(r"curl|benchmarks\.profile")
     others = [shortened(block) for block in blocks(page) if not served.search(block)]
     said = typed("\n".join(["source .venv/bin/activate", *others]), clone)

@@ -34,7 +34,7 @@ def shape(tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(180)
-def test_profile_when_run_then_its_figures_are_those_of_its_records(
+def test_profile_figures_equal_its_records(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:
     url = mock_cluster.frontend.url()
@@ -82,9 +82,7 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
     assert page.count('<img alt="') == 4
 
 
-def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(
-    subtests: pytest.Subtests,
-) -> None:
+def test_profile_with_bad_arguments_exits_with_2(subtests: pytest.Subtests) -> None:
     wrong = {
         ("--shape", "guide-005"): "no shape 'guide-005'",
         ("--shape", "guide-000", "--fail-under", "speed=1"): "no metric 'speed'",
@@ -98,7 +96,7 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(
             assert message in done.stderr.splitlines()[-1]
 
 
-def test_profile_when_the_model_can_t_take_it_then_it_says_so_and_measures_nothing(
+def test_profile_of_unsuitable_model_measures_nothing(
     mock_cluster: Cluster, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     long = tmp_path / "long.yaml"
@@ -126,7 +124,7 @@ def test_profile_when_the_model_can_t_take_it_then_it_says_so_and_measures_nothi
 
 @pytest.mark.extra
 @pytest.mark.timeout(240)
-def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(
+def test_report_loads_in_a_browser_without_outside_requests(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

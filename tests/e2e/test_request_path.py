@@ -85,9 +85,7 @@ class RecordedCluster(Cluster):
         self.frontend.wait_for(r"request \S+ ended", after=logged)
 
 
-def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
-    etcd_server: str, nats_server: str, tmp_path: Path
-) -> None:
+def test_streamed_chat_passes_few_files(etcd_server: str, nats_server: str, tmp_path: Path) -> None:
     """Counts what two requests pass, because others than `BESIDE` may run beside one of them."""
     cluster = RecordedCluster(etcd_server, nats_server, tmp_path)
     try:

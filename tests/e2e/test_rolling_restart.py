@@ -81,9 +81,7 @@ class Load:
 
 
 @pytest.mark.long
-def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(
-    make_cluster: Make,
-) -> None:
+def test_restarting_every_worker_fails_no_request(make_cluster: Make) -> None:
     cluster = make_cluster()
     workers = [
         (role, cluster.mock(role, "mock", **ARGS))
@@ -116,9 +114,7 @@ def is_idle(worker: Process) -> bool:
     )
 
 
-def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigterm_ends_it(
-    make_cluster: Make,
-) -> None:
+def test_draining_worker_reports_and_second_sigterm_ends_it(make_cluster: Make) -> None:
     cluster = make_cluster()
     cluster.mock("prefill", "mock", **ARGS)
     decode = cluster.mock("decode", "mock", **ARGS)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)
     ],
     ids=["mock", "torch"],
 )
-def test_serve_when_two_run_side_by_side_then_each_answers_and_ctrl_c_leaves_nothing_of_it(
+def test_two_deployments_run_and_stop_independently(
     tmp_path: Path, flags: list[str], engine: str
 ) -> None:
     ports = [free_ports(), free_ports()]

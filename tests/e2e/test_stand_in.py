@@ -81,9 +81,7 @@ def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     }
 
 
-def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_one_engine(
-    served: checks.Served,
-) -> None:
+def test_answer_equals_one_engine_token_for_token(served: checks.Served) -> None:
     """That these are the torch engine's tokens is proved in
     tests/contract/test_engine_trtllm.py.
     """
@@ -92,9 +90,7 @@ def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_on
     assert len(disaggregated["tokens"]) > 20
 
 
-def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stand_in(
-    served: checks.Served,
-) -> None:
+def test_workers_log_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
     for worker in served.workers():
         worker.wait_for("STAND-IN: this is not TensorRT-LLM")
 
@@ -134,9 +130,7 @@ def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> 
 
 
 @pytest.mark.long
-def test_event_loop_when_a_dead_rank_blocks_it_then_the_worker_ends_and_the_client_gets_an_error(
-    served: checks.Served,
-) -> None:
+def test_event_loop_blocked_by_dead_rank_ends_the_worker(served: checks.Served) -> None:
     """No signal would reach this worker, and its own checks do not run.
 
     The request blocks it before it has a token.
@@ -148,9 +142,7 @@ def test_event_loop_when_a_dead_rank_blocks_it_then_the_worker_ends_and_the_clie
     checks.check_death(served, leave, env={"STANDIN_TRAPS": "submit_blocks"})
 
 
-def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(
-    served: checks.Served,
-) -> None:
+def test_launched_example_serves_until_stopped(served: checks.Served) -> None:
     """The last test of these workers: one of them ends."""
     served.aggregated.wait_for("STAND-IN: trtllm-llmapi-launch")
     assert chat(served, checks.AGGREGATED)["tokens"]
@@ -171,9 +163,7 @@ def test_demo_when_flags_contradict_then_it_says_so(argv: list[str], said: str) 
     assert re.search(said, done.stderr)
 
 
-def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_how_to_get_it(
-    tmp_path: Path,
-) -> None:
+def test_worker_without_package_explains_how_to_install_it(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "dynamo_trtllm", "--model", TINY, "--engine", "trtllm"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
@@ -181,7 +171,7 @@ def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_ho
     assert "pip install tensorrt-llm" in done.stderr.splitlines()[-1]
 
 
-def test_example_when_tensorrt_llm_is_not_installed_then_it_says_so_in_one_line() -> None:
+def test_example_without_tensorrt_llm_prints_one_line() -> None:
     command = [sys.executable, str(ROOT / "examples" / "embedded_trtllm.py")]
     worker = Process("", ["--model-path", TINY], dict(os.environ), command=command)
     assert worker.wait() == 2

@@ -54,9 +54,7 @@ def silent() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_status_when_a_frontend_is_named_then_its_load_and_its_workers(
-    mock_cluster: Cluster, show: Status
-) -> None:
+def test_status_of_frontend_shows_load_and_workers(mock_cluster: Cluster, show: Status) -> None:
     url = mock_cluster.frontend.url()
     code, said, _ = show("--url", url)
     lines = said.splitlines()
@@ -78,7 +76,7 @@ def test_status_when_a_frontend_is_named_then_its_load_and_its_workers(
     assert ids <= {line.split()[0] for line in lines if " registered" in line}
 
 
-def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namespaces_that_have_some(
+def test_status_of_namespace_shows_workers_or_suggestions(
     mock_cluster: Cluster, show: Status, tmp_path: Path
 ) -> None:
     namespace = mock_cluster.env["DYN_NAMESPACE"]
@@ -108,7 +106,7 @@ def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namesp
     assert namespace in error
 
 
-def test_status_when_nothing_runs_then_one_line_says_where_it_looked(
+def test_status_when_nothing_runs_then_names_the_address(
     show: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "_DEFAULT_URL", f"http://localhost:{free_ports()}")
@@ -120,9 +118,7 @@ def test_status_when_nothing_runs_then_one_line_says_where_it_looked(
     assert error.count("\n") == 1
 
 
-def test_status_when_a_server_does_not_answer_then_it_waits_no_longer_than_asked(
-    show: Status, silent: int
-) -> None:
+def test_status_waits_no_longer_than_asked(show: Status, silent: int) -> None:
     begun = time.monotonic()
     code, _, error = show("--url", f"http://127.0.0.1:{silent}", "--timeout-s", "0.3")
     assert time.monotonic() - begun < 10
@@ -216,7 +212,7 @@ def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **
     )
 
 
-def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
+def test_status_of_unready_workers_exits_with_1(
     show: Status, tmp_path: Path, silent: int, loading: int
 ) -> None:
     record(tmp_path, os.getpid(), "here", loads=loading, hangs=silent, starts=free_ports())
@@ -236,7 +232,7 @@ def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
     assert "gone" not in said
 
 
-def test_status_when_a_worker_is_frozen_or_was_restarted_then_its_registration_is_no_other_row(
+def test_status_of_frozen_or_restarted_worker_has_one_row(
     show: Status, tmp_path: Path, server: Server, silent: int
 ) -> None:
     frontend = server(
@@ -252,9 +248,7 @@ def test_status_when_a_worker_is_frozen_or_was_restarted_then_its_registration_i
     ]
 
 
-def test_status_when_it_asks_a_frontend_twice_then_at_once_so_that_one_time_out_bounds_both(
-    show: Status, tmp_path: Path, server: Server
-) -> None:
+def test_status_requests_share_one_timeout(show: Status, tmp_path: Path, server: Server) -> None:
     both = threading.Barrier(2)
     frontend = server(
         {"/ready": (503, '{"status": "loading"}'), "/health": (200, health("far"))}, both
@@ -281,18 +275,14 @@ def test_status_when_text_of_others_is_shown_then_it_is_escaped(
 @pytest.mark.parametrize(
     "url", ["http://user:secret@x:1", "https://x:1", "http://x:1/a", "http://x:1?a"]
 )
-def test_status_when_the_address_has_a_part_that_is_not_used_then_it_is_rejected(
-    show: Status, url: str
-) -> None:
+def test_status_rejects_unused_address_parts(show: Status, url: str) -> None:
     code, _, error = show("--url", url)
     assert code == 2
     assert "status needs http://HOST:PORT, without TLS, password or path" in error
     assert "secret" not in error
 
 
-def test_status_when_another_service_answers_then_it_is_no_deployment(
-    show: Status, server: Server
-) -> None:
+def test_status_of_another_service_is_no_deployment(show: Status, server: Server) -> None:
     port = server(
         {"/ready": (200, '{"status": "ok"}'), "/health": (200, '{"status": "ok", "instances": []}')}
     )
@@ -301,7 +291,7 @@ def test_status_when_another_service_answers_then_it_is_no_deployment(
     assert "the answer is not that of a frontend" in error
 
 
-def test_status_when_watched_in_a_pipe_then_a_line_of_json_each_time(
+def test_status_watched_in_a_pipe_prints_json_lines(
     show: Status,
     tmp_path: Path,
     loading: int,

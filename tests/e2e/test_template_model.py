@@ -80,9 +80,7 @@ def cluster(make_cluster: Callable[..., Cluster], folder: Path) -> Cluster:
     return made
 
 
-def test_chat_when_calls_are_demanded_of_a_template_model_then_they_are_read_by_the_flag_of_its_worker(
-    cluster: Cluster,
-) -> None:
+def test_required_calls_use_the_parser_flag_of_the_worker(cluster: Cluster) -> None:
     with cluster.client() as client:
         for choice, names in ((NAMED, {"look"}), ("required", {"look", "ask"})):
             answer = client.post("/v1/chat/completions", json=body(choice)).json()
@@ -102,9 +100,7 @@ def test_chat_when_calls_are_demanded_of_a_template_model_then_they_are_read_by_
     assert set(json.loads("".join(call["function"]["arguments"] for call in calls))) == {"is_warm"}
 
 
-def test_worker_when_the_parser_is_of_another_format_then_it_ends_before_it_loads(
-    folder: Path,
-) -> None:
+def test_worker_with_parser_of_another_format_ends_early(folder: Path) -> None:
     argv = ["--engine", "torch", "--model", str(folder), "--dyn-reasoning-parser", "gpt_oss"]
     status, said = command(["dynamo_trtllm", *argv], os.environ)
     assert status == 2

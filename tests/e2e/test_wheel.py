@@ -86,7 +86,7 @@ def test_chaos_when_run_from_the_wheel_then_a_fault_is_survived(environment: Pat
     assert "BAD" not in said
 
 
-def test_wheel_when_listed_then_neither_results_nor_tests_are_in_it(environment: Path) -> None:
+def test_wheel_has_no_results_or_tests(environment: Path) -> None:
     (package,) = environment.glob("lib/python*/site-packages/dynamo_trtllm")
     assert not (package / "bench/results").exists()
     assert not (package / "bench/__init__.py").exists()

@@ -131,7 +131,7 @@ def servers(etcd_server: str, nats_server: str) -> tuple[str, str]:
 FIRST = {"disaggregation_strategy": "decode_first"}
 
 
-async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_first(
+async def test_decode_first_answer_equals_prefill_first(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     async with scene(servers, running_workers, prefill=FIRST, **FIRST) as made:
@@ -150,7 +150,7 @@ async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_fi
         assert len(tokens(answers[0])) == 20
 
 
-async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_is_prefilled(
+async def test_decode_first_when_decode_is_full_then_no_prefill(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     full = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
@@ -169,7 +169,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
 
 
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
-async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slot_is_free(
+async def test_decode_first_frees_slot_when_request_ends_in_prefill(
     servers: tuple[str, str], running_workers: RunningWorkers, end: str
 ) -> None:
     async with scene(
@@ -187,7 +187,7 @@ async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slo
                 await running
 
 
-async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
+async def test_decode_first_slot_expires_when_frontend_dies(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     async with scene(
@@ -216,7 +216,7 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
             await made.run(request(max_tokens=5))
 
 
-async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_one_is_gone(
+async def test_prefill_rejects_when_transfers_hold_their_kv_share(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     # 4 blocks per transfer
@@ -256,7 +256,7 @@ async def test_worker_when_it_is_full_then_the_router_asks_another(
         running_workers.planes.pop()
 
 
-async def test_move_when_it_hangs_then_transfer_timeout_after_its_own_bound(
+async def test_hanging_transfer_times_out_after_its_own_bound(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     async with scene(servers, running_workers, kv_fetch_timeout_s=0.3) as made:
@@ -278,7 +278,7 @@ async def test_move_when_it_hangs_then_transfer_timeout_after_its_own_bound(
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill call was repeated once
 
 
-async def test_deadline_when_it_passes_between_transfer_and_decode_call_then_the_transfer_is_free(
+async def test_deadline_between_transfer_and_decode_frees_transfer(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     """The decode worker has the call and has not begun it."""

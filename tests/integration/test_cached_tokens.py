@@ -45,7 +45,7 @@ async def check_caches(client: httpx.AsyncClient, path: str, body: dict[str, Any
     return most
 
 
-async def test_cached_tokens_when_a_prompt_comes_again_then_each_api_reports_the_count_of_prefill(
+async def test_cached_tokens_are_reported_by_each_api(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(

@@ -126,7 +126,7 @@ async def decoding(made: Scene) -> None:
 
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
 @pytest.mark.parametrize("phase", [queued, prefilling, transferring, decoding])
-async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
+async def test_request_that_ends_early_leaves_nothing(
     etcd_server: str,
     nats_server: str,
     running_workers: RunningWorkers,
@@ -167,7 +167,7 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
         assert len(tokens(await made.run(request(max_tokens=5, prompt=4)))) == 5
 
 
-async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_kv_is_free_at_once(
+async def test_request_cancelled_during_transfer_frees_kv_at_once(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     async with scene(etcd_server, nats_server, running_workers) as made:
@@ -195,7 +195,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         await until(lambda: made.left() == before, SOON_S, made.left)
 
 
-async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
+async def test_transfer_of_dead_frontend_frees_kv_soon(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Long before it expires: the worker asks whether its holder is there."""

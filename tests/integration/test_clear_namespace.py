@@ -81,7 +81,7 @@ async def test_clear_when_nothing_is_there_then_it_says_so(
     assert capsys.readouterr().out == f"namespace {deployment.namespace} is clear\n"
 
 
-async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_other_namespaces_stay(
+async def test_clear_removes_only_stale_records_of_its_namespace(
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = await deployment.leave(7)
@@ -105,7 +105,7 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert await bucket_state(deployment.nats, deployment.namespace) is None
 
 
-async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
+async def test_clear_shows_escaped_key_that_is_no_utf8(
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = key_text(namespace_prefix(deployment.namespace).encode() + b"\xff\x1b[2J")
@@ -119,7 +119,7 @@ async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
     assert await deployment.keys() == []
 
 
-async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_registers_again(
+async def test_clear_of_live_instance_needs_force(
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stale = await deployment.leave(1)
@@ -146,9 +146,7 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
         await discovery.aclose()
 
 
-async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(
-    deployment: Deployment,
-) -> None:
+async def test_clear_of_killed_worker_is_permanent(deployment: Deployment) -> None:
     lease = await deployment.store.grant(60)
     await deployment.leave(3, lease)
     await deployment.leave(4, lease)
@@ -161,7 +159,7 @@ async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(
     ("answer", "status", "left"),
     [("y\n", 0, 0), ("YES\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1), ("", 1, 1)],
 )
-async def test_clear_when_it_asks_on_a_terminal_then_only_a_yes_removes(
+async def test_clear_on_a_terminal_removes_only_after_yes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
 ) -> None:
     await deployment.leave(4)
@@ -170,7 +168,7 @@ async def test_clear_when_it_asks_on_a_terminal_then_only_a_yes_removes(
     assert len(await deployment.keys()) == left
 
 
-async def test_clear_when_confirmation_is_impossible_then_status_2_and_nothing_goes(
+async def test_clear_without_confirmation_exits_with_2(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await deployment.leave(5)
@@ -182,7 +180,7 @@ async def test_clear_when_confirmation_is_impossible_then_status_2_and_nothing_g
     assert len(await deployment.keys()) == 1
 
 
-async def test_clear_when_nats_is_not_there_then_status_1_and_nothing_goes(
+async def test_clear_without_nats_exits_with_1(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)

@@ -116,9 +116,7 @@ async def serving(timing: ConnectionTiming = TIMING, **config: Any) -> AsyncIter
     assert made.router.running == 0
 
 
-async def test_connection_when_its_request_was_rejected_and_the_client_stays_then_it_is_cut() -> (
-    None
-):
+async def test_connection_of_rejected_request_is_closed() -> None:
     async with serving(max_header_bytes=1024) as served:
         rejected = await served.connect()
         assert (
@@ -148,7 +146,7 @@ async def test_head_when_it_is_too_large_then_431_and_closed(head: bytes) -> Non
         assert await client.until_closed() == b""
 
 
-async def test_head_when_it_comes_in_small_pieces_then_the_limit_is_of_all_of_them() -> None:
+async def test_head_limit_applies_to_small_pieces_together() -> None:
     async with serving(max_header_bytes=1024) as served:
         client = await served.connect()
         client.writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: ")
@@ -158,7 +156,7 @@ async def test_head_when_it_comes_in_small_pieces_then_the_limit_is_of_all_of_th
         assert (await client.answer()).status == 431
 
 
-async def test_head_when_small_then_a_large_body_and_many_requests_are_taken() -> None:
+async def test_small_head_allows_large_body_and_many_requests() -> None:
     padded = BODY[:-1] + b', "prompt_cache_options": {"pad": "' + b"x" * 300_000 + b'"}}'
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(padded) + padded
     async with serving(max_header_bytes=1024) as served:
@@ -178,9 +176,7 @@ async def test_head_when_it_comes_too_slowly_then_408_and_closed() -> None:
 
 
 @pytest.mark.parametrize(("more", "status"), [(b"a" * 2000, 431), (b"a", 408)])
-async def test_head_when_it_is_the_second_of_a_connection_then_it_is_held_to_the_same(
-    more: bytes, status: int
-) -> None:
+async def test_second_head_of_a_connection_has_the_same_limit(more: bytes, status: int) -> None:
     async with serving(
         max_header_bytes=1024, receive_timeout_s=0.3, keep_alive_timeout_s=30.0
     ) as served:
@@ -190,7 +186,7 @@ async def test_head_when_it_is_the_second_of_a_connection_then_it_is_held_to_the
         assert await client.until_closed() == b""
 
 
-async def test_connection_when_it_never_says_anything_then_it_is_closed() -> None:
+async def test_silent_connection_is_closed() -> None:
     async with serving(receive_timeout_s=0.2) as served:
         assert await (await served.connect()).until_closed() == b""
 
@@ -240,7 +236,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         "trailer",
     ],
 )
-async def test_request_when_its_form_is_wrong_then_a_named_error_and_closed(
+async def test_malformed_request_gets_a_named_error(
     request_: bytes, status: int, code: str
 ) -> None:
     async with serving(max_header_bytes=1024, max_body_bytes=2048) as served:
@@ -283,7 +279,7 @@ async def test_body_when_it_is_slow_within_the_bound_then_answered() -> None:
         assert (await client.answer()).status == 200
 
 
-async def test_keep_alive_when_idle_then_closed_after_the_bound_and_not_before() -> None:
+async def test_keepalive_timeout_closes_idle_connection() -> None:
     async with serving(keep_alive_timeout_s=2.0) as served:
         client = await served.connect()
         for _ in range(3):
@@ -294,9 +290,7 @@ async def test_keep_alive_when_idle_then_closed_after_the_bound_and_not_before()
         assert 1.0 < time.monotonic() - begun < SOON_S
 
 
-async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_connection_stays() -> (
-    None
-):
+async def test_keepalive_outlasts_a_shorter_receive_timeout() -> None:
     async with serving(keep_alive_timeout_s=30.0, receive_timeout_s=0.2) as served:
         client = await served.connect()
         assert (await client.ask(GET)).status == 200
@@ -304,7 +298,7 @@ async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_conne
         assert (await client.ask(GET)).status == 200
 
 
-async def test_answer_when_it_takes_longer_than_a_request_may_then_it_is_not_cut() -> None:
+async def test_answer_longer_than_receive_timeout_is_not_cut() -> None:
     async with serving(receive_timeout_s=0.2) as served:
         held = asyncio.Event()
         served.front.router.script = [held, stop("ok")]
@@ -320,9 +314,7 @@ STREAM = json.dumps({**json.loads(BODY), "stream": True}).encode()
 FLOOD = [chunk("x" * 10_000)] * 1000  # more than the buffers of both sides hold
 
 
-async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free() -> (
-    None
-):
+async def test_unread_answer_is_cut_after_its_deadline() -> None:
     async with serving(ConnectionTiming(stall_s=0.2), request_timeout_s=1.5) as served:
         served.front.router.script = [*FLOOD, stop()]
         client = await served.connect()
@@ -336,9 +328,7 @@ async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_
         assert "dynamo_trtllm_inflight 0.0" in metrics
 
 
-async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_slowly_read_answer_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     # the script does not wait for its reader
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 1 << 40)
     async with serving(ConnectionTiming(stall_s=SOON_S), request_timeout_s=1.5) as served:
@@ -356,7 +346,7 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
         assert read > 9_000_000
 
 
-async def test_client_when_it_has_sent_a_second_request_and_leaves_then_the_first_ends() -> None:
+async def test_client_leaving_after_second_request_ends_the_first() -> None:
     async with serving() as served:
         served.front.router.script = [asyncio.Event()]
         client = await served.connect()
@@ -370,9 +360,7 @@ async def test_client_when_it_has_sent_a_second_request_and_leaves_then_the_firs
 
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answer_when_its_last_byte_was_sent_then_the_request_counts_as_answered(
-    stream: bool, choices: int
-) -> None:
+async def test_request_counts_as_answered_after_last_byte(stream: bool, choices: int) -> None:
     async with serving() as served:
         served.front.router.script = [chunk("one"), stop("ok")]
         client = await served.connect()

@@ -91,7 +91,7 @@ async def restarted(server: TestServer) -> None:
 
 
 @pytest.mark.parametrize("trouble", [away, emptied, frozen, restarted])
-async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_registered_once(
+async def test_etcd_trouble_keeps_requests_and_registrations(
     own_etcd: Make,
     nats_server: str,
     running_workers: RunningWorkers,
@@ -113,7 +113,7 @@ async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_reg
         assert running_workers.ids() == [instance.id for instance in side.view.instances()]
 
 
-async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_so(
+async def test_worker_waits_for_etcd_at_start(
     own_etcd: Make,
     nats_server: str,
     running_workers: RunningWorkers,
@@ -136,7 +136,7 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
         assert len(await side.ask(4)) == 4
 
 
-async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_so(
+async def test_worker_waits_for_nats_at_start(
     etcd_server: str,
     own_nats: Make,
     running_workers: RunningWorkers,
@@ -171,7 +171,7 @@ async def frozen_for_seconds(server: TestServer) -> None:
 
 
 @pytest.mark.parametrize("trouble", [restarted, gone_for_a_second, frozen_for_seconds])
-async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and_nothing_is_held(
+async def test_nats_trouble_ends_streams_right_or_named(
     etcd_server: str,
     own_nats: Make,
     running_workers: RunningWorkers,
@@ -200,7 +200,7 @@ async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and
         await running_workers.wait_idle()
 
 
-async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconnected_in_time(
+async def test_request_waits_for_nats_within_its_deadline(
     etcd_server: str, own_nats: Make, running_workers: RunningWorkers
 ) -> None:
     nats = own_nats()
@@ -227,7 +227,7 @@ async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconn
         await until_served(side)
 
 
-async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_says_why(
+async def test_worker_leaves_when_nats_client_gives_up(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Otherwise it would stay registered and look healthy, and no request would reach it."""

@@ -100,7 +100,7 @@ async def stop(server: TestServer) -> None:
     await asyncio.to_thread(server.stop)
 
 
-async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd: MakeEtcd) -> None:
+async def test_watch_survives_etcd_restart_without_false_down(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     async with (
         joined(server, ttl_s=3) as worker,
@@ -117,7 +117,7 @@ async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd
         assert len(await etcd_keys(server)) == 2
 
 
-async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_key_once(
+async def test_registration_returns_under_same_key_after_long_outage(
     own_etcd: MakeEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = own_etcd()
@@ -144,9 +144,7 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
         assert await etcd_keys(server) == []
 
 
-async def test_registration_when_etcd_lost_its_data_then_registered_again(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_registration_returns_when_etcd_lost_its_data(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     async with (
         joined(server, ttl_s=3) as worker,
@@ -168,9 +166,7 @@ async def test_registration_when_etcd_lost_its_data_then_registered_again(
         ]
 
 
-async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_who_stays_away_is_down(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_after_data_loss_reports_only_absent_ones_down(own_etcd: MakeEtcd) -> None:
     """Its revision tells nothing, and a worker that is late is not there when the watcher looks
     again.
     """
@@ -197,9 +193,7 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
     await relay.cut()
 
 
-async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_when_compacted_during_outage_then_exact_changes(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     relay = await Relay.start(server.address)
     async with joined(server, ttl_s=30) as worker:
@@ -224,9 +218,7 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(
     await relay.cut()
 
 
-async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_cancelled_for_compaction_lists_again(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     async with joined(server, ttl_s=30) as worker:
         for _ in range(3):
@@ -237,9 +229,7 @@ async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(
             assert [batch async for batch in batches] == [[]]  # it ends, it does not hang
 
 
-async def test_watch_when_etcd_lost_its_data_since_the_list_then_it_ends(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_ends_when_etcd_lost_data_since_the_list(own_etcd: MakeEtcd) -> None:
     """It would tell nothing until etcd is written to past the revision that was listed."""
     server = own_etcd()
     async with joined(server) as discovery:
@@ -285,9 +275,7 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
                 await asyncio.sleep(0.1)
 
 
-async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_register_uses_the_live_one_of_two_endpoints(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     endpoints = f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}"
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=endpoints))
@@ -309,7 +297,7 @@ async def test_start_when_address_is_wrong_then_unreachable_names_it() -> None:
     await discovery.aclose()
 
 
-async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_said(
+async def test_register_waits_for_etcd_and_logs_it(
     own_etcd: MakeEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a worker that loads for minutes."""
@@ -335,7 +323,7 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
     await discovery.aclose()
 
 
-async def test_register_when_cancelled_once_its_record_is_there_then_it_is_down_on_close(
+async def test_register_cancelled_after_writing_is_down_on_close(
     own_etcd: MakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a worker that is stopped the moment it is seen."""
@@ -361,9 +349,7 @@ async def test_register_when_cancelled_once_its_record_is_there_then_it_is_down_
         assert await etcd_keys(server) == []
 
 
-async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_it_is_back_within_seconds(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_registration_with_long_lease_returns_in_seconds(own_etcd: MakeEtcd) -> None:
     """Sooner than watchers take down what is not there again."""
     server = own_etcd()
     async with (
@@ -384,9 +370,7 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
         assert Removed(1) not in follower.received
 
 
-async def test_registration_when_another_client_deletes_or_overwrites_its_key_then_it_is_registered_again(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_registration_changed_by_another_client_is_restored(own_etcd: MakeEtcd) -> None:
     """Within a lease, on its old lease, so that the record still goes when the worker does."""
     server = own_etcd()
     key = instance_key(endpoint_of(ONE), ONE.id)
@@ -408,9 +392,7 @@ async def test_registration_when_another_client_deletes_or_overwrites_its_key_th
         assert await etcd_keys(server) == before
 
 
-async def test_watch_when_it_begins_after_an_instance_whose_card_does_not_fit_then_that_is_rejected_all_the_same(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_that_begins_late_rejects_unfit_card(own_etcd: MakeEtcd) -> None:
     """Its key is the first by name, but not by age."""
     server = own_etcd()
     odd = msgspec.structs.replace(ONE, card=msgspec.structs.replace(ONE.card, vocab_size=1000))
@@ -428,9 +410,7 @@ async def test_watch_when_it_begins_after_an_instance_whose_card_does_not_fit_th
             ]
 
 
-async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_shows_another_record_under_same_key(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     changed = msgspec.structs.replace(ONE, version="2.0")
     async with (
@@ -445,9 +425,7 @@ async def test_watch_when_a_worker_registers_another_record_then_that_is_up_unde
         assert len(await etcd_keys(server)) == 1
 
 
-async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_aclose_is_bounded_when_store_is_away_or_frozen(own_etcd: MakeEtcd) -> None:
     for hurt in ("stop", "pause"):
         server = own_etcd()
         discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address))
@@ -458,9 +436,7 @@ async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(
         assert time.monotonic() - began < SOON_S
 
 
-async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_and_others_are_up(
-    own_etcd: MakeEtcd,
-) -> None:
+async def test_watch_rejects_keys_that_are_no_utf8(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     early = b"v1/instances/dynamo/\xff\xfe"
     late = b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"

@@ -45,7 +45,7 @@ async def transfer_params_of(
     return kv_params
 
 
-async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetched_and_ends_the_wait(
+async def test_draining_prefill_worker_still_serves_a_transfer(
     etcd_server: str,
     nats_server: str,
     running_workers: RunningWorkers,
@@ -71,7 +71,7 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
         await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
 
 
-async def test_prefill_worker_when_it_drains_then_a_transfer_that_is_not_fetched_is_waited_for_until_it_expires(
+async def test_draining_prefill_worker_waits_until_transfer_expires(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(
@@ -91,7 +91,7 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_that_is_not_fetched
         assert 1.4 < time.monotonic() - begun_s < SOON_S
 
 
-async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_transfer_is_fetched_on_another_worker(
+async def test_draining_decode_worker_moves_fetch_to_another(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""
@@ -124,7 +124,7 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
         await running_workers.wait_idle()
 
 
-async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
+async def test_worker_stopping_without_etcd_fails_no_request(
     own_etcd: Callable[[], TestServer], nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """No frontend learns that it leaves: they still send requests to it, which are retried on other
@@ -148,7 +148,7 @@ async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
 
 
 @pytest.mark.parametrize("hurt", ["stop", "pause"])
-async def test_worker_when_it_stops_while_nats_is_away_then_it_ends_in_time(
+async def test_worker_stopping_without_nats_ends_in_time(
     etcd_server: str, own_nats: Callable[[], TestServer], running_workers: RunningWorkers, hurt: str
 ) -> None:
     nats = own_nats()

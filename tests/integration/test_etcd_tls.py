@@ -69,9 +69,7 @@ def files_of(secrets: Path) -> dict[str, Path]:
     }
 
 
-async def test_instance_when_registered_with_a_certificate_then_others_see_it(
-    address: str, secrets: Path
-) -> None:
+async def test_instance_registered_with_certificate_is_visible(address: str, secrets: Path) -> None:
     config = ConnectionConfig(etcd_endpoints=f"https://{address}", **files_of(secrets))
     worker = EtcdDiscovery(config, start_timeout_s=15)
     frontend = EtcdDiscovery(config, start_timeout_s=15)

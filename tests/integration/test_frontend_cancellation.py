@@ -82,9 +82,7 @@ async def until_stuck(served: FakeFrontend) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_leaves_before_the_first_chunk_then_the_router_is_closed(
-    stream: bool,
-) -> None:
+async def test_client_leaving_before_first_chunk_closes_the_router(stream: bool) -> None:
     served = front(asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=stream)
@@ -114,7 +112,7 @@ async def test_client_leaves_between_chunks_then_the_router_is_closed(stream: bo
         check_nothing_left(served)
 
 
-async def test_client_leaves_while_its_reader_is_full_then_the_router_is_closed() -> None:
+async def test_client_leaving_with_full_reader_closes_the_router() -> None:
     many = flood()
     served = front(*many, asyncio.Event())
     async with serving(served) as port:

@@ -63,18 +63,14 @@ def pid(made: ProcessGroup, name: str) -> int:
     return made._supervisor._children[name].pid
 
 
-async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(
-    make_group, caplog
-) -> None:
+async def test_run_when_a_process_cannot_start_then_all_end(make_group, caplog) -> None:
     made = make_group("import sys; " + FAILS, SERVED + STAYS)
     async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 3
     assert "exited with status 3 before it was ready" in caplog.text
 
 
-async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(
-    make_group, tmp_path
-) -> None:
+async def test_run_notifies_all_when_the_last_process_serves(make_group, tmp_path) -> None:
     heard = tmp_path / "heard"
     go_on = tmp_path / "go_on"
     first = SERVED + f"said = os.read(0, 99); open({str(heard)!r}, 'wb').write(said);" + STAYS
@@ -94,9 +90,7 @@ async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(
     assert heard.read_bytes().hex() == served()
 
 
-async def test_run_when_a_process_that_served_dies_then_it_is_started_again(
-    make_group, caplog
-) -> None:
+async def test_run_restarts_a_process_that_died(make_group, caplog) -> None:
     made = make_group(SERVED + STAYS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
@@ -110,9 +104,7 @@ async def test_run_when_a_process_that_served_dies_then_it_is_started_again(
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
 
 
-async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(
-    make_group, caplog
-) -> None:
+async def test_run_gives_up_a_process_that_keeps_dying(make_group, caplog) -> None:
     caplog.set_level(logging.ERROR)
     made = make_group(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
     async with asyncio.timeout(3 * SOON_S):
@@ -120,9 +112,7 @@ async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(
     assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
 
 
-async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(
-    make_group,
-) -> None:
+async def test_run_second_signal_kills_remaining_processes(make_group) -> None:
     made = make_group("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):

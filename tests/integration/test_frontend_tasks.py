@@ -28,7 +28,7 @@ async def end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["discovery-watch", "pair-probes"])
-async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_process_ends(
+async def test_dead_background_task_ends_the_frontend(
     etcd_server: str, nats_server: str, name: str
 ) -> None:
     serving, url = start_frontend(etcd_server, nats_server, f"t{uuid.uuid4().hex}")
@@ -44,7 +44,7 @@ async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_
             await serving
 
 
-async def test_stream_when_a_background_task_dies_then_it_is_finished_first(
+async def test_dead_background_task_lets_streams_finish(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0.02})

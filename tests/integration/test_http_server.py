@@ -100,9 +100,7 @@ async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> As
 
 
 @on_both_loops
-async def test_stop_when_a_request_runs_then_idle_connections_end_and_it_is_answered_before_the_server_ends() -> (
-    None
-):
+async def test_stop_answers_running_requests_and_closes_idle_ones() -> None:
     held = Held()
     async with serving(held) as served:
         idle, idle_writer = await served.connect()
@@ -131,9 +129,7 @@ async def stream_until(go: asyncio.Event, request: HttpRequest, response: HttpRe
 
 @pytest.mark.parametrize("is_idle", [False, True])
 @on_both_loops
-async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_503_and_the_end(
-    is_idle: bool,
-) -> None:
+async def test_stop_answers_next_request_with_503(is_idle: bool) -> None:
     go = asyncio.Event()
     async with serving(partial(stream_until, go), shutdown_s=30) as served:
         reader, writer = await served.connect(GET)
@@ -152,7 +148,7 @@ async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_
 
 
 @on_both_loops
-async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon() -> None:
+async def test_connection_opened_during_drain_ends_soon() -> None:
     async with serving(Held(), timing=ConnectionTiming(drain_s=0.05)) as served:
         served.server.drain()
         reader, writer = await served.connect()
@@ -162,7 +158,7 @@ async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon() -> 
 
 @pytest.mark.parametrize("way", ["too long", "interrupt"])
 @on_both_loops
-async def test_stop_when_a_request_does_not_end_then_503_and_the_server_ends(
+async def test_stop_answers_endless_request_with_503(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -184,7 +180,7 @@ async def test_stop_when_a_request_does_not_end_then_503_and_the_server_ends(
 
 
 @on_both_loops
-async def test_serve_when_it_is_cancelled_then_its_requests_and_connections_end() -> None:
+async def test_serve_cancelled_ends_requests_and_connections() -> None:
     held = Held()
     async with serving(held) as served:
         reader, writer = await served.connect(GET)
@@ -204,9 +200,7 @@ async def answer_large(request: HttpRequest, response: HttpResponse) -> None:
 
 @pytest.mark.parametrize("close", [False, True])
 @on_both_loops
-async def test_response_when_the_client_does_not_read_it_then_the_connection_ends(
-    close: bool,
-) -> None:
+async def test_unread_response_ends_the_connection(close: bool) -> None:
     timing = ConnectionTiming(stall_s=0.05)
     async with serving(answer_large, keep_alive_timeout_s=0.05, timing=timing) as served:
         _, writer = await served.connect(
@@ -221,9 +215,7 @@ async def test_response_when_the_client_does_not_read_it_then_the_connection_end
 
 @pytest.mark.parametrize("way", ["close", "HTTP/1.0", "drain"])
 @on_both_loops
-async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client_can_read_it(
-    way: str,
-) -> None:
+async def test_answer_before_end_of_upload_is_readable(way: str) -> None:
     async def refuse(request: HttpRequest, response: HttpResponse) -> None:
         if way == "drain":
             served.server.drain()
@@ -246,9 +238,7 @@ async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client
 
 
 @on_both_loops
-async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_connection_ends() -> (
-    None
-):
+async def test_unread_failed_stream_ends_the_connection() -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
         response.write(LARGE)
@@ -264,9 +254,7 @@ async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_con
 
 
 @on_both_loops
-async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly_then_it_is_whole() -> (
-    None
-):
+async def test_slowly_read_response_before_wrong_request_is_complete() -> None:
     timing = ConnectionTiming(linger_s=0.05)
     async with serving(answer_large, timing=timing) as served:
         reader, writer = await served.connect(GET)
@@ -281,9 +269,7 @@ async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly
 
 
 @on_both_loops
-async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_its_handler_is_cancelled() -> (
-    None
-):
+async def test_unread_stream_buffers_little_and_cancels_handler() -> None:
     event = b"x" * 10_000
     kept = [0]
     ended = []
@@ -326,9 +312,7 @@ async def test_response_when_it_is_read_slowly_then_it_is_whole() -> None:
 
 @pytest.mark.parametrize("sent", [b"\r\n", b"\r\n\r\n"])
 @on_both_loops
-async def test_connection_when_only_line_breaks_come_after_a_response_then_it_ends(
-    sent: bytes,
-) -> None:
+async def test_connection_with_only_line_breaks_ends(sent: bytes) -> None:
     held = Held()
     held.go.set()
     async with serving(held, keep_alive_timeout_s=0.1) as served:
@@ -398,9 +382,7 @@ async def ask(port: int, context: ssl.SSLContext) -> bytes:
 
 
 @on_both_loops
-async def test_connection_when_it_has_tls_and_client_certificates_then_served_and_others_are_refused(
-    tmp_path: Path,
-) -> None:
+async def test_connection_requires_client_certificates(tmp_path: Path) -> None:
     own, known, unknown = (certificate(tmp_path, name) for name in ("server", "known", "unknown"))
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_context.load_cert_chain(own)

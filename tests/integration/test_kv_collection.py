@@ -94,7 +94,7 @@ def cancel_all_at(
 
 @pytest.mark.parametrize("before_it_is_read", [True, False])
 @pytest.mark.parametrize("arrival", [1, 6, REQUESTS])
-async def test_cancels_when_only_a_fetch_frees_kv_then_no_kv_waits_for_the_librarys_timeout(
+async def test_cancels_leave_no_kv_waiting_for_library_timeout(
     etcd_server: str,
     nats_server: str,
     folder: Path,

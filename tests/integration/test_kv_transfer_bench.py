@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(getattr(kv_transfer, name), "cpu", value)
 
 
-def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
+def test_bench_on_cpu_has_every_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results" / "kv_transfer.json"

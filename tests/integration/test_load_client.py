@@ -105,7 +105,7 @@ async def records_of(
             client.aclose()
 
 
-async def test_run_when_answers_are_whole_then_events_tokens_and_text_are_counted() -> None:
+async def test_run_counts_events_tokens_and_text() -> None:
     records = await records_of(chunked(*WHOLE), requests=6, concurrency=2, keep_text=True)
     assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [
         ("", 2, 2, "ab", "length")
@@ -125,7 +125,7 @@ async def test_run_when_open_loop_then_all_are_sent() -> None:
     assert [r.error for r in await records_of(chunked(*WHOLE), requests=5, rate=1000.0)] == [""] * 5
 
 
-async def test_run_when_an_answer_is_not_whole_then_it_is_called_by_its_error() -> None:
+async def test_run_names_incomplete_answer_by_its_error() -> None:
     for answer, error in (
         (chunked(*WHOLE[:3], cut=True), "cut"),
         (chunked(*WHOLE[:3]), "no_end"),
@@ -143,7 +143,7 @@ async def test_run_when_the_port_is_closed_then_connect() -> None:
     assert record.error == "connect"
 
 
-async def test_run_when_prompts_are_given_then_they_are_sent_in_turn_by_index() -> None:
+async def test_run_sends_prompts_in_turn() -> None:
     bodies: list[Any] = []
     records = await records_of(chunked(*WHOLE), requests=5, bodies=bodies, prompts=("a", "b"))
     assert [body["messages"][0]["content"] for body in bodies] == ["a", "b", "a", "b", "a"]
@@ -159,7 +159,7 @@ async def test_run_when_there_is_a_ramp_then_the_lanes_start_apart() -> None:
     assert second.planned_s - first.planned_s >= 0.09
 
 
-async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> None:
+async def test_stop_lets_running_requests_finish() -> None:
     async with serving(chunked(*WHOLE)) as url:
         client = Client(
             Load(url=url, model="m", requests=1_000_000, concurrency=2, osl=2),
@@ -194,7 +194,7 @@ async def test_run_when_cancelled_then_its_connections_are_closed() -> None:
         await asyncio.wait_for(ended.wait(), SOON_S)
 
 
-async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent() -> None:
+async def test_measurement_ends_when_first_requests_all_fail() -> None:
     bodies: list[Any] = []
 
     async def invalid(writer: asyncio.StreamWriter) -> None:
@@ -215,7 +215,7 @@ async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent()
     assert client_shards.MAX_FAILURES <= len(bodies) < client_shards.MAX_FAILURES + load.concurrency
 
 
-async def test_measured_when_the_server_is_only_too_busy_then_it_goes_on() -> None:
+async def test_measurement_continues_when_server_is_busy() -> None:
     async with serving(refused) as url:
         load = Load(url=url, model="m", requests=20, concurrency=4)
         found, records = await asyncio.to_thread(
@@ -253,7 +253,7 @@ async def test_measured_when_it_runs_then_its_progress_is_reported(
     assert all(ended in {(0, 0), (1, 0), (2, 0)} for ended in reports)
 
 
-async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_sent() -> None:
+async def test_measurement_shares_load_among_processes() -> None:
     bodies: list[Any] = []
     async with serving(chunked(*WHOLE), bodies) as url:
         load = Load(url=url, model="m", requests=5, concurrency=2, osl=2)

@@ -63,7 +63,7 @@ def example() -> ModuleType:
 
 
 @pytest.mark.parametrize("engine", ["mock", pytest.param("torch", marks=pytest.mark.long)])
-async def test_example_when_run_then_an_openai_client_gets_an_answer_without_servers(
+async def test_example_answers_an_openai_client_without_servers(
     engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await example().main(engine)
@@ -90,9 +90,7 @@ def left_behind() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "count", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
-async def test_cluster_when_started_and_stopped_again_and_again_then_nothing_is_left(
-    count: int,
-) -> None:
+async def test_cluster_restarted_repeatedly_leaves_nothing(count: int) -> None:
     await serve_and_ask()
     after_first = left_behind()
     for _ in range(count - 1):
@@ -106,7 +104,7 @@ def test_cluster_when_run_in_a_thread_then_it_answers() -> None:
         running.result(SOON_S)
 
 
-async def test_worker_when_run_in_another_thread_than_the_frontend_then_both_answer() -> None:
+async def test_worker_in_another_thread_than_the_frontend_answers() -> None:
     """`stop` may be called from any thread."""
     worker = make_worker(Role.AGGREGATED)
     serving = asyncio.create_task(asyncio.to_thread(asyncio.run, worker.serve()))
@@ -121,7 +119,7 @@ async def test_worker_when_run_in_another_thread_than_the_frontend_then_both_ans
         await serving
 
 
-async def test_serve_when_used_without_a_block_then_ready_and_stop_frame_it() -> None:
+async def test_serve_without_a_block_has_ready_and_stop() -> None:
     worker = make_worker(Role.AGGREGATED)
     serving = asyncio.create_task(worker.serve())
     await worker.ready()
@@ -133,7 +131,7 @@ async def test_serve_when_used_without_a_block_then_ready_and_stop_frame_it() ->
         await worker.serve()
 
 
-async def test_block_when_the_server_fails_meanwhile_then_it_ends_with_the_error() -> None:
+async def test_block_ends_with_the_error_of_a_failed_server() -> None:
     async def run() -> None:
         async with make_worker(Role.AGGREGATED) as worker:
             worker._tasks.start(fail(), "planted")

@@ -92,9 +92,7 @@ async def collect(plane: NatsPlane, subject: str = "s.g-1") -> list[Chunk]:
         return [chunk async for chunk in chunks]
 
 
-async def test_server_when_restarted_midstream_then_disconnected_and_later_requests_work(
-    own_nats, connect
-) -> None:
+async def test_server_restarted_midstream_serves_later_requests(own_nats, connect) -> None:
     server: TestServer = own_nats()
     worker = await connect(server.address, QUICK)
     caller = await connect(server.address, QUICK)
@@ -181,9 +179,7 @@ def end_peer(peer: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_caller_when_its_process_dies_then_the_workers_stream_closes(
-    nats_server, connect, how
-) -> None:
+async def test_dead_caller_process_closes_the_worker_stream(nats_server, connect, how) -> None:
     worker = await connect(nats_server, QUICK)
     service = GatedService()
     await worker.serve("s.g-2", service)
@@ -199,7 +195,7 @@ async def test_caller_when_its_process_dies_then_the_workers_stream_closes(
 @pytest.mark.parametrize(
     ("how", "error"), [(signal.SIGKILL, WorkerDied), (signal.SIGSTOP, Disconnected)]
 )
-async def test_worker_when_its_process_dies_then_the_callers_stream_ends(
+async def test_dead_worker_process_ends_the_callers_stream(
     nats_server, connect, how, error
 ) -> None:
     caller = await connect(nats_server, QUICK)
@@ -217,9 +213,7 @@ async def test_worker_when_its_process_dies_then_the_callers_stream_ends(
         end_peer(peer)
 
 
-async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_leaves_no_task(
-    own_nats,
-) -> None:
+async def test_aclose_with_frozen_server_leaves_no_task(own_nats) -> None:
     server: TestServer = own_nats()
     before = asyncio.all_tasks()
     plane = await NatsPlane.connect(server.address, QUICK)
@@ -235,7 +229,7 @@ async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_
         server.resume()
 
 
-async def test_messages_when_dropped_by_a_slow_process_then_streams_end(
+async def test_messages_dropped_by_slow_process_end_streams(
     nats_server, connect, monkeypatch
 ) -> None:
     worker = await connect(nats_server, NO_PINGS)
@@ -248,9 +242,7 @@ async def test_messages_when_dropped_by_a_slow_process_then_streams_end(
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_message_when_its_receiver_has_a_bug_then_it_is_logged_with_a_traceback(
-    nats_server, connect, caplog
-) -> None:
+async def test_receiver_bug_is_logged_with_traceback(nats_server, connect, caplog) -> None:
     def receive(data: bytes, reply: str) -> None:
         received.set()
         raise RuntimeError("a bug of the receiver")
@@ -265,9 +257,7 @@ async def test_message_when_its_receiver_has_a_bug_then_it_is_logged_with_a_trac
     assert "a bug of the receiver" in str(record.exc_info)
 
 
-async def test_connect_when_no_server_answers_then_unreachable_names_the_address_without_secrets() -> (
-    None
-):
+async def test_connect_without_server_names_address_without_secrets() -> None:
     tasks = asyncio.all_tasks()
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1;.*--nats-server") as caught:
@@ -300,9 +290,7 @@ async def test_connect_when_cancelled_then_nothing_goes_on_trying() -> None:
     assert asyncio.all_tasks() == before
 
 
-async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(
-    nats_server, connect
-) -> None:
+async def test_ask_cancelled_at_its_reply_is_cancelled(nats_server, connect) -> None:
     transport = (await connect(nats_server, PlaneLimits()))._transport
     asking = asyncio.create_task(transport.request("s", b"", timeout_s=5))
     await asyncio.sleep(0)
@@ -314,9 +302,7 @@ async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(
     assert not transport._replies
 
 
-async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time_or_is_cancelled(
-    nats_server, connect, monkeypatch
-) -> None:
+async def test_ask_ends_when_client_drops_cancels(nats_server, connect, monkeypatch) -> None:
     transport = (await connect(nats_server, PlaneLimits()))._transport
     client = transport._client
     frozen = asyncio.Event()
@@ -338,9 +324,7 @@ async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time
     frozen.set()
 
 
-async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same(
-    nats_server, connect
-) -> None:
+async def test_aclose_ends_when_reconnecting_drops_a_cancel(nats_server, connect) -> None:
     plane = await connect(nats_server, PlaneLimits())
 
     async def reconnecting() -> None:
@@ -355,9 +339,7 @@ async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_connection_is_closed(
-    turns: int,
-) -> None:
+async def test_connect_cancelled_after_failed_try_closes_it(turns: int) -> None:
     """nats-py takes itself for closed from the moment on at which it begins to."""
 
     refused: list[asyncio.Task[None]] = []
@@ -392,9 +374,7 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
         assert not open_still
 
 
-async def test_connect_when_it_is_cancelled_beside_its_end_then_it_is_cancelled(
-    nats_server, monkeypatch
-) -> None:
+async def test_connect_cancelled_at_its_end_is_cancelled(nats_server, monkeypatch) -> None:
     async def connected(*_: object, **__: object) -> None:
         connecting.cancel()
 
@@ -404,7 +384,7 @@ async def test_connect_when_it_is_cancelled_beside_its_end_then_it_is_cancelled(
     assert connecting.cancelled()
 
 
-async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_no_stream_ends(
+async def test_try_publish_when_nats_is_away_then_rejected(
     own_nats, connect, monkeypatch, caplog
 ) -> None:
     server: TestServer = own_nats()
@@ -429,9 +409,7 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
             await asyncio.sleep(0.01)
 
 
-async def test_worker_when_the_time_limit_of_a_call_is_nan_then_it_counts_the_call_and_goes_on_serving(
-    nats_server: str, connect
-) -> None:
+async def test_worker_continues_after_nan_time_limit(nats_server: str, connect) -> None:
     service = GatedService()
     unreadable = asyncio.Event()
     service.gate.set()

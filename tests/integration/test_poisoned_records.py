@@ -60,7 +60,7 @@ async def until_rejected(client: httpx.AsyncClient, keys: set[str]) -> dict[str,
     return rows
 
 
-async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_them_and_serves(
+async def test_frontend_serves_despite_poisoned_records(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Some are there before it starts, and would have ended it at each start."""

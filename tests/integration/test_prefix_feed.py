@@ -93,7 +93,7 @@ async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_continue_at_the_same_workers(
+async def test_kv_routing_recovers_after_missed_updates(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     caching = {"enable_prefix_caching": True, "kv_block_size": BLOCK}

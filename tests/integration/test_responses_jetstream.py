@@ -66,7 +66,7 @@ async def frontends(nats_server: str) -> AsyncIterator[tuple[Frontend, Frontend]
         await frontend.store.aclose()
 
 
-async def test_conversation_when_the_next_turn_goes_to_another_frontend_then_it_goes_on(
+async def test_conversation_continues_at_another_frontend(
     frontends: tuple[Frontend, Frontend],
 ) -> None:
     here, there = frontends
@@ -104,7 +104,7 @@ async def test_deleted_at_another_frontend_then_gone_here(
     assert "in progress at another frontend" in at_another.json()["error"]["message"]
 
 
-async def test_store_when_it_is_away_then_answers_come_and_look_ups_get_retry_after(
+async def test_unavailable_store_gives_retry_after_on_lookup(
     own_nats: Callable[[], TestServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = own_nats()

@@ -35,9 +35,7 @@ def answers(address: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["etcd", "nats"])
-def test_server_when_started_and_restarted_then_same_address_answers(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_restarted_server_has_the_same_address(kind: str, request: pytest.FixtureRequest) -> None:
     make: Callable[[], TestServer] = request.getfixturevalue(f"own_{kind}")
     server = make()
     assert answers(server.address)
@@ -82,9 +80,7 @@ async def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: P
         await servers.start_etcd(tmp_path)
 
 
-async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(
-    tmp_path: Path,
-) -> None:
+async def test_server_when_port_is_taken_at_restart_then_named(tmp_path: Path) -> None:
     server = await servers.start_nats(tmp_path)
     await server.stop()
     port = int(server.address.rpartition(":")[2])
@@ -95,7 +91,7 @@ async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(
         await server.restart()
 
 
-async def test_servers_when_started_at_once_then_each_has_ports_of_its_own(
+async def test_servers_started_together_have_their_own_ports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = free_ports(4)
@@ -129,7 +125,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
-async def test_server_when_only_its_log_says_that_it_is_ready_then_it_is_not_and_it_is_ended(
+async def test_server_that_only_logs_readiness_is_not_ready(
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "READY_TIMEOUT_S", 0.5)
@@ -141,7 +137,7 @@ async def test_server_when_only_its_log_says_that_it_is_ready_then_it_is_not_and
 
 
 @pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
-async def test_server_when_the_start_is_cancelled_then_it_ends_at_once_and_leaves_no_process(
+async def test_server_start_cancelled_leaves_no_process(
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "READY_TIMEOUT_S", 600.0)
@@ -155,7 +151,7 @@ async def test_server_when_the_start_is_cancelled_then_it_ends_at_once_and_leave
     assert not alive(sleeper)
 
 
-async def test_server_when_frozen_then_its_stop_does_not_block_the_loop(
+async def test_frozen_server_stop_does_not_block_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 0.5)

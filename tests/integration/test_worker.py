@@ -98,9 +98,7 @@ def test_run_when_not_on_the_main_thread_then_says_so() -> None:
     ]
 
 
-async def test_router_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(
-    etcd_server: str, nats_server: str
-) -> None:
+async def test_router_tokens_equal_an_aggregated_worker(etcd_server: str, nats_server: str) -> None:
     answers = []
     for roles in ([Role.AGGREGATED], [Role.PREFILL, Role.DECODE]):
         shared = config(etcd_server, nats_server)
@@ -122,7 +120,7 @@ async def test_router_when_prefill_and_decode_serve_then_tokens_equal_one_aggreg
     assert answers[1] == answers[0]
 
 
-async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
+async def test_stop_deregisters_before_requests_finish(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = asyncio.Event()
@@ -174,7 +172,7 @@ async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(
         assert 0.5 <= time.monotonic() - begun_s < SOON_S  # and not until the transfer expires
 
 
-async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
+async def test_ready_turns_from_503_to_200_when_engine_loads(
     etcd_server: str,
     nats_server: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -221,7 +219,7 @@ async def test_serve_when_etcd_is_not_there_then_unreachable_names_it(nats_serve
         await Worker(config("localhost:1", nats_server)).serve()
 
 
-async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_failed(
+async def test_serve_when_engine_dies_then_deregisters(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = config(etcd_server, nats_server)
@@ -240,7 +238,7 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
         await side.until_instances(0)
 
 
-async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engine_failed(
+async def test_serve_when_kv_leaked_then_drains_and_fails(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = config(etcd_server, nats_server)
@@ -269,7 +267,7 @@ async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engin
 
 
 @pytest.mark.parametrize("part", ["lease of ", "plane-heartbeat", "worker-health"])
-async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_ends(
+async def test_serve_when_background_task_dies_then_names_it(
     etcd_server: str, nats_server: str, part: str
 ) -> None:
     chosen = config(
@@ -299,7 +297,7 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
     assert part in worker._health.failure
 
 
-async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_ends_and_does_not_register(
+async def test_serve_when_task_dies_during_load_then_never_registers(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = asyncio.Event()
@@ -319,7 +317,7 @@ async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_
     assert "some-task" in worker._health.failure
 
 
-async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_and_after_a_resync_a_snapshot(
+async def test_serve_publishes_kv_updates_and_snapshots(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: asyncio.Queue[KvCacheUpdate] = asyncio.Queue()
@@ -356,7 +354,7 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
     assert updates[-1] == last
 
 
-async def test_serve_when_put_to_sleep_then_it_deregisters_and_registers_again_after_wake(
+async def test_serve_asleep_is_deregistered_until_wake(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def done(_: MockEngine) -> None: ...

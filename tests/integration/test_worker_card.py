@@ -64,7 +64,7 @@ async def test_serve_when_parsers_are_chosen_then_the_card_says_which(
     assert (card.reasoning_parser, card.tool_call_parser) == expected
 
 
-async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_serves(
+async def test_serve_with_parser_of_another_format_never_starts(
     etcd_server: str, nats_server: str
 ) -> None:
     worker = Worker(config(etcd_server, nats_server, dyn_reasoning_parser="basic"))
@@ -76,9 +76,7 @@ async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_ser
             await worker.serve()
 
 
-async def test_serve_when_frontends_would_reject_the_models_name_then_it_says_so_before_it_reaches_anything() -> (
-    None
-):
+async def test_serve_with_bad_model_name_fails_first() -> None:
     worker = Worker(config("localhost:1", "nats://localhost:1", served_model_name="x" * 257))
     with pytest.raises(ConfigError, match=r"has 257 characters.*--served-model-name"):
         await worker.serve()

@@ -79,7 +79,7 @@ def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
     return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **given)
 
 
-async def test_serve_when_a_live_peer_does_not_fit_then_config_error_before_loading(
+async def test_serve_when_live_peer_does_not_fit_then_not_loaded(
     etcd_server: str, nats_server: str, engines: list[JudgingEngine]
 ) -> None:
     chosen = config(etcd_server, nats_server)
@@ -96,7 +96,7 @@ async def test_serve_when_a_live_peer_does_not_fit_then_config_error_before_load
     assert not engines[0].loading.is_set()
 
 
-async def test_serve_when_etcd_is_not_there_then_unreachable_before_loading(
+async def test_serve_without_etcd_is_unreachable_before_loading(
     nats_server: str, engines: list[JudgingEngine]
 ) -> None:
     with pytest.raises(Unreachable, match="localhost:1"):
@@ -105,7 +105,7 @@ async def test_serve_when_etcd_is_not_there_then_unreachable_before_loading(
     assert not engines[0].loading.is_set()
 
 
-async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
+async def test_health_during_load_shows_its_stage(
     etcd_server: str,
     nats_server: str,
     engines: list[JudgingEngine],
@@ -135,7 +135,7 @@ async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
     assert engines[0].peers == []
 
 
-async def test_ready_when_the_engine_has_loaded_then_the_worker_is_registering(
+async def test_ready_after_load_shows_registering(
     etcd_server: str,
     nats_server: str,
     engines: list[JudgingEngine],

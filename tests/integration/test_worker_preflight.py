@@ -82,9 +82,7 @@ def pair(etcd_server: str, nats_server: str, folder: Path) -> Pair:
     return Pair(etcd_server, nats_server, folder)
 
 
-async def test_serve_when_overlap_is_on_at_prefill_then_refused_before_loading(
-    pair: Pair, built: list[Role]
-) -> None:
+async def test_serve_with_overlap_at_prefill_is_rejected(pair: Pair, built: list[Role]) -> None:
     with pytest.raises(
         ConfigError, match=r"disable_overlap_scheduler false .*\[overlap-on-prefill\]"
     ):
@@ -92,7 +90,7 @@ async def test_serve_when_overlap_is_on_at_prefill_then_refused_before_loading(
     assert built == []
 
 
-async def test_serve_when_a_live_decode_has_other_blocks_then_prefill_is_refused_before_loading(
+async def test_serve_when_live_decode_has_other_blocks_then_rejected(
     pair: Pair, built: list[Role], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -30,14 +30,13 @@ class Plant(NamedTuple):
     test: str  # in tests
 
 
-_ANSWERS = "contract/test_engine_trtllm.py::test_answers_when_any_release_is_played_then_those_of_the_torch_engine"
-_SAMPLING = "contract/test_engine_trtllm_sampling.py::test_"
-_FIELD = f"{_SAMPLING}field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_has_an_effect"
-_KV_EVENTS = (
-    "contract/test_engine_trtllm_kv_events.py::"
-    "test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed"
+_ANSWERS = "contract/test_engine_trtllm.py::test_answers_of_any_release_equal_the_torch_engine"
+_FIELD = (
+    "contract/test_engine_trtllm_sampling.py::test_field_that_sampler_ignores_is_rejected_by_name"
 )
-_STATISTICS = "contract/test_engine_trtllm_statistics.py::test_statistics_when"
+_KV_EVENTS = (
+    "contract/test_engine_trtllm_kv_events.py::test_events_show_prompt_prefixes_until_removed"
+)
 
 PLANTS = (
     Plant(
@@ -70,7 +69,7 @@ PLANTS = (
         f"{_TRTLLM}.engine",
         'values = {"release": line,',
         'values = {"release": "1",',
-        "contract/test_engine_trtllm.py::test_transfer_when_decode_is_of_another_release_then_refused_by_name",
+        "contract/test_engine_trtllm.py::test_transfer_of_another_release_is_rejected_by_name",
     ),
     Plant(
         "KV that is never fetched",
@@ -79,7 +78,7 @@ PLANTS = (
         "return self._ended_at + self._library.kv_timeout_s",
         "return None",
         "contract/test_engine_trtllm_cancellation.py::"
-        "test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_timeout[1.2.1]",
+        "test_aborted_transfer_holds_kv_until_library_timeout[1.2.1]",
     ),
     Plant(
         "KV that is never fetched",
@@ -88,7 +87,7 @@ PLANTS = (
         "return math.inf if timeout_ms is None else timeout_ms / 1000",
         "return 0.1 if timeout_ms is None else timeout_ms / 1000",
         "contract/test_engine_trtllm_cancellation.py::"
-        "test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked[1.1.0]",
+        "test_aborted_transfer_is_leaked_when_kv_is_never_freed[1.1.0]",
     ),
     Plant(
         "KV that is never fetched",
@@ -97,7 +96,7 @@ PLANTS = (
         "if chunk.token_ids and chunk.token_ids[-1] in call.stop_ids:",
         "if False:",
         "contract/test_engine_trtllm_cancellation.py::"
-        "test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout",
+        "test_prefill_ended_by_stop_word_holds_kv_until_timeout",
     ),
     Plant(
         "KV that is never fetched",
@@ -106,7 +105,7 @@ PLANTS = (
         "if self.has_ended and not self._must_fetch_kv:",
         "if self.has_ended:",
         "contract/test_engine_trtllm_cancellation.py::"
-        "test_decode_when_cancelled_before_its_submission_then_it_still_frees_the_kv_of_the_prefill_worker[1.2.1-UCX-0]",
+        "test_decode_cancelled_before_submission_frees_prefill_kv[1.2.1-UCX-0]",
     ),
     Plant(
         "Dead prefill worker",
@@ -115,7 +114,7 @@ PLANTS = (
         "await library.probe.check(endpoint)",
         "pass",
         "contract/test_engine_trtllm_dead_peer.py::"
-        "test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_the_engine_goes_on",
+        "test_decode_when_prefill_worker_is_gone_then_transfer_failed",
     ),
     Plant(
         "Log-probabilities of a decode call",
@@ -124,7 +123,7 @@ PLANTS = (
         'if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
-        "test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_the_first_token_has_none[1.2.1]",
+        "test_logprobs_are_rejected_where_first_token_has_none[1.2.1]",
     ),
     Plant(
         "Log-probabilities of a decode call",
@@ -149,7 +148,7 @@ PLANTS = (
         'values |= {"end_id": NO_END, "ignore_eos": False}',
         "pass",
         "contract/test_engine_trtllm_sampling.py::"
-        "test_stop_token_when_the_models_own_are_ignored_then_it_still_stops[1.3.0rc29]",
+        "test_stop_token_still_stops_when_model_stops_are_ignored[1.3.0rc29]",
     ),
     Plant(
         "Statistics",
@@ -157,7 +156,7 @@ PLANTS = (
         f"{_TRTLLM}.reports.polling",
         "except Exception as exc:  # noqa: BLE001 - logged, and tried again",
         "except RuntimeError as exc:",
-        f"{_STATISTICS}_the_library_had_none_or_failed_then_they_go_on[1.1.0]",
+        "contract/test_engine_trtllm_statistics.py::test_statistics_continue_after_failure[1.1.0]",
     ),
     Plant(
         "Statistics",
@@ -165,7 +164,7 @@ PLANTS = (
         f"{_TRTLLM}.reports.statistics",
         "kv_blocks_total=total * num_ranks // len(rows)",
         "kv_blocks_total=total // len(rows)",
-        f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",
+        "contract/test_engine_trtllm_statistics.py::test_statistics_count_kv_of_all_data_parallel_ranks[1.2.1]",
     ),
     Plant(
         "Model defaults",
@@ -174,7 +173,7 @@ PLANTS = (
         "assumed = facts.block_tokens\n    actual = reported.block_tokens",
         "assumed = facts.block_tokens\n    actual = assumed",
         "contract/test_engine_trtllm_kv_cache.py::"
-        "test_start_when_the_model_chooses_the_block_size_then_the_card_and_all_accounting_have_it[1.3.0rc29]",
+        "test_start_reports_block_size_that_the_model_chooses[1.3.0rc29]",
     ),
     Plant(
         "KV events",
@@ -207,7 +206,7 @@ PLANTS = (
         "except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no"
         " common base class",
         "except AssertionError as exc:",
-        "contract/test_engine_trtllm_cancellation.py::test_cancel_when_the_abort_raises_then_the_request_ends_by_itself",
+        "contract/test_engine_trtllm_cancellation.py::test_cancel_when_abort_raises_then_request_ends_by_itself",
     ),
     Plant(
         "Dead rank",
@@ -215,8 +214,7 @@ PLANTS = (
         f"{_TRTLLM}.engine",
         "self._watchdog.start()",
         "pass",
-        "contract/test_engine_trtllm_watchdog.py::test_submission_when_its_rank_has_died_and_it_blocks_then_the_process_"
-        "ends_and_its_log_says_where[1.2.1]",
+        "contract/test_engine_trtllm_watchdog.py::test_submission_blocked_by_dead_rank_ends_the_process[1.2.1]",
     ),
     Plant(
         "Ignored sampling fields",
@@ -241,7 +239,7 @@ PLANTS = (
         "if not given or self.is_since_1_3:",
         "if True:",
         "contract/test_engine_trtllm_arguments.py::"
-        "test_start_when_a_config_names_its_class_then_the_engine_has_one_of_that_class[1.2.1]",
+        "test_start_uses_the_class_that_config_names[1.2.1]",
     ),
     Plant(
         "TRITON experts",
@@ -250,7 +248,7 @@ PLANTS = (
         'if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":',
         "if False:",
         "unit/engines/trtllm/test_preflight_experts.py::"
-        "test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choice_stays",
+        "test_args_omit_experts_that_the_release_deprecates",
     ),
     Plant(
         "Smaller ones",
@@ -259,7 +257,7 @@ PLANTS = (
         "executor.shutdown = _off_event_loop(executor.shutdown)",
         "pass",
         "contract/test_engine_trtllm_arguments.py::"
-        "test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_event_loop[1.2.1]",
+        "test_shutdown_after_executor_error_is_off_the_event_loop[1.2.1]",
     ),
     Plant(
         "Smaller ones",
@@ -268,7 +266,7 @@ PLANTS = (
         'if finish == "length" and self._last in self.stop_ids:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
-        "test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop[1.2.1]",
+        "test_stop_token_as_last_allowed_token_finishes_with_stop[1.2.1]",
     ),
     Plant(
         "Smaller ones",

@@ -37,9 +37,7 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
-def test_page_when_a_program_has_a_flag_then_its_section_has_a_row_with_flag_variable_and_help(
-    program,
-) -> None:
+def test_page_has_a_row_for_every_flag(program) -> None:
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {program.title}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     assert len(rows) == len(program.model.model_fields)

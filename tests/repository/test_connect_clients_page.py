@@ -68,7 +68,7 @@ def has_import(source: str, line: str) -> bool:
     return found is not None and set(listed) <= set(found[1].split(", "))
 
 
-def test_page_when_compared_with_the_drivers_then_it_shows_every_marked_excerpt() -> None:
+def test_page_shows_every_marked_excerpt() -> None:
     marked = set()
     for path in DRIVERS.iterdir():
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -77,7 +77,7 @@ def test_page_when_compared_with_the_drivers_then_it_shows_every_marked_excerpt(
     assert {(driver, name) for driver, name, _ in BLOCK.findall(PAGE)} == marked
 
 
-def test_versions_when_compared_with_the_pins_then_they_are_the_same() -> None:
+def test_page_versions_equal_the_pins() -> None:
     pins = {
         pin.replace("==", " ") for environment in ENVIRONMENTS.values() for pin in environment.pins
     }

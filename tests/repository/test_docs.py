@@ -42,9 +42,7 @@ class Loads(HTMLParser):
         self.addresses += [value for name, value in attrs if name == wanted and value]
 
 
-def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_other_sites(
-    site: Path,
-) -> None:
+def test_site_has_every_page_and_loads_nothing_external(site: Path) -> None:
     pages = {path.stem for path in DOCS.glob("*.md")}
     assert pages <= {path.stem for path in site.glob("*.html")}
     for path in site.glob("*.html"):
@@ -54,7 +52,7 @@ def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_other_s
         assert [address for address in loads.addresses if re.match(r"(\w+:)?//", address)] == []
 
 
-def test_tables_when_built_then_a_style_after_the_theme_s_lets_long_code_wrap(site: Path) -> None:
+def test_tables_have_a_style_that_wraps_long_code(site: Path) -> None:
     for path in site.glob("*.html"):
         loads = Loads()
         loads.feed(path.read_text(encoding="utf-8"))
@@ -74,7 +72,7 @@ def codes(of: type[DynamoError] = DynamoError) -> set[str]:
     return {of.code}.union(*(codes(error) for error in of.__subclasses__()))
 
 
-def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() -> None:
+def test_troubleshooting_names_existing_findings_and_codes() -> None:
     text = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ")
     rules = set(
         re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE)
@@ -116,7 +114,7 @@ GUIDES_ADVICE = {
 }
 
 
-def test_troubleshooting_when_compared_with_the_guides_then_each_of_their_rows_is_there() -> None:
+def test_troubleshooting_has_every_row_of_the_guides() -> None:
     sections = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ").split("\n## ")[1:]
     texts = {title: text for title, _, text in (section.partition("\n") for section in sections)}
     assert list(texts) == list(GUIDES_ADVICE)
@@ -136,9 +134,7 @@ def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
     assert {name for name in named if not name.endswith("_")} <= known
 
 
-def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> (
-    None
-):
+def test_metrics_tables_equal_the_code() -> None:
     tables = (DOCS / "monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     listed = []
     for process in ("frontend", "worker"):
@@ -152,7 +148,7 @@ def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
-def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Path) -> None:
+def test_page_names_only_existing_files(page: Path) -> None:
     named = set(
         re.findall(
             r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]",
@@ -167,7 +163,7 @@ def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Pat
     assert [name for name in in_package if not (PACKAGE / name).exists()] == []
 
 
-def test_install_lines_when_read_then_none_takes_this_package_from_an_index() -> None:
+def test_install_lines_take_no_package_from_an_index() -> None:
     """It is on none: a stranger may take its name there."""
     texts = [ROOT / "README.md", *DOCS.glob("*.md")]
     texts += [
@@ -198,13 +194,11 @@ def activated(text: str) -> list[bool]:
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem
 )
-def test_page_when_its_commands_need_our_python_then_it_activates_an_environment_first(
-    page: Path,
-) -> None:
+def test_page_activates_environment_before_our_python(page: Path) -> None:
     assert all(activated(page.read_text()))
 
 
-def test_extras_when_a_page_or_an_error_installs_them_then_there_are_such() -> None:
+def test_extras_named_on_pages_and_in_errors_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

@@ -27,7 +27,7 @@ def collect(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_trtllm_when_not_asked_for_then_deselected_and_counted_in_one_line() -> None:
+def test_trtllm_tests_are_deselected_by_default() -> None:
     done = collect()
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("not run")]
     assert " trtllm" in line
@@ -46,7 +46,7 @@ def test_trtllm_when_excluded_by_name_then_nothing_fails() -> None:
     assert "tensorrt_llm is not installed" not in collect("-m", "not trtllm").stderr
 
 
-def test_trtllm_when_only_the_stand_in_is_there_then_it_is_no_package() -> None:
+def test_trtllm_stand_in_is_not_the_package() -> None:
     done = collect("-m", "trtllm", PYTHONPATH=str(FAKES))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "stand-in" in done.stderr

@@ -84,16 +84,12 @@ def test_commands_when_counted_then_those_of_all_five_guides() -> None:
 @pytest.mark.parametrize(
     ("guide", "command"), [pytest.param(*c, id=f"{c[0]}-{i}") for i, c in enumerate(commands())]
 )
-def test_command_when_looked_up_then_exactly_one_row_of_its_guide_tells_of_it(
-    guide: str, command: str
-) -> None:
+def test_command_has_exactly_one_row_of_its_guide(guide: str, command: str) -> None:
     assert len([row for row in ROWS if guide in row.guides and row.tells_of(command)]) == 1, command
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.guides[0]}-{row.patterns[0][:40]}")
-def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what_to_type(
-    row: Row,
-) -> None:
+def test_row_names_guides_that_have_its_command(row: Row) -> None:
     for guide in row.guides:
         assert [
             command for command in commands() if command[0] == guide and row.tells_of(command[1])
@@ -101,9 +97,7 @@ def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what
     assert row.here
 
 
-def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_there_or_a_reason() -> (
-    None
-):
+def test_rows_have_existing_tests_or_a_reason() -> None:
     tests = covering()
     assert list(tests) == [row.key for row in ROWS]
     for named in tests.values():
@@ -135,9 +129,7 @@ def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
     ("title", "model"),
     [("Flags of workers", WorkerConfig), ("Flags of the frontend", FrontendConfig)],
 )
-def test_flags_when_the_page_calls_them_the_same_then_they_are_flags_here(
-    title: str, model: type[Config]
-) -> None:
+def test_flags_documented_as_same_exist(title: str, model: type[Config]) -> None:
     page = (ROOT / "docs/guides.md").read_text(encoding="utf-8")
     section = page.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
     same = [row for row in section.splitlines() if row.startswith("| `") and "| the same" in row]

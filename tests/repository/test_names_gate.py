@@ -51,7 +51,7 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         ("dynamo_trtllm/engines/vllm/api_manifests/0.json", '["seam"]', []),
     ],
 )
-def test_words_when_private_then_each_is_found_unless_it_is_allowed(
+def test_rejected_words_are_found_unless_allowed(
     gate: ModuleType, root: Path, name: str, text: str, words: list[str]
 ) -> None:
     path = root / name

@@ -22,7 +22,7 @@ def test_page_when_written_again_then_as_committed(name: str) -> None:
     )
 
 
-def test_docs_when_compared_then_each_rule_is_there_word_for_word_and_no_other() -> None:
+def test_docs_have_every_rule_verbatim() -> None:
     rules = [rule for section in PAGES["preflight.md"] for rule in section.rules]
     rows = [
         (row["rule"], row["rest"])

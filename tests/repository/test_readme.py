@@ -16,7 +16,7 @@ def test_readme_when_measured_then_it_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_figures_when_compared_with_the_results_then_they_are_theirs(page: Path) -> None:
+def test_figures_equal_the_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert with_figures(text, pages()[page]) == text
 

@@ -73,9 +73,7 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-def test_dry_run_when_all_is_well_then_it_prints_the_entries_and_the_files_and_builds_nothing(
-    repository: Repository,
-) -> None:
+def test_dry_run_prints_entries_and_builds_nothing(repository: Repository) -> None:
     status, said, errors = repository.release()
     assert (status, errors) == (0, "")
     assert "- A thing." in said
@@ -119,7 +117,7 @@ def test_tag_when_it_has_another_form_then_it_is_rejected(repository: Repository
         ),
     ],
 )
-def test_commit_when_its_files_do_not_fit_the_tag_then_it_is_rejected(
+def test_commit_with_files_that_do_not_fit_the_tag_is_rejected(
     repository: Repository, file: str, old: str, new: str, says: str
 ) -> None:
     repository.replace(file, old, new)
@@ -136,9 +134,7 @@ def test_tree_when_a_file_is_not_committed_then_it_is_named(repository: Reposito
     assert "?? new.txt" in errors
 
 
-def test_tag_when_it_is_on_another_commit_then_it_is_rejected_and_on_this_one_accepted(
-    repository: Repository,
-) -> None:
+def test_tag_on_another_commit_is_rejected(repository: Repository) -> None:
     repository.git("tag", "v1.2.3")
     assert repository.release()[0] == 0
     repository.commit()
@@ -149,7 +145,7 @@ PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_when_it_links_to_a_file_or_names_a_script_then_it_exists(page: str) -> None:
+def test_page_links_and_scripts_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     named = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
     named += re.findall(r"(?:scripts|\.ci|docs|constraints)/[\w.-]*", text)
@@ -157,7 +153,7 @@ def test_page_when_it_links_to_a_file_or_names_a_script_then_it_exists(page: str
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_supported_version_when_the_minor_version_changes_then_it_is_the_new_one() -> None:
+def test_supported_version_follows_the_minor_version() -> None:
     assert f"({'.'.join(__version__.split('.')[:2])})" in (ROOT / "SECURITY.md").read_text()
 
 

@@ -91,16 +91,14 @@ def test_project_when_installed_with_a_release_then_it_resolves(
 
 
 @pytest.mark.parametrize("resolve", UV_ELSE_LONG)
-def test_project_when_no_release_is_named_then_the_newest_that_is_no_candidate(
-    index: Path, resolve: Any
-) -> None:
+def test_project_without_release_resolves_newest_stable(index: Path, resolve: Any) -> None:
     assert resolve(index, f"{OURS}[trtllm,local]")["tensorrt-llm"] == "1.2.1"
 
 
 @pytest.mark.parametrize("resolve", UV_ELSE_LONG)
 @pytest.mark.parametrize("extras", VLLM_EXTRAS)
 @pytest.mark.parametrize("version", VLLM)
-def test_vllm_when_a_release_is_named_then_it_is_chosen_with_what_it_pins(
+def test_vllm_named_release_is_chosen_with_its_pins(
     index: Path, version: str, extras: str, resolve: Any
 ) -> None:
     chosen = resolve(index, f"{OURS}[{extras}]", f"vllm=={version}")
@@ -119,9 +117,7 @@ def test_vllm_when_not_pinned_then_the_newest(index: Path, extras: str, resolve:
 
 
 @pytest.mark.parametrize("resolve", UV_ELSE_LONG)
-def test_vllm_when_extra_torch_leaves_out_its_torch_then_an_older_release_shows_here(
-    tmp_path: Path, resolve: Any
-) -> None:
+def test_vllm_without_its_torch_resolves_older_release(tmp_path: Path, resolve: Any) -> None:
     """The test above can fail: with this range, extra torch brought back vLLM 0.32.0."""
     narrow = planted(tmp_path, "torch>=2.11,<2.14", extra="torch")
     assert resolve(narrow, f"{OURS}[vllm]")["vllm"] == NEWEST_VLLM
@@ -140,7 +136,7 @@ def test_vllm_when_installed_then_these_harmony_packages(index: Path, version: s
 
 
 @pytest.mark.parametrize("script", ["lock", "pick_torch"])
-def test_scripts_when_they_name_torch_then_they_have_the_range_of_the_extra(script: str) -> None:
+def test_scripts_use_torch_range_of_the_extra(script: str) -> None:
     extra = project()["optional-dependencies"]["torch"]
     (ours,) = [text for text in extra if text.startswith("torch")]
     assert f'"{ours}"' in (ROOT / "scripts" / script).read_text()
@@ -150,7 +146,7 @@ def test_scripts_when_they_name_torch_then_they_have_the_range_of_the_extra(scri
     ("requirement", "extra"),
     [("openai-harmony>=0.0.8", None), ("huggingface-hub>=1", "hub"), ("tokenizers>=0.23", None)],
 )
-def test_project_when_a_range_is_too_narrow_then_it_does_not_resolve(
+def test_project_with_narrow_range_does_not_resolve(
     tmp_path: Path, requirement: str, extra: str | None
 ) -> None:
     with pytest.raises(NoSolution, match=Requirement(requirement).name):
@@ -172,7 +168,7 @@ def beside(index: Path, release: Mapping[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("release", RECORDED)
-def test_project_when_installed_beside_an_image_then_it_replaces_no_package(
+def test_project_beside_an_image_replaces_no_package(
     index: Path, release: Mapping[str, Any]
 ) -> None:
     chosen = beside(index, release)
@@ -183,7 +179,7 @@ def test_project_when_installed_beside_an_image_then_it_replaces_no_package(
 
 
 @pytest.mark.parametrize("requirement", ["pydantic>=2.14", "xxhash>=4", "openai-harmony>=0.0.8"])
-def test_project_when_a_range_leaves_out_what_an_image_has_then_it_does_not_resolve(
+def test_project_range_that_excludes_image_does_not_resolve(
     tmp_path: Path, requirement: str
 ) -> None:
     (release,) = [found for found in RELEASES if found["version"] == "1.2.1"]
@@ -200,9 +196,7 @@ def test_dependencies_when_listed_then_all_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("release", RECORDED)
-def test_release_when_it_pins_transformers_then_the_torch_engine_accepts_it(
-    release: Mapping[str, Any],
-) -> None:
+def test_torch_engine_accepts_pinned_transformers(release: Mapping[str, Any]) -> None:
     (ours,) = [
         text
         for text in project()["optional-dependencies"]["torch"]

@@ -40,7 +40,7 @@ def accepted(source: str) -> set[str]:
     return {*re.findall(r"--[\w-]+", " ".join(cases)), *options} - {"--help"}
 
 
-def test_accepted_flags_when_read_from_both_kinds_of_script_then_all_are_found() -> None:
+def test_accepted_flags_are_found_in_both_script_kinds() -> None:
     assert accepted("    -h | --help) usage ;;\n    --size | --list)\n    --model=*) m=1 ;;\n") == {
         "--size",
         "--list",
@@ -58,13 +58,13 @@ def test_scripts_when_counted_then_those_of_every_folder() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_help_when_asked_then_it_names_every_flag_and_exits_with_0(script: Path) -> None:
+def test_help_names_every_flag_and_exits_with_0(script: Path) -> None:
     said = set(re.findall(r"--[\w-]+", helped(str(script))))
     assert accepted(script.read_text()) - said == set()
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help_of_a_benchmark_then_its_program_and_every_option_is_explained(module: str) -> None:
+def test_benchmark_help_explains_every_option(module: str) -> None:
     said = helped(sys.executable, "-m", module)
     assert f"usage: python -m {module} " in said
     bare = re.findall(r"^  (--[\w-]+)(?: \S+)?\n(?! {4,}\S)", said, re.MULTILINE)

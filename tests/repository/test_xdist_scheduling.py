@@ -52,7 +52,7 @@ def run(made: FolderScheduling, node: Any, count: int) -> None:
         done += 1
 
 
-def test_process_when_it_dies_then_all_but_the_test_that_killed_it_is_run_by_others() -> None:
+def test_dead_process_loses_only_the_test_that_killed_it() -> None:
     dying = FakeNode("dying")
     other = FakeNode("other")
     made = scheduler(dying, other)
@@ -64,7 +64,7 @@ def test_process_when_it_dies_then_all_but_the_test_that_killed_it_is_run_by_oth
     assert other.shutting_down
 
 
-def test_process_when_it_dies_in_the_last_test_then_nothing_is_left_to_run() -> None:
+def test_process_dying_in_last_test_leaves_nothing_to_run() -> None:
     dying = FakeNode("dying")
     made = scheduler(dying)
     run(made, dying, len(TESTS) - 1)
@@ -73,7 +73,7 @@ def test_process_when_it_dies_in_the_last_test_then_nothing_is_left_to_run() -> 
     assert not made.workqueue
 
 
-def test_successor_when_its_file_has_one_test_left_then_it_gets_another_file() -> None:
+def test_successor_with_one_test_left_gets_another_file() -> None:
     """It begins a test when it knows the next one."""
     dying = FakeNode("dying")
     ended = FakeNode("ended")

@@ -23,7 +23,7 @@ def test_command_when_asked_for_the_faults_then_they_are_listed(
     ]
 
 
-def test_page_of_failures_when_read_then_it_has_each_fault_and_no_other() -> None:
+def test_page_of_failures_has_exactly_the_faults() -> None:
     page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
     tables = [part.split("\n\n")[0] for part in page.split("| `scripts/chaos` |\n")[1:]]
     rows = [line.split("|") for table in tables for line in table.splitlines()]
@@ -42,9 +42,7 @@ def test_command_when_it_is_called_wrongly_then_it_says_so(
 
 
 @pytest.mark.parametrize(("name", "good"), [("kill-decode", False), ("kill-nats", True)])
-def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_bad(
-    name: str, good: bool
-) -> None:
+def test_verdict_of_needless_rejection_is_bad(name: str, good: bool) -> None:
     verdict = Verdict(fault=name, sent=2, early_errors=1)
     verdict.counts[Outcome.NAMED_ERROR] = 1
     assert is_good(verdict) is good
@@ -52,7 +50,7 @@ def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_
     assert line(verdict).endswith("BAD") is not good
 
 
-def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None:
+def test_json_of_verdicts_has_a_row_per_fault() -> None:
     verdict = Verdict(fault="kill-decode", sent=3)
     verdict.counts[Outcome.RIGHT] = 3
     verdict.add_leaks(["decode-1 running 1"])

@@ -78,7 +78,7 @@ def test_kind_when_a_request_ended_so_then_it_is(changes: dict[str, object], kin
 
 
 @pytest.mark.parametrize("error", ["connect", "cut", "no_end"])
-def test_kind_when_the_frontend_dies_then_broken_connections_are_cut(error: str) -> None:
+def test_broken_connections_of_dead_frontend_are_cut(error: str) -> None:
     rules = Expected(texts=TEXTS, osl=3, hung_s=5.0, frontend_dies=True)
     assert classify(record(error=error, text="one"), rules) is Outcome.CUT
     assert classify(record(error=error, text="two"), rules) is Outcome.WRONG
@@ -89,7 +89,7 @@ def test_silence_when_no_text_came_then_the_whole_wait() -> None:
     assert longest_silence_s(record(**EARLY, end_s=14.0)) == pytest.approx(4.0)
 
 
-def test_judged_when_requests_ended_in_all_ways_then_counted_with_reasons() -> None:
+def test_judged_counts_all_ends_with_reasons() -> None:
     records = [
         record(),
         record(error="disconnected", text="one"),
@@ -122,7 +122,7 @@ def test_judged_when_requests_ended_in_all_ways_then_counted_with_reasons() -> N
 
 
 @pytest.mark.parametrize("kind", [Outcome.WRONG, Outcome.LOST, Outcome.HUNG])
-def test_verdict_when_something_inexcusable_happened_then_not_good(kind: Outcome) -> None:
+def test_verdict_of_inexcusable_end_is_not_good(kind: Outcome) -> None:
     verdict = Verdict(fault="f")
     assert verdict.is_good
     verdict.counts[Outcome.NAMED_ERROR] += 3
@@ -138,7 +138,7 @@ def test_verdict_when_something_leaked_then_not_good() -> None:
     assert not verdict.is_good
 
 
-def test_verdict_when_a_worker_ended_without_a_fault_then_not_good() -> None:
+def test_verdict_of_worker_end_without_fault_is_not_good() -> None:
     verdict = Verdict(fault="f")
     verdict.add_replaced(["decode-2"])
     assert not verdict.is_good

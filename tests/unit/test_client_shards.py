@@ -48,7 +48,7 @@ def test_metered_when_shares_overlap_then_the_whole_span_counts() -> None:
     assert found["client_cores"] == pytest.approx(3.9 / 4)
 
 
-def test_table_when_a_client_process_was_busy_then_it_is_reported() -> None:
+def test_table_reports_a_busy_client_process() -> None:
     meter = ProcessMeter({})
     meter.start()
     found = summarize_shards([share(0.0, 1.0, BUSY_CORES / 2)], meter, osl=2)

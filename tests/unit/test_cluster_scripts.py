@@ -107,9 +107,7 @@ def worker_of(words: list[str]) -> WorkerConfig:
     return load(WorkerConfig, prog="p", argv=flags, environ={})
 
 
-def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_parser_takes_its_line(
-    job: Job, slurm: subprocess.Popen[bytes]
-) -> None:
+def test_slurm_gives_each_worker_its_nodes(job: Job, slurm: subprocess.Popen[bytes]) -> None:
     job.until(lambda: len(job.started("srun")) == 2 and len(job.lines()) == 5)
     by_role = {
         config.disaggregation_mode: (words, config)
@@ -134,7 +132,7 @@ def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_pars
     assert Path(job.env["RANKS_LOG"]).read_text() == "UCX_MEMTYPE_CACHE=a b\n" * 2
 
 
-def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_all_end(
+def test_slurm_restarts_only_a_dead_worker(
     job: Job, slurm: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     job.until(lambda: len(job.lines()) == 5)
@@ -148,7 +146,7 @@ def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job, status: int) -> None:
+def test_slurm_rejected_worker_ends_all(job: Job, status: int) -> None:
     """By its process on rank 0, or already when it is asked for the variables of its ranks."""
     job.plays("etcd", "nats-server")
     job.plays("python3", script=PYTHON)
@@ -165,7 +163,7 @@ def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job, s
     assert "has a configuration error, see its last line" in done.stderr
 
 
-def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Job) -> None:
+def test_slurm_with_too_few_nodes_exits_with_2(job: Job) -> None:
     env = job.env | {"SLURM_JOB_NUM_NODES": "2", "DECODE_NODES": "2"}
     done = subprocess.run(
         [FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True
@@ -173,7 +171,7 @@ def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Jo
     assert (done.returncode, done.stderr) == (2, "slurm: 1 + 2 nodes are needed, the job has 2\n")
 
 
-def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job: Job) -> None:
+def test_mpirun_starts_the_launcher_on_every_rank(job: Job) -> None:
     job.plays("mpirun", script=ECHO)
     job.plays("python3", script=PYTHON)
     env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "NATS_SERVER": "nats://h:4222"}
@@ -200,9 +198,7 @@ def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job
     assert job.lines() == [*start, "-m", "dynamo_trtllm", *flags]
 
 
-def test_mpirun_when_variables_are_set_then_the_ranks_get_those_of_the_engine_and_of_our_processes(
-    job: Job,
-) -> None:
+def test_mpirun_passes_variables_to_the_ranks(job: Job) -> None:
     job.plays("mpirun", script=ECHO)
     job.plays("python3", script=PYTHON)
     ours = [
@@ -222,7 +218,7 @@ def test_mpirun_when_variables_are_set_then_the_ranks_get_those_of_the_engine_an
     assert sorted(sent) == sorted([*ours, "UCX_MEMTYPE_CACHE"])
 
 
-def test_mpirun_when_the_worker_is_refused_then_nothing_starts_and_its_status(job: Job) -> None:
+def test_mpirun_with_rejected_worker_starts_nothing(job: Job) -> None:
     job.plays("mpirun", script=ECHO)
     job.plays("python3", script=PYTHON)
     env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "VARIABLES_STATUS": "2"}
@@ -230,7 +226,7 @@ def test_mpirun_when_the_worker_is_refused_then_nothing_starts_and_its_status(jo
     assert (done.returncode, job.lines()) == (2, [])
 
 
-def test_scripts_when_they_export_by_prefix_then_both_have_the_same_list() -> None:
+def test_scripts_export_the_same_prefixes() -> None:
     scripts = (
         FOLDER / "mpirun_worker.sh",
         FOLDER.parents[1] / "deploy" / "container" / "multinode",
@@ -243,7 +239,7 @@ def test_scripts_when_they_export_by_prefix_then_both_have_the_same_list() -> No
     assert len(lists[0]) == 1
 
 
-def test_mpirun_when_hosts_are_missing_then_one_line_and_status_2(job: Job) -> None:
+def test_mpirun_without_hosts_exits_with_2(job: Job) -> None:
     done = subprocess.run(
         [FOLDER / "mpirun_worker.sh"], env=job.env, capture_output=True, text=True
     )

@@ -41,9 +41,7 @@ def launch_lines() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
-def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(
-    page: str, module: str, flags: str
-) -> None:
+def test_documented_launch_lines_are_accepted(page: str, module: str, flags: str) -> None:
     models = {
         name: program.model for program in PROGRAMS for name in (program.module, program.command)
     }
@@ -64,7 +62,7 @@ def shown_outputs() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("line", "output"), shown_outputs())
-def test_output_when_shown_below_a_command_then_the_command_prints_it(
+def test_documented_output_is_what_the_command_prints(
     line: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, _, grep = line.partition(" | grep ")

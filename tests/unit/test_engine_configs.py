@@ -40,7 +40,7 @@ def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
     return trtllm_args(config, RELEASES[release], [Gpu(name="GPU", sm=sm, memory_bytes=1)])
 
 
-def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases() -> None:
+def test_files_belong_to_one_engine_and_known_releases() -> None:
     assert len(FILES) >= 15
     others = set((trtllm_unverified_names.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
     configs = trtllm_unverified_names.ROOT / "engine_configs"
@@ -55,9 +55,7 @@ def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases(
 
 
 @pytest.mark.parametrize(("path", "name"), CLAIMS, ids=named)
-def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(
-    path: Path, name: str
-) -> None:
+def test_file_for_claimed_release_has_valid_values(path: Path, name: str) -> None:
     uses = list(trtllm_unverified_names.arguments(path, RELEASES[name]))
     assert [use.name for use in uses if use.presence is Presence.ABSENT] == []
     unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
@@ -95,7 +93,7 @@ def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
-def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(path: Path) -> None:
+def test_file_moe_backend_fits_the_gpu_profile(path: Path) -> None:
     sm = 90 if "hopper" in path.parts else 100
     merged = args(path, first_release(path), sm)
     allowed = {*choose_profile(None, [Gpu(name="", sm=sm, memory_bytes=1)]).quantization, "AUTO"}
@@ -103,9 +101,7 @@ def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "nixl"], ids=named)
-def test_nixl_file_when_compared_with_the_ucx_one_then_only_the_transceiver_differs(
-    path: Path,
-) -> None:
+def test_nixl_file_differs_from_ucx_in_transceiver_only(path: Path) -> None:
     """And what 1.3 chooses itself: the kernels of experts."""
     sm = 90 if "hopper" in path.parts else 100
     nixl, ucx = (
@@ -189,7 +185,7 @@ def test_file_when_it_is_a_guides_then_it_has_the_guides_values(
     assert {key: merged.get(key) for key in expected} == expected
 
 
-def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() -> None:
+def test_shipped_files_run_no_code_of_a_model_folder() -> None:
     folders = (
         "benchmarks",
         "deploy",
@@ -215,7 +211,7 @@ def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() ->
     assert [path for path, text in texts.items() if _TRUSTS.search(text)] == []
 
 
-def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path: Path) -> None:
+def test_trust_remote_code_of_a_user_reaches_the_engine(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("trust_remote_code: true\n")
     assert args(GPT_OSS / "prefill.yaml", "1.2.1").get("trust_remote_code") in (None, False)
     assert args(tmp_path / "own.yaml", "1.2.1").get("trust_remote_code") is True
@@ -229,7 +225,7 @@ def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
     ] == []
 
 
-def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:
+def test_not_read_keys_equal_the_committed_page() -> None:
     for use in trtllm_unverified_names.unverified_names():
         print(f"not read: {use.release} {use.name} ({use.where})")
     assert trtllm_unverified_names.page() == trtllm_unverified_names.PAGE.read_text(

@@ -39,7 +39,7 @@ class Interrupts(MetaPathFinder):
         ("dynamo_trtllm.preflight", "dynamo_trtllm.cli.preflight"),
     ],
 )
-def test_module_when_interrupted_while_it_loads_then_it_ends_as_one_that_was_interrupted(
+def test_module_interrupted_while_loading_ends_properly(
     monkeypatch: pytest.MonkeyPatch, module: str, main: str
 ) -> None:
     monkeypatch.delitem(sys.modules, main, raising=False)
@@ -92,7 +92,7 @@ def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         ),
     ],
 )
-def test_demo_script_when_flags_are_typed_then_the_set_up_and_the_launcher_get_theirs(
+def test_demo_script_divides_flags_of_setup_and_launcher(
     demo: Callable[..., tuple[int, str, str]], words: tuple[str, ...], setup: str, launch: str
 ) -> None:
     status, said, errors = demo(*words)
@@ -110,7 +110,7 @@ def test_demo_script_when_flags_are_typed_then_the_set_up_and_the_launcher_get_t
         (("--stand-in",), "--stand-in needs --engine trtllm"),
     ],
 )
-def test_demo_script_when_the_line_is_wrong_then_one_line_and_nothing_starts(
+def test_demo_script_with_wrong_line_starts_nothing(
     demo: Callable[..., tuple[int, str, str]], words: tuple[str, ...], says: str
 ) -> None:
     assert demo(*words) == (2, "", f"demo: {says}\n")

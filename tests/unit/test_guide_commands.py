@@ -107,7 +107,7 @@ def test_worker_line_when_parsed_then_what_the_guide_means(command: Command) -> 
 
 @pytest.mark.parametrize("command", of("dynamo.trtllm"))
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
-def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every_release(
+def test_worker_line_flags_override_its_file(
     command: Command,
     release: Any,
     tmp_path: Path,

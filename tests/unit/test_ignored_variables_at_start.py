@@ -23,11 +23,8 @@ def stop(*_: object) -> None:
         (worker_main, "Worker", ["--engine", "mock", "--model", "m"]),
     ],
 )
-def test_main_when_it_starts_then_variables_without_effect_are_named_after_logging_is_set_up(
-    monkeypatch: pytest.MonkeyPatch,
-    module: Any,
-    next_step: str,
-    argv: list[str],
+def test_main_names_ineffective_variables_at_start(
+    monkeypatch: pytest.MonkeyPatch, module: Any, next_step: str, argv: list[str]
 ) -> None:
     steps: list[object] = []
     monkeypatch.setattr(module.observe_logging, "setup", lambda *_: steps.append("logging"))

@@ -142,7 +142,7 @@ INSTANCE = msgspec.structs.replace(make_instance(1), publishes_kv_events=True)
 KEY = instance_key(endpoint_of(INSTANCE), 1)
 
 
-def test_messages_when_another_type_is_decoded_then_it_is_listed_here() -> None:
+def test_decoded_message_types_are_all_listed() -> None:
     calls = re.compile(r"(?<![.\w])decode\([\w.]+, ([A-Z_]\w+|form)\)")
     decoded = {
         found
@@ -154,9 +154,7 @@ def test_messages_when_another_type_is_decoded_then_it_is_listed_here() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
-def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_out(
-    message: Any,
-) -> None:
+def test_bad_number_in_a_message_is_rejected_by_name(message: Any) -> None:
     decode(good_message(message), message)
     for bad in bad_messages(message):
         try:
@@ -166,9 +164,7 @@ def test_message_when_a_number_in_it_is_bad_then_only_the_named_rejection_comes_
         assert not bad.is_never_valid or READERS_CHECK.search(bad.path), bad
 
 
-async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes_on_serving() -> (
-    None
-):
+async def test_worker_counts_bad_numbers_and_continues() -> None:
     transport = InprocTransport()
     bench = MeteredService(PlainEngine())
     num_unreadable = 0
@@ -190,9 +186,7 @@ async def test_worker_when_numbers_in_calls_are_bad_then_it_counts_them_and_goes
     await plane.aclose()
 
 
-async def test_frontend_when_numbers_from_workers_are_bad_then_its_streams_and_choices_go_on() -> (
-    None
-):
+async def test_frontend_continues_despite_bad_worker_numbers() -> None:
     transport = InprocTransport()
     loads = ClusterLoad()
     known = ClusterPrefixes()
@@ -238,9 +232,7 @@ def numeric_fields(model: type[BaseModel]) -> list[str]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
-def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(
-    config: type[BaseModel],
-) -> None:
+def test_configuration_rejects_bad_numbers(config: type[BaseModel]) -> None:
     for name in numeric_fields(config):
         field = config.model_fields[name]
         adapter = TypeAdapter[Any](Annotated[field.annotation, field])
@@ -255,7 +247,7 @@ def test_configuration_when_a_number_is_bad_then_it_is_rejected_or_in_range(
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e999", "NaN", "[" + "9" * 5000 + "]"])
-def test_engine_arguments_when_a_number_in_their_json_is_bad_then_config_error(text: str) -> None:
+def test_engine_arguments_json_rejects_bad_numbers(text: str) -> None:
     argv = [
         "--engine",
         "mock",
@@ -269,9 +261,7 @@ def test_engine_arguments_when_a_number_in_their_json_is_bad_then_config_error(t
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_request_body_when_a_number_is_bad_then_it_is_rejected_or_finite(
-    body: type[RequestModel],
-) -> None:
+def test_request_body_rejects_bad_numbers(body: type[RequestModel]) -> None:
     for name in numeric_fields(body):
         for number in JSON_NUMBERS:
             try:  # of two equal keys, the last one counts

@@ -33,7 +33,7 @@ def test_select_when_named_then_those_in_that_order() -> None:
     ]
 
 
-def test_select_when_quick_then_fewer_requests_but_every_stream_has_one() -> None:
+def test_select_quick_keeps_a_request_per_stream() -> None:
     for point in select([], quick=True):
         whole = next(other for other in POINTS if other.name == point.name)
         assert point.streams <= point.requests <= whole.requests
@@ -45,7 +45,7 @@ def test_select_when_unknown_then_key_error() -> None:
         select(["nowhere"], quick=False)
 
 
-def test_by_engines_when_they_alternate_then_each_kind_comes_once() -> None:
+def test_by_engines_alternates_the_kinds() -> None:
     points = [
         Point(name=str(at), pace_s=at % 2, streams=1, requests=1, pairs=1 + at // 4)
         for at in range(6)
@@ -59,7 +59,7 @@ def test_by_engines_when_they_alternate_then_each_kind_comes_once() -> None:
     ]
 
 
-def test_env_of_ours_when_another_checkout_is_named_then_its_package_is_found_first() -> None:
+def test_env_of_ours_prefers_another_checkout() -> None:
     ours = Ours()
     other = Ours(Path("/other"))
     assert "PYTHONPATH" not in ours.env("e", "n")
@@ -72,7 +72,7 @@ def test_bars_when_read_then_all_are_at_compared_points() -> None:
     assert {bar.point for bar in BARS} <= set(COMPARED) <= {point.name for point in POINTS}
 
 
-def test_arguments_when_many_streams_then_several_clients_share_them() -> None:
+def test_arguments_of_many_streams_share_clients() -> None:
     (point,) = select(["slow-3600"], quick=False)
     words = list(arguments(point, "http://h:1", {"frontend": 7}))
     assert (value(words, "--processes"), value(words, "--pid")) == ("4", "frontend=7")
@@ -99,7 +99,7 @@ def test_worker_of_ours_when_paced_then_the_engine_steps_at_it(
     assert f'"step_s":{step},' in value(list(Ours().worker(role, pace_s)), "--override-engine-args")
 
 
-def test_worker_of_dynamo_when_paced_then_its_speed_is_a_ratio_to_its_own_step() -> None:
+def test_dynamo_worker_speed_is_a_ratio_to_its_step() -> None:
     theirs = Dynamo(Path("somewhere"), "fastokens")
     assert float(value(list(theirs.worker("decode", STEP_S)), "--speedup-ratio")) == 1.0
     assert float(value(list(theirs.worker("decode", 2 * STEP_S)), "--speedup-ratio")) == 0.5

@@ -40,7 +40,7 @@ def test_cpu_when_several_processes_then_their_sum() -> None:
     assert cpu("frontend", "nats", "absent")(found) == 7
 
 
-def test_cpu_when_a_role_has_several_workers_then_all_of_them_count() -> None:
+def test_cpu_counts_all_workers_of_a_role() -> None:
     found = run("ours", 3)["figures"]
     found["processes"] |= {
         name: {"cpu_ms_per_1k_tokens": 4.0} for name in ("decode", "decode-2", "prefill-2")
@@ -60,7 +60,7 @@ def test_judged_when_above_the_bar_then_missed() -> None:
     )
 
 
-def test_judged_when_one_side_was_not_measured_then_nothing_is_said() -> None:
+def test_judged_without_one_side_reports_nothing() -> None:
     assert len(compare_bars([run("ours", 6)], [BAR]).splitlines()) == 1
 
 
@@ -68,9 +68,7 @@ def test_notes_when_figures_can_be_trusted_then_none() -> None:
     assert notes([run("ours", 6)]) == []
 
 
-def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_reported() -> (
-    None
-):
+def test_notes_report_merging_busy_client_and_failures() -> None:
     (merged,) = notes([run("ours", 6, events_per_text_token=0.5)])
     (busy,) = notes([run("ours", 6, client_cores=0.95)])
     (failed,) = notes([run("ours", 6, errors={"timeout": 1})])

@@ -39,7 +39,7 @@ LINES = sorted(
 FLAGS = {"mock": MockArgs, "torch": TorchArgs}
 
 
-def test_getting_started_when_read_then_it_has_launch_lines_of_each_process() -> None:
+def test_getting_started_has_a_line_per_process() -> None:
     started = {CONFIGS[name] for name, _ in LINES}
     assert started >= {
         WorkerConfig,
@@ -64,12 +64,12 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", EMBEDDING, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_embedding_example_when_run_up_to_its_start_then_it_is_valid(example: str) -> None:
+def test_embedding_example_is_valid_up_to_its_start(example: str) -> None:
     example = example.replace(".run()", "").replace("asyncio.run(main())", "worker(Role.PREFILL)")
     exec(example.replace('"__main__"', "__name__"), {"__name__": "example"})
 
 
-def test_public_names_when_documented_then_they_are_all_and_no_others() -> None:
+def test_public_names_are_exactly_the_documented() -> None:
     rows = re.findall(r"^\| (`.*?`) \|", EMBEDDING, re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     stub = (ROOT / "dynamo_trtllm" / "__init__.pyi").read_text(encoding="utf-8")

@@ -55,16 +55,12 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", sorted(CONSTRAINTS.iterdir()), ids=lambda path: path.name)
-def test_constraints_when_read_then_every_package_has_a_version_and_hashes_and_no_index_is_named(
-    path: Path,
-) -> None:
+def test_constraints_pin_versions_and_hashes(path: Path) -> None:
     assert pins(path.name)
     assert "://" not in path.read_text()
 
 
-def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_versions_of_the_tests() -> (
-    None
-):
+def test_constraints_of_the_demo_match_the_tests() -> None:
     demo = pins("demo.txt")
     dev = pins("dev.txt")
     assert demo.items() <= dev.items()
@@ -81,9 +77,7 @@ def test_constraints_of_the_demo_when_compared_then_no_tools_no_torch_and_the_ve
         ("smollm2.txt", ()),
     ],
 )
-def test_constraints_when_pyproject_changes_then_they_still_meet_it(
-    name: str, extras: tuple[str, ...]
-) -> None:
+def test_constraints_satisfy_pyproject(name: str, extras: tuple[str, ...]) -> None:
     wanted = [
         *(PROJECT["dependencies"] if extras else EXTRAS["smollm2"]),
         *(needed for key in extras for needed in EXTRAS[key]),
@@ -120,7 +114,7 @@ def setup(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-def test_setup_when_it_runs_then_at_most_twelve_lines_and_the_details_are_in_the_log(
+def test_setup_prints_few_lines_and_logs_details(
     setup: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     status, said, errors = setup()
@@ -130,7 +124,7 @@ def test_setup_when_it_runs_then_at_most_twelve_lines_and_the_details_are_in_the
     assert "\n500\n" in (tmp_path / ".venv/setup.log").read_text()
 
 
-def test_setup_when_nothing_changed_then_it_does_nothing_and_when_a_pin_changed_then_it_installs_again(
+def test_setup_installs_only_when_a_pin_changed(
     setup: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     assert setup()[1] != ""
@@ -140,9 +134,7 @@ def test_setup_when_nothing_changed_then_it_does_nothing_and_when_a_pin_changed_
     assert "installing" in setup()[1]
 
 
-def test_setup_when_tools_are_wanted_then_they_are_added_once_and_the_demo_needs_no_more(
-    setup: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_setup_adds_tools_once(setup: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     setup()
     assert "-r constraints/dev.txt" not in (tmp_path / "calls").read_text()
     setup("--dev")
@@ -150,7 +142,7 @@ def test_setup_when_tools_are_wanted_then_they_are_added_once_and_the_demo_needs
     assert setup() == setup("--dev") == (0, "", "")
 
 
-def test_setup_when_a_step_fails_then_the_end_of_the_log_is_shown_and_the_next_run_tries_again(
+def test_setup_shows_the_log_end_of_a_failed_step(
     setup: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     uv = tmp_path / "scripts/uv"

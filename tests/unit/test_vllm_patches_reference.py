@@ -25,7 +25,7 @@ def test_page_when_printed_from_the_patches_then_as_it_is() -> None:
     assert page == vllm_patches_reference.PAGE.read_text(encoding="utf-8"), "run scripts/docs"
 
 
-def test_page_when_it_has_no_table_then_an_error_names_the_heading(
+def test_page_without_table_names_the_heading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "page.md").write_text("# Patches\n\ntext\n")
@@ -39,14 +39,14 @@ def patch(*, is_vital: bool) -> Patch:
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_patch_when_a_release_does_not_need_it_then_it_is_not_made(is_needed: bool) -> None:
+def test_patch_not_needed_by_a_release_is_not_made(is_needed: bool) -> None:
     made: list[str] = []
     assert apply(patch(is_vital=True), lambda: is_needed, lambda: made.append("made")) is is_needed
     assert bool(made) is is_needed
 
 
 @pytest.mark.parametrize("error", [AttributeError("gone"), TypeError("changed")])
-def test_patch_when_it_does_not_fit_a_release_then_refused_by_name_or_said(
+def test_patch_unfit_for_a_release_is_rejected_by_name(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     def install() -> None:
@@ -61,9 +61,7 @@ def test_patch_when_it_does_not_fit_a_release_then_refused_by_name_or_said(
     assert "running without the patch name" in caplog.text
 
 
-def test_patch_when_vllm_has_moved_what_it_changes_then_the_engine_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_patch_of_moved_code_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a release of tomorrow: the class of windows is gone."""
     from dynamo_trtllm.engines.vllm.patches import retained_windows
 

@@ -25,9 +25,7 @@ ASKED: dict[str, Any] = {
 CHAT = "/v1/chat/completions"
 
 
-def test_choices_when_streamed_then_each_is_whole_and_the_sum_is_counted_once(
-    tiny: httpx.Client,
-) -> None:
+def test_streamed_choices_are_complete_and_usage_counts_once(tiny: httpx.Client) -> None:
     asked = ASKED | {
         "n": 3,
         "temperature": 0,
@@ -86,7 +84,7 @@ def test_stats_when_several_choices_then_those_of_each(
     assert all(0 < stats["ttft_s"] <= choice["ttft_s"] for choice in stats["choices"])
 
 
-def test_openapi_then_it_describes_what_is_answered_and_docs_shows_it(tiny: httpx.Client) -> None:
+def test_openapi_describes_what_is_answered(tiny: httpx.Client) -> None:
     described = tiny.get("/openapi.json").json()
     schema = {"$ref": "#/components/schemas/ChatCompletion", "components": described["components"]}
     jsonschema_rs.validate(schema, tiny.post(CHAT, json=ASKED).json())

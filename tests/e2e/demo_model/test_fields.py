@@ -69,7 +69,7 @@ def test_json_object_when_streamed_then_the_content_is_an_object(sdk: openai.Ope
         ({"guided_grammar": 'root ::= "<" [0-9] ">"'}, "<[0-9]>"),
     ],
 )
-def test_output_format_of_vllm_then_content_and_completion_are_of_it(
+def test_vllm_output_format_shapes_content_and_completion(
     sdk: openai.OpenAI, fields: dict[str, Any], text: str
 ) -> None:
     asked: dict[str, Any] = {"model": TINY, "seed": 1, "max_tokens": 300, "extra_body": fields}
@@ -79,9 +79,7 @@ def test_output_format_of_vllm_then_content_and_completion_are_of_it(
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(
-    sdk: openai.OpenAI, choice: Any
-) -> None:
+def test_required_tool_choice_calls_an_offered_tool(sdk: openai.OpenAI, choice: Any) -> None:
     answer = sdk.chat.completions.create(
         model=TINY, messages=HELLO, tools=TOOLS, tool_choice=choice, seed=1, max_tokens=300
     )
@@ -118,7 +116,7 @@ def test_logit_bias_when_it_forces_a_token_then_it_comes(sdk: openai.OpenAI) -> 
     assert plain.choices[0].text.startswith(answer.choices[0].text)
 
 
-def test_best_of_and_several_prompts_then_one_set_of_choices_for_each(sdk: openai.OpenAI) -> None:
+def test_best_of_with_several_prompts_returns_choices_for_each(sdk: openai.OpenAI) -> None:
     answer = sdk.completions.create(
         model=TINY, prompt=["a", "b"], n=1, best_of=2, max_tokens=4, echo=True, seed=3
     )
@@ -145,7 +143,7 @@ def test_best_of_and_several_prompts_then_one_set_of_choices_for_each(sdk: opena
         ({"verbosity": "high"}, "verbosity", "unsupported_parameter"),
     ],
 )
-def test_field_that_can_not_be_supported_then_the_sdk_gets_its_name(
+def test_unsupported_field_is_named_by_the_sdk(
     sdk: openai.OpenAI, fields: dict[str, Any], param: str, code: str | None
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -154,7 +152,7 @@ def test_field_that_can_not_be_supported_then_the_sdk_gets_its_name(
     assert caught.value.code == (code or "invalid_request")
 
 
-def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: openai.OpenAI) -> None:
+def test_impossible_schema_is_rejected_with_reason(sdk: openai.OpenAI) -> None:
     schema: Any = {
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}},

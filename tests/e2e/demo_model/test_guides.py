@@ -152,9 +152,7 @@ def test_chat_when_asked_as_in_the_guides_then_answered_as_there(asked: Asked, n
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(
-    asked: Asked, name: str
-) -> None:
+def test_chat_streamed_equals_the_guides_answer(asked: Asked, name: str) -> None:
     whole = asked.greedy[name].json()
     answer = asked.streamed[name]
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -192,9 +190,7 @@ def names(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
-def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tools_word(
-    asked: Asked, tiny: httpx.Client
-) -> None:
+def test_second_round_passes_the_tool_result_to_the_model(asked: Asked, tiny: httpx.Client) -> None:
     first = asked.greedy[FIRST].json()["choices"][0]
     assert first["finish_reason"] == "tool_calls"
     question, _, result = REQUESTS[SECOND]["messages"]
@@ -207,7 +203,7 @@ def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tool
     check_choice(SECOND, choice["message"], choice["finish_reason"])
 
 
-def test_responses_when_asked_as_in_the_guides_then_a_whole_response(asked: Asked) -> None:
+def test_responses_of_the_guides_request_are_complete(asked: Asked) -> None:
     answer = asked.responses
     assert answer.status_code == 200, answer.text
     response = Response.model_validate_json(answer.text, strict=True)
@@ -222,7 +218,7 @@ def test_responses_when_asked_as_in_the_guides_then_a_whole_response(asked: Aske
     assert answer.headers["x-prefill-instance"] != answer.headers["x-decode-instance"]
 
 
-def test_effort_when_low_medium_and_high_then_each_is_taken_and_thinks_longer(asked: Asked) -> None:
+def test_effort_increases_the_length_of_thinking(asked: Asked) -> None:
     assert [answer.status_code for answer in asked.efforts] == [200] * len(EFFORTS)
     usages = [answer.json()["usage"] for answer in asked.efforts]
     low, medium, high = (usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)

@@ -59,9 +59,7 @@ def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
 @pytest.mark.parametrize(
     "length", [*LENGTHS, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in MORE_LENGTHS)]
 )
-def test_tokens_when_prefilled_by_another_worker_then_equal_to_one_process(
-    tiny: httpx.Client, length: int
-) -> None:
+def test_tokens_with_remote_prefill_equal_one_process(tiny: httpx.Client, length: int) -> None:
     prompt = prompt_ids(length)
     disaggregated = complete(tiny, TINY, prompt)
     single = complete(tiny, AGGREGATED, prompt)
@@ -78,9 +76,7 @@ def test_tokens_when_prompts_differ_then_answers_differ(tiny: httpx.Client) -> N
     assert len(answers) > 3
 
 
-def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_itself(
-    tiny: httpx.Client,
-) -> None:
+def test_concurrent_tokens_differ_no_more_than_one_process(tiny: httpx.Client) -> None:
     prompts = [prompt_ids(20 + 17 * number, seed=7) for number in range(8)]
     with ThreadPoolExecutor(len(prompts)) as pool:
 

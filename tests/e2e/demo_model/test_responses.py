@@ -71,7 +71,7 @@ def test_sdk_when_it_streams_then_the_same_response_as_whole(sdk: openai.OpenAI)
     assert answered == whole.output_text
 
 
-def test_sdk_when_its_stream_helper_adds_up_then_the_final_response(sdk: openai.OpenAI) -> None:
+def test_sdk_stream_helper_builds_the_final_response(sdk: openai.OpenAI) -> None:
     with sdk.responses.stream(**GREEDY, input=QUESTION, tools=[HEALTH_TOOL]) as stream:
         arguments = [
             event.snapshot
@@ -245,7 +245,7 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
 
 
 @pytest.mark.long  # tests/integration/test_responses_jetstream.py covers it without processes
-def test_conversation_when_frontends_share_then_its_next_turn_may_go_to_another(
+def test_conversation_continues_at_another_frontend(
     sharing: tuple[openai.OpenAI, openai.OpenAI], sdk: openai.OpenAI
 ) -> None:
     here, there = sharing

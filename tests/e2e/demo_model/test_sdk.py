@@ -96,9 +96,7 @@ def values(entry: Any) -> list[float] | None:
     return None if entry is None else [logprob["logprob"] for logprob in entry.values()]
 
 
-def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generated(
-    sdk: openai.OpenAI,
-) -> None:
+def test_echo_logprobs_equal_those_of_generation(sdk: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": TINY, "temperature": 0, "logprobs": 1}
     start = [1000, 2000]
     answer: Any = sdk.completions.create(
@@ -125,7 +123,7 @@ def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generate
 # Chat
 
 
-def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(said: dict[str, Any]) -> None:
+def test_streamed_chat_equals_unstreamed_with_one_finish(said: dict[str, Any]) -> None:
     answer = said["whole"]
     chunks = said["streamed"]
     assert content(chunks) == answer.choices[0].message.content
@@ -146,9 +144,7 @@ def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(said: dict[st
     )
 
 
-async def test_async_chat_when_several_at_once_then_each_has_its_own_answer(
-    async_sdk: openai.AsyncOpenAI,
-) -> None:
+async def test_async_chats_get_their_own_answers(async_sdk: openai.AsyncOpenAI) -> None:
     short = GREEDY | {"max_tokens": 24}
     asked = [
         short | {"messages": [{"role": "user", "content": f"What is {word}?"}]}
@@ -198,9 +194,7 @@ def test_chat_when_every_role_speaks_then_all_are_in_the_prompt(sdk: openai.Open
     assert sizes[0] < sizes[1] == usage.prompt_tokens
 
 
-def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(
-    said: dict[str, Any],
-) -> None:
+def test_logprobs_cover_every_content_token(said: dict[str, Any]) -> None:
     (answer,) = said["logprobs"].choices
     assert answer.logprobs is not None
     tokens = answer.logprobs.content or []
@@ -219,9 +213,7 @@ def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(
     )
 
 
-def test_sampling_when_all_but_the_likeliest_is_ruled_out_then_as_greedy(
-    sdk: openai.OpenAI,
-) -> None:
+def test_sampling_of_only_the_likeliest_equals_greedy(sdk: openai.OpenAI) -> None:
     asked = GREEDY | {"max_tokens": 16}
     ways: list[Any] = [
         {"top_p": 1e-6},
@@ -310,9 +302,7 @@ def test_completion_of_token_ids_then_text_and_logprobs(sdk: openai.OpenAI) -> N
     assert "".join(logprobs.tokens) == answer.choices[0].text
 
 
-async def test_async_completions_when_prompts_stream_together_then_each_choice_is_its_own(
-    async_sdk: openai.AsyncOpenAI,
-) -> None:
+async def test_async_completions_stream_their_own_choices(async_sdk: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {
         "model": TINY,
         "max_tokens": 6,

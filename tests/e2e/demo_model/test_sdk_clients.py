@@ -71,9 +71,7 @@ REFUSED: dict[str, tuple[Callable[[openai.OpenAI], Any], type[openai.APIStatusEr
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_error_then_the_sdks_exception_with_code_param_and_request_id(
-    sdk: openai.OpenAI, name: str
-) -> None:
+def test_sdk_exception_has_code_param_and_request_id(sdk: openai.OpenAI, name: str) -> None:
     ask, kind, code, param = REFUSED[name]
     with pytest.raises(kind) as caught:
         ask(sdk)
@@ -98,9 +96,7 @@ def narrow(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
         frontend.stop()
 
 
-def test_frontend_when_full_then_rate_limit_and_a_client_that_tries_again_gets_through(
-    narrow: openai.OpenAI,
-) -> None:
+def test_full_frontend_rate_limits_and_retry_succeeds(narrow: openai.OpenAI) -> None:
     stream = narrow.chat.completions.create(**ENDLESS, stream=True)
     next(iter(stream))
     with pytest.raises(openai.RateLimitError) as caught:
@@ -137,7 +133,7 @@ def test_client_when_it_leaves_midway_then_the_workers_are_idle(
     check_idle(torch_cluster)
 
 
-async def test_async_client_when_its_task_is_cancelled_then_the_workers_are_idle(
+async def test_cancelled_async_client_leaves_workers_idle(
     async_sdk: openai.AsyncOpenAI, torch_cluster: TorchCluster
 ) -> None:
     begun = asyncio.Event()
@@ -155,7 +151,7 @@ async def test_async_client_when_its_task_is_cancelled_then_the_workers_are_idle
     await asyncio.to_thread(check_idle, torch_cluster)
 
 
-def test_client_when_its_time_is_up_then_its_timeout_error_and_the_workers_are_idle(
+def test_client_timeout_leaves_workers_idle(
     sdk: openai.OpenAI, torch_cluster: TorchCluster
 ) -> None:
     with pytest.raises(openai.APITimeoutError):
@@ -163,9 +159,7 @@ def test_client_when_its_time_is_up_then_its_timeout_error_and_the_workers_are_i
     check_idle(torch_cluster)
 
 
-def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colors(
-    torch_cluster: TorchCluster,
-) -> None:
+def test_chat_from_a_pipe_answers_each_question_without_colors(torch_cluster: TorchCluster) -> None:
     cluster = torch_cluster.cluster
     argv = [
         "--url",
@@ -196,9 +190,7 @@ def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colo
     assert "<|" not in done.stdout
 
 
-def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(
-    torch_cluster: TorchCluster,
-) -> None:
+def test_chat_when_several_models_exist_then_lists_them(torch_cluster: TorchCluster) -> None:
     cluster = torch_cluster.cluster
     status, said = command([CHAT_CLIENT, "--url", cluster.frontend.url()], cluster.env)
     assert status == 2

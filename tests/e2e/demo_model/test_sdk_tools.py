@@ -74,9 +74,7 @@ def health(sdk: openai.OpenAI) -> Health:
     return Health(events, added_up, *others)
 
 
-def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(
-    health: Health,
-) -> None:
+def test_tool_call_reaches_the_stream_helper(health: Health) -> None:
     for event in health.events:
         if event.type == "chunk":
             checked(event.chunk)
@@ -100,7 +98,7 @@ def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_whole(
+async def test_required_tool_streams_arguments_early(
     async_sdk: openai.AsyncOpenAI, choice: Any
 ) -> None:
     asked = GREEDY | {"tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
@@ -120,9 +118,7 @@ async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_w
     assert call.function.parsed_arguments == json.loads(done.arguments)
 
 
-def test_tool_when_the_call_is_cut_off_then_what_there_is_of_its_arguments_came(
-    sdk: openai.OpenAI,
-) -> None:
+def test_tool_call_cut_off_keeps_partial_arguments(sdk: openai.OpenAI) -> None:
     cut = streamed(sdk, **GREEDY, tools=[WEATHER_TOOL], tool_choice=WEATHER, max_tokens=2)
     calls = [
         call for chunk in cut for choice in chunk.choices for call in choice.delta.tool_calls or []

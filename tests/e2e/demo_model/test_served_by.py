@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 HELLO = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
 
 
-def test_metrics_when_requests_were_served_then_every_name_counts(tiny: httpx.Client) -> None:
+def test_metrics_all_count_after_requests(tiny: httpx.Client) -> None:
     assert tiny.post("/v1/chat/completions", json=HELLO).status_code == 200
     text = tiny.get("/metrics").text
     for name in (
@@ -83,7 +83,7 @@ def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:
     assert "dynamo_trtllm" not in tiny.post("/v1/chat/completions", json=HELLO).json()
 
 
-def test_example_when_stopped_then_its_worker_drains_and_exits_with_0(
+def test_stopped_example_drains_and_exits_with_0(
     tiny: httpx.Client, torch_cluster: TorchCluster
 ) -> None:
     """The last test of this folder: one of the workers ends."""

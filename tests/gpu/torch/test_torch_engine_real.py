@@ -52,7 +52,7 @@ async def check_nothing_staged(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then_equal_to_one_engine(
+async def test_two_calls_through_host_memory_equal_one_engine(
     site: Site, tiny: Path, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -74,9 +74,7 @@ async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then
     assert len(said) == (3 if site.device == "cuda" else 0)
 
 
-async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
-    site: Site, tiny: Path
-) -> None:
+async def test_staging_for_one_prompt_makes_requests_wait(site: Site, tiny: Path) -> None:
     exact = {"dtype": "float32"}  # or sums would depend on what else is in a batch
     # 1.3 MB; 900 tokens move 1.1
     small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}
@@ -95,9 +93,7 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
             await check_nothing_staged(engine)
 
 
-async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(
-    site: Site, tiny: Path
-) -> None:
+async def test_kv_after_random_cancels_is_free(site: Site, tiny: Path) -> None:
     prefill = make_on(site, tiny, Role.PREFILL)
     decode = make_on(site, tiny, Role.DECODE, 1)
     chosen = random.Random(3)
@@ -133,9 +129,7 @@ async def test_dummy_weights_when_made_twice_then_equal(site: Site, tmp_path: Pa
         assert len(set(first)) > 1
 
 
-async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(
-    site: Site, tiny: Path
-) -> None:
+async def test_prefill_cancelled_before_transfer_frees_staging(site: Site, tiny: Path) -> None:
     prefill = make_on(site, tiny, Role.PREFILL)
     async with started(prefill):
         for length in (10, 600, 3000):
@@ -151,9 +145,7 @@ async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(
         await check_nothing_staged(prefill)
 
 
-async def test_prompt_when_its_beginning_is_cached_then_the_rest_is_computed_with_equal_tokens(
-    site: Site, tiny: Path
-) -> None:
+async def test_cached_prefix_gives_equal_tokens(site: Site, tiny: Path) -> None:
     exact = {"dtype": "float32"}  # or sums would depend on where the computation begins
     plain = make_on(site, tiny, Role.AGGREGATED, enable_prefix_caching=False, **exact)
     prefill = make_on(site, tiny, Role.PREFILL, **exact)

@@ -21,14 +21,14 @@ REQUESTS = 200
 CANCELLED = 0.3
 
 
-def test_log_when_started_then_kv_lies_on_the_gpu_and_moves_over_nixl(pair: Pair) -> None:
+def test_log_shows_kv_on_gpu_over_nixl(pair: Pair) -> None:
     for worker in (pair.prefill, pair.decode):
         worker.wait_for(r"KV transfer over nixl/ucx: transfer buffer of \d+ MiB", 1)
         assert not any("pinned host memory" in line for line in worker.lines)
         assert any(f"ready on {pair.site.device}" in line for line in worker.lines)
 
 
-def test_tokens_when_prefilled_on_another_gpu_then_equal_to_one_process(pair: Pair) -> None:
+def test_tokens_prefilled_on_another_gpu_equal_one_process(pair: Pair) -> None:
     with pair.cluster.client(120.0) as client:
         for length in LENGTHS:
             disaggregated, single = (
@@ -47,9 +47,7 @@ def test_stream_when_client_leaves_then_nothing_is_left(pair: Pair) -> None:
     pair.check_idle()
 
 
-def test_kv_when_200_requests_ran_and_some_were_cancelled_at_random_then_every_block_is_free(
-    pair: Pair,
-) -> None:
+def test_kv_of_200_requests_with_random_cancels_is_free(pair: Pair) -> None:
     chosen = random.Random(6)
     plan = [
         (chosen.randrange(1, 1500), chosen.random() < CANCELLED, chosen.random())
@@ -97,9 +95,7 @@ def _leave_after(pair: Pair, body: dict[str, Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_requests_when_a_worker_is_killed_then_the_other_frees_all_and_a_new_one_serves(
-    pair: Pair, side: str
-) -> None:
+def test_killed_worker_frees_all_and_a_new_one_serves(pair: Pair, side: str) -> None:
     with ThreadPoolExecutor(8) as pool, pair.cluster.client(120.0) as client:
         before = greedy(client, PAIR, prompt_of(700))
         body = body_of(PAIR, prompt_of(2000), max_tokens=200, stream=True)

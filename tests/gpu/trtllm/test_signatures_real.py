@@ -13,11 +13,11 @@ from tests.gpu.trtllm.signatures import argument_differences, differences
 pytestmark = [pytest.mark.gpu, pytest.mark.trtllm, pytest.mark.timeout(600)]
 
 
-def test_adapter_when_it_binds_then_the_installed_package_has_every_name() -> None:
+def test_adapter_finds_every_name_in_the_package() -> None:
     assert TrtllmBindings().version == importlib.import_module("tensorrt_llm").__version__
 
 
-def test_names_and_defaults_when_compared_then_the_manifest_is_true() -> None:
+def test_manifest_names_and_defaults_match_the_package() -> None:
     package = importlib.import_module("tensorrt_llm")
     importlib.import_module("tensorrt_llm.llmapi.llm_args")
     release = release_for(package.__version__)

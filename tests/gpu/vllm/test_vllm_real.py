@@ -27,7 +27,7 @@ def check(rows: list[Row]) -> None:
     assert not missed, "\n".join(missed)
 
 
-async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_engines(
+async def test_answers_with_separate_prefill_equal_aggregated(
     pair: GpuDeployment, aggregated: Reference
 ) -> None:
     rows, detail = await parity(pair.url, aggregated, SIZES)
@@ -38,9 +38,7 @@ async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_en
     )
 
 
-async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(
-    pair: GpuDeployment,
-) -> None:
+async def test_first_request_needs_no_handshake(pair: GpuDeployment) -> None:
     (record,) = await tokens.send(
         pair.url,
         tokens.prompts(1, 300, seed=3),
@@ -68,17 +66,13 @@ async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: Gpu
     assert {record.prompt_tokens for record in records} == {1000}
 
 
-async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(
-    pair: GpuDeployment,
-) -> None:
+async def test_kv_when_clients_leave_at_random_then_free(pair: GpuDeployment) -> None:
     rows, detail = await cancellations(pair, SIZES)
     check(rows)
     assert detail["left"] > 0, "no client left in time"
 
 
-async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compiled_for_them(
-    pair: GpuDeployment,
-) -> None:
+async def test_kernels_are_not_compiled_for_requests(pair: GpuDeployment) -> None:
     """The log of a ready worker: vLLM's monitor, which the warm-up turns off, logs each later
     compilation.
     """
@@ -98,14 +92,14 @@ async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compile
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-async def test_load_when_a_worker_is_killed_then_its_successor_serves_and_nothing_stays_held(
+async def test_killed_worker_successor_serves_and_holds_nothing(
     pair: GpuDeployment, victim: str
 ) -> None:
     rows, _ = await kill_worker(pair, victim, SIZES)
     check(rows)
 
 
-def test_answers_when_decode_is_wider_than_prefill_then_all_come_and_are_the_same_again(
+def test_answers_with_wider_decode_are_complete_and_stable(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     plan: Plan = plan_for(model, 3, first=1)

@@ -7,9 +7,7 @@ from __future__ import annotations
 from benchmarks import cost_model
 
 
-def test_predictions_when_the_mock_engine_is_noisy_then_unseen_loads_are_within_ten_percent() -> (
-    None
-):
+def test_cost_model_predicts_unseen_loads_of_noisy_mock() -> None:
     """Simulated time passes, so this is equal on all machines."""
     args = cost_model.arguments(["mock", "--seed", "2", "--load-s", "8"])
     results = cost_model.simulated(cost_model.measure(args))

@@ -57,15 +57,13 @@ def record(
     ],
     ids=["good", "late", "one long gap", "slow", "failed", "no token"],
 )
-def test_request_when_judged_by_mean_and_worst_gap_then_the_definitions_differ(
+def test_request_mean_and_worst_gap_differ(
     found: RequestRecord, by_mean: bool, by_worst: bool
 ) -> None:
     assert (MEAN.is_met(found), WORST.is_met(found)) == (by_mean, by_worst)
 
 
-def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and_failed_requests() -> (
-    None
-):
+def test_cell_goodput_counts_all_gpus_and_failed_requests() -> None:
     records = [record()] * 40 + [record(ttft_s=2.0)] * 30 + [record(error="timeout")] * 10
     found = cell("1P1D@2", (100, 11), 4.0, records, 4, [MEAN, WORST])
     assert found["goodput_percent"] == {"mean": 50.0, "worst": 50.0}
@@ -76,9 +74,7 @@ def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and
     assert (found["requests"], found["failed"]) == (80, 10)
 
 
-def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_no_share_of_ttft() -> (
-    None
-):
+def test_phases_share_excludes_parts_and_later_phases() -> None:
     timed = record()
     timed.sent_s = 100.02  # planned for 100.0
     timed.server_ttft_s = 0.4
@@ -94,7 +90,7 @@ def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_n
     assert phase_times([record()]) == {}
 
 
-def test_interval_when_values_are_more_then_narrower_and_around_the_statistic() -> None:
+def test_interval_narrows_with_more_values() -> None:
     few, many = ([float(n % 100) for n in range(count)] for count in (20, 2000))
     low, high = interval(few, mean)
     lower, higher = interval(many, mean)
@@ -113,7 +109,7 @@ def test_rounds_when_every_figure_is_near_then_they_agree() -> None:
     )
 
 
-def test_ladder_when_rates_rise_then_the_highest_that_was_kept_counts() -> None:
+def test_ladder_reports_the_highest_sustained_rate() -> None:
     def at(rate: float, percent: float) -> dict[str, Any]:
         share = {
             "topology": "2A",
@@ -128,7 +124,7 @@ def test_ladder_when_rates_rise_then_the_highest_that_was_kept_counts() -> None:
     assert kept_rates([at(1, 50)]) == [("2A", "8/2", "worst", 0.0, 0.0)]
 
 
-def test_devices_when_workers_have_several_gpus_or_none_then_all_are_counted() -> None:
+def test_devices_of_all_workers_are_counted() -> None:
     assert num_devices(topology(Plan(engine="vllm", model="m", gpus=(0, 1, 2, 3)), "1P1D@2")) == 4
     assert num_devices(topology(Plan(engine="mock", model="m"), "2A")) == 2
 
@@ -150,7 +146,7 @@ def test_log_when_kernels_were_compiled_then_they_are_counted() -> None:
         ("2A@2", "needs 4"),
     ],
 )
-def test_command_when_a_topology_is_wrong_then_it_says_what_is_possible(
+def test_wrong_topology_lists_the_possible_ones(
     word: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -159,9 +155,7 @@ def test_command_when_a_topology_is_wrong_then_it_says_what_is_possible(
     assert part in capsys.readouterr().err
 
 
-def test_command_when_defaults_are_used_then_limits_have_the_names_that_the_pages_read(
-    tmp_path: Path,
-) -> None:
+def test_default_limits_have_the_names_on_the_pages(tmp_path: Path) -> None:
     args = open_loop.arguments(["--engine", "mock", "--out", str(tmp_path / "r.json")])
     names = {limit.name for limit in open_loop.slos(args)}
     assert {"ttft_2s_tpot_20ms", "ttft_2s_tpot_40ms", "ttft_2s_gap_100ms"} <= names

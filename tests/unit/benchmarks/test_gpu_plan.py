@@ -37,7 +37,7 @@ def devices(workers: list[dict[str, Any]]) -> dict[str, Any]:
     return {worker["name"]: worker["devices"] for worker in workers}
 
 
-def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_them() -> None:
+def test_roles_of_eight_gpus_have_four_each() -> None:
     workers = disaggregated(plan(8))
     assert devices(workers) == {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}
     assert {worker["flags"]["tensor-parallel-size"] for worker in workers} == {4}
@@ -53,9 +53,7 @@ def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_th
         ("1P1D@2", {"prefill-0": [0, 1], "decode-1": [2, 3]}),
     ],
 )
-def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(
-    word: str, found: dict[str, Any]
-) -> None:
+def test_topology_word_gives_each_worker_its_own_gpus(word: str, found: dict[str, Any]) -> None:
     workers = topology(plan(4), word)
     assert devices(workers) == found
     roles = {"aggregated": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
@@ -65,9 +63,7 @@ def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(
 
 
 @pytest.mark.parametrize("workers", [disaggregated(plan(2)), replicas(plan(2))])
-def test_roles_when_there_are_two_gpus_then_each_has_one_and_nothing_is_parallel(
-    workers: list[dict[str, Any]],
-) -> None:
+def test_roles_of_two_gpus_are_not_parallel(workers: list[dict[str, Any]]) -> None:
     assert list(devices(workers).values()) == [[0], [1]]
     assert all("tensor-parallel-size" not in worker["flags"] for worker in workers)
 
@@ -77,13 +73,13 @@ def test_roles_when_one_gpu_is_there_then_all_share_it() -> None:
     assert devices(single(plan(1), 1)) == {"aggregated-1": [0]}
 
 
-def test_roles_when_prefill_is_given_fewer_gpus_then_decode_has_the_rest() -> None:
+def test_roles_with_fewer_prefill_gpus_give_decode_the_rest() -> None:
     workers = disaggregated(plan(3, first=1))
     assert devices(workers) == {"prefill": [0], "decode": [1, 2]}
     assert workers[1]["flags"]["tensor-parallel-size"] == 2
 
 
-def test_mock_when_planned_then_it_runs_on_the_cpu_with_its_own_arguments() -> None:
+def test_mock_plan_runs_on_cpu() -> None:
     worker, _ = disaggregated(Plan(engine="mock", model="bench"))
     assert worker["devices"] == "cpu"
     assert "load-format" not in worker["flags"]
@@ -93,16 +89,14 @@ def test_mock_when_planned_then_it_runs_on_the_cpu_with_its_own_arguments() -> N
 @pytest.mark.parametrize(
     "workers", [disaggregated(plan(2)), disaggregated(Plan(engine="mock", model="bench"))]
 )
-def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(
-    workers: list[dict[str, Any]],
-) -> None:
+def test_engine_environment_disables_multicast(workers: list[dict[str, Any]]) -> None:
     for worker in workers:
         assert ENVIRONMENT.items() <= worker["env"].items()
     assert ENVIRONMENT["NCCL_NVLS_ENABLE"] == "0"
     assert ENVIRONMENT["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
 
 
-def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -> None:
+def test_their_server_gets_our_engine_arguments() -> None:
     chosen = plan(
         2,
         is_eager=True,
@@ -129,7 +123,7 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
     assert "--enable-expert-parallel" in server_arguments(plan(4), port=1, width=2)
 
 
-def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words() -> None:
+def test_their_server_gets_list_argument_as_words() -> None:
     argv = server_arguments(
         replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1, width=1
     )
@@ -138,7 +132,7 @@ def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
-def test_launcher_file_when_read_then_it_places_the_roles_as_the_benchmark_does(gpus: int) -> None:
+def test_launcher_file_places_roles_as_the_benchmark(gpus: int) -> None:
     deployment = load_deployment(LAUNCHER_FILES / f"gpt-oss-120b-{gpus}gpu-vllm.yaml", {})
     planned = disaggregated(plan(gpus))
     assert [(worker.name, worker.devices) for worker in deployment.workers] == list(
@@ -164,7 +158,7 @@ def test_launcher_file_when_variables_are_set_then_they_win() -> None:
     assert deployment.workers[1].devices == [3]
 
 
-def test_model_folder_when_written_then_our_reader_sees_gpt_oss_120b(tmp_path: Path) -> None:
+def test_model_folder_reads_as_gpt_oss_120b(tmp_path: Path) -> None:
     found = read_checkpoint(write_model(tmp_path / "m", layers=6))
     assert (found.model_type, found.num_layers, found.num_sliding_layers, found.num_experts) == (
         "gpt_oss",

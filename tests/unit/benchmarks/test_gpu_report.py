@@ -38,18 +38,14 @@ def test_result_when_written_then_it_is_read_back_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"seconds": "long"}, {"rows": [{"what": "x"}]}, {"another": 1}, {"date": None}]
 )
-def test_result_when_the_file_has_another_form_then_it_is_refused(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_result_of_another_form_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
     data = msgspec.to_builtins(made()) | change
     (tmp_path / "x.json").write_bytes(msgspec.json.encode(data))
     with pytest.raises(msgspec.ValidationError):
         read(tmp_path / "x.json")
 
 
-def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_result_has_time_place_and_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCHMARK_COMMIT", "0123abc")
     found = make_result("parity", setup={}, seconds=1.23, rows=[], detail={})
     assert (found.commit, found.seconds) == ("0123abc", 1.2)
@@ -57,7 +53,7 @@ def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(
     assert found.machine["cpus"]
 
 
-def test_table_when_a_bar_is_missed_then_it_says_so_and_cells_cannot_break_it() -> None:
+def test_table_reports_a_missed_bar_and_escapes_cells() -> None:
     text = table(
         [
             made(
@@ -73,9 +69,7 @@ def test_table_when_a_bar_is_missed_then_it_says_so_and_cells_cannot_break_it() 
     ]
 
 
-def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on(
-    tmp_path: Path,
-) -> None:
+def test_section_ends_with_newest_run_and_its_machine(tmp_path: Path) -> None:
     write(made("parity", date="2026-05-01T00:00:00+00:00"), tmp_path / "a" / "parity.json")
     write(made("cancels", date="2026-05-01T00:01:00+00:00"), tmp_path / "a" / "cancels.json")
     write(made("parity", date="2026-04-01T00:00:00+00:00"), tmp_path / "b" / "parity.json")
@@ -88,7 +82,7 @@ def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on
     assert "engine arguments" not in text
 
 
-def test_results_of_this_repository_when_printed_then_every_run_has_its_table() -> None:
+def test_results_of_this_repository_have_tables() -> None:
     folder = ROOT / "benchmarks" / "results" / "gpu"
     text = section(folder)
     assert [
@@ -96,7 +90,7 @@ def test_results_of_this_repository_when_printed_then_every_run_has_its_table() 
     ] == []
 
 
-def test_topology_when_its_steps_are_joined_then_each_row_says_of_which_step_it_is() -> None:
+def test_topology_rows_name_their_step() -> None:
     found = merged(
         [
             made("parity"),

@@ -49,12 +49,12 @@ def test_parity_when_answers_part_then_its_bar_is_missed(
     assert rows[3].value.startswith("1 of 2; 50% of a text")
 
 
-def test_parted_when_answers_differ_then_the_prompts_length_is_reported() -> None:
+def test_different_answers_report_the_prompt_length() -> None:
     found = differences({1: "ab", 2: "ax"}, {1: "ab", 2: "ab"}, [100, 200])
     assert found == [{"prompt_tokens": 200, "common": 0.5}]
 
 
-def test_prompts_when_made_then_they_differ_and_come_again_with_the_seed() -> None:
+def test_prompts_differ_and_repeat_with_the_seed() -> None:
     found = tokens.prompts(4, 50, seed=1)
     assert {len(prompt) for prompt in found} == {50}
     assert len({tuple(prompt) for prompt in found}) == 4
@@ -62,13 +62,13 @@ def test_prompts_when_made_then_they_differ_and_come_again_with_the_seed() -> No
     assert found != tokens.prompts(4, 50, seed=2)
 
 
-def test_prompts_when_between_two_lengths_then_both_ends_are_there() -> None:
+def test_prompts_include_both_length_bounds() -> None:
     lengths = [len(prompt) for prompt in tokens.prompts_between(64, 100, 16_000, seed=1)]
     assert (lengths[0], lengths[-1]) == (100, 16_000)
     assert lengths == sorted(lengths)
 
 
-def test_request_when_prompts_are_ids_then_completions_gets_them_as_they_are() -> None:
+def test_completions_get_prompt_ids_unchanged() -> None:
     load = Load(url="http://h:1", model="m", osl=3, extra={"temperature": 0})
     client = tokens.TokensClient(load, [[1, 2], [3]])
     head, _, body = client._request(2).partition(b"\r\n\r\n")
@@ -115,9 +115,7 @@ def test_overhead_when_one_arm_did_not_answer_then_no_bar_is_met() -> None:
 @pytest.mark.parametrize(
     ("gpus", "places", "count"), [(0, 2, 2), (1, 2, 2), (2, 2, 2), (2, 1, 1), (8, 2, 2)]
 )
-def test_sittings_when_two_halves_are_there_then_the_arms_run_side_by_side_and_change_places(
-    gpus: int, places: int, count: int
-) -> None:
+def test_sittings_of_two_halves_alternate_the_arms(gpus: int, places: int, count: int) -> None:
     found = overhead._placements(gpus, places)
     assert len(found) == count
     assert all(len(sitting) == (2 if gpus > 1 else 1) for sitting in found)
@@ -125,7 +123,7 @@ def test_sittings_when_two_halves_are_there_then_the_arms_run_side_by_side_and_c
         assert found[0] != found[1]
 
 
-def test_phases_when_the_frontend_tells_them_then_models_are_added_up() -> None:
+def test_phases_of_models_are_added_up() -> None:
     text = (
         'dynamo_trtllm_phase_seconds_bucket{model="a",phase="prefill",le="1"} 3\n'
         'dynamo_trtllm_phase_seconds_sum{model="a",phase="prefill"} 1.5\n'
@@ -138,7 +136,7 @@ def test_phases_when_the_frontend_tells_them_then_models_are_added_up() -> None:
     assert parse_phases(text) == {"prefill": (2.0, 4.0), "kv_transfer": (0.25, 5.0)}
 
 
-def test_start_phases_when_logged_twice_then_the_last_is_reported() -> None:
+def test_start_phases_report_the_last_log() -> None:
     lines = [
         "decode | Graph capturing finished in 40 secs",
         "x",
@@ -147,7 +145,7 @@ def test_start_phases_when_logged_twice_then_the_last_is_reported() -> None:
     assert phases(lines) == {"CUDA graphs captured": "Graph capturing finished in 48 secs"}
 
 
-def test_shapes_when_reported_then_tokens_are_per_gpu_and_a_silent_arm_is_named() -> None:
+def test_shapes_report_tokens_per_gpu_and_silent_arms() -> None:
     quantiles = {"p50": 1.0, "p90": 2.0, "p99": 3.0, "max": 4.0}
     good: dict[str, Any] = {
         "tokens_per_s": 100.0,
@@ -179,7 +177,7 @@ def test_shapes_when_reported_then_tokens_are_per_gpu_and_a_silent_arm_is_named(
 @pytest.mark.parametrize(
     "argv", [["--only", "parity,nothing"], ["--victims", "frontend"], ["--engine-args", "[1]"]]
 )
-def test_arguments_when_they_name_what_is_not_there_then_they_are_refused(
+def test_arguments_that_name_missing_things_are_rejected(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -188,14 +186,12 @@ def test_arguments_when_they_name_what_is_not_there_then_they_are_refused(
     assert "unknown" in (said := capsys.readouterr().err) or "JSON object" in said
 
 
-def test_arguments_when_shapes_are_given_then_they_replace_the_guides() -> None:
+def test_arguments_shapes_replace_the_guides() -> None:
     args = main.arguments(["--shapes", "10/20/3,40/50/6", "--engine", "mock"])
     assert main.sizes_of(args).shapes == ((10, 20, 3), (40, 50, 6))
 
 
-def test_topology_when_help_is_asked_then_it_has_the_flags_of_a_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_topology_help_has_the_flags_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     flags = []
     for arguments in (topology_8gpu.arguments, main.arguments):
         with pytest.raises(SystemExit):
@@ -204,7 +200,7 @@ def test_topology_when_help_is_asked_then_it_has_the_flags_of_a_run(
     assert flags[1] <= flags[0]
 
 
-def test_topology_when_nothing_is_said_then_it_is_the_guides_shapes_and_one_kill() -> None:
+def test_topology_defaults_to_guide_shapes_and_one_kill() -> None:
     args = topology_8gpu.arguments(["--out", "/o", "--gpus", "0,1"])
     assert args.only == ["startup", "parity", "shapes", "kill"]
     assert args.victims == ["prefill"]

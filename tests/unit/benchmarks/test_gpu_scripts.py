@@ -36,7 +36,7 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_twice() -> None:
+def test_list_has_one_pinned_version_per_name() -> None:
     lines = [
         line
         for line in (SCRIPTS / "wheels.txt").read_text().splitlines()
@@ -52,9 +52,7 @@ def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_
     assert ours <= set(names)
 
 
-def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(
-    install_missing: ModuleType,
-) -> None:
+def test_missing_skips_an_installed_wheel(install_missing: ModuleType) -> None:
     version = importlib.metadata.version("pytest")
     wheels = [
         Path(f"pytest-{version}-py3-none-any.whl"),
@@ -63,9 +61,7 @@ def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(
     assert install_missing.missing(wheels) == [wheels[1]]
 
 
-def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replaced(
-    install_missing: ModuleType,
-) -> None:
+def test_missing_replaces_another_version_when_it_matters(install_missing: ModuleType) -> None:
     wheels = [Path("pytest-0.1-py3-none-any.whl"), Path("PyYAML-0.1-cp312-cp312-linux_x86_64.whl")]
     assert install_missing.missing(wheels) == [wheels[0]]
 
@@ -80,14 +76,12 @@ def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replac
         (["run", "--parts"], "needs a value"),
     ],
 )
-def test_scripts_when_used_wrongly_then_they_say_how_and_exit_with_2(
-    argv: list[str], said: str
-) -> None:
+def test_scripts_used_wrongly_print_usage_and_exit_with_2(argv: list[str], said: str) -> None:
     done = ended(*argv)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_unpack_when_a_piece_is_missing_then_nothing_is_installed(tmp_path: Path) -> None:
+def test_unpack_with_a_missing_piece_installs_nothing(tmp_path: Path) -> None:
     (tmp_path / "SHA256SUMS").write_text("00  part.01\n")
     done = ended("unpack", str(tmp_path), str(tmp_path / "site"))
     assert done.returncode == 1

@@ -8,7 +8,7 @@ from benchmarks.gpu.open_loop import arguments
 from benchmarks.gpu.vllm_router import beside, router_arguments
 
 
-def test_router_when_servers_have_roles_then_it_transfers_kv_and_else_it_balances() -> None:
+def test_router_transfers_kv_only_when_servers_have_roles() -> None:
     pair = router_arguments(
         [("prefill", "http://a"), ("decode", "http://b"), ("decode", "http://c")]
     )
@@ -22,7 +22,7 @@ def test_router_when_servers_have_roles_then_it_transfers_kv_and_else_it_balance
     assert whole[2:] == ["--worker-urls", "http://a", "http://b"]
 
 
-def test_topology_when_servers_are_vllms_then_the_model_gets_a_tokenizer() -> None:
+def test_topology_of_vllm_servers_gives_the_model_a_tokenizer() -> None:
     assert arguments(["--engine", "mock", "--topologies", "1P1D,vllm-router:1P1D"]).only == [
         "vllm-router"
     ]

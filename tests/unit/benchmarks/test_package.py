@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_modules_when_they_import_one_another_then_by_relative_names() -> None:
+def test_modules_import_one_another_by_relative_names() -> None:
     """The wheel has no package `benchmarks`."""
     found = []
     for path in (ROOT / "benchmarks").rglob("*.py"):
@@ -24,6 +24,6 @@ def test_modules_when_they_import_one_another_then_by_relative_names() -> None:
     assert found == []
 
 
-def test_module_when_imported_by_the_name_of_the_wheel_then_it_is_the_checkouts() -> None:
+def test_module_imported_by_wheel_name_is_of_the_checkout() -> None:
     module = importlib.import_module("dynamo_trtllm.bench.summary")
     assert module.__file__ == str(ROOT / "benchmarks/summary.py")

@@ -84,7 +84,7 @@ def test_guides_when_read_then_their_numbers() -> None:
     }
 
 
-def test_warmup_when_there_are_fewer_requests_then_no_more_than_those() -> None:
+def test_warmup_has_no_more_requests_than_the_run() -> None:
     assert (
         Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000).warmup_at(4) == 16
     )
@@ -127,7 +127,7 @@ def test_shape_when_unknown_then_the_nearest_is_named() -> None:
         find_shape("guide-03-agg")
 
 
-def test_load_when_repeated_then_other_prompts_and_the_guides_body() -> None:
+def test_load_repeated_has_other_prompts_and_the_guides_body() -> None:
     loads = [load_of(GUIDES["guide-000"], TARGET, 256, repetition) for repetition in (1, 2)]
     assert loads[0].seed != loads[1].seed
     assert loads[0].extra == {"min_tokens": 256, "nvext": {"ignore_eos": True}}
@@ -147,7 +147,7 @@ def test_tokens_when_a_window_cuts_a_request_then_its_part() -> None:
     assert tokens_between(record(0.0, tokens=1, last=1.0), 0.5, 2.0) == 1
 
 
-def test_steady_when_lanes_run_dry_then_neither_start_nor_end_counts() -> None:
+def test_steady_excludes_start_and_end() -> None:
     records = [record(at) for at in (0.0, 0.0, 5.0, 5.0, 10.0, 10.0)]  # two lanes, three rounds
     found = steady(records, 2)
     assert found is not None
@@ -287,7 +287,7 @@ def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
     }
 
 
-def test_aiperf_when_it_wrote_records_then_read_without_its_warmup(tmp_path: Path) -> None:
+def test_aiperf_records_are_read_without_warmup(tmp_path: Path) -> None:
     """The shape of aiperf 0.13.0's own lines."""
     at = {"request_start_ns": 5_000_000_000, "request_end_ns": 6_000_000_000}
     metrics = {

@@ -14,9 +14,9 @@ def _ttfts(*, frontends: int, holds: bool) -> list[float]:
     )
 
 
-def test_frontend_when_it_holds_prompts_for_its_only_worker_then_none_comes_later() -> None:
+def test_frontend_holding_prompts_for_its_only_worker_adds_none() -> None:
     assert _ttfts(frontends=1, holds=True) == pytest.approx(_ttfts(frontends=1, holds=False))
 
 
-def test_frontends_when_they_hold_prompts_at_the_end_then_all_of_them_are_computed() -> None:
+def test_frontends_holding_prompts_at_the_end_compute_all() -> None:
     assert len(_ttfts(frontends=4, holds=True)) == len(_ttfts(frontends=4, holds=False))

@@ -13,7 +13,7 @@ from benchmarks.routing_trace import (
 )
 
 
-def test_prompts_when_their_first_blocks_are_equal_then_they_begin_alike() -> None:
+def test_prompts_with_equal_first_blocks_begin_alike() -> None:
     first = TraceRequest(0.0, (0, 7, 8), 2)
     second = TraceRequest(1.0, (0, 7, 9, 8), 2)
     shared = TraceRequest(0.0, (0, 7), 2).prompt()
@@ -23,9 +23,7 @@ def test_prompts_when_their_first_blocks_are_equal_then_they_begin_alike() -> No
     assert len(second.prompt().split()) == 4 * BLOCK_TOKENS
 
 
-def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_met(
-    tmp_path: Path,
-) -> None:
+def test_trace_scaled_keeps_conversations_and_meets_the_rate(tmp_path: Path) -> None:
     lines = [
         {
             "timestamp": 3000 * turn,
@@ -45,7 +43,7 @@ def test_trace_when_it_is_scaled_then_conversations_are_whole_and_the_rate_is_me
     assert {request.output_tokens for request in trace} == {20}
 
 
-def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_token() -> None:
+def test_oracle_with_smaller_cache_never_finds_last_token() -> None:
     trace = [
         TraceRequest(float(at), tuple(range(8 * (at % 3), 8 * (at % 3) + 8)), 2) for at in range(9)
     ]
@@ -56,7 +54,7 @@ def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_to
     assert oracle_hits([TraceRequest(0.0, (1,), 2)] * 2, BLOCK_TOKENS - 1, 100) == BLOCK_TOKENS
 
 
-def test_synthetic_trace_when_generated_then_a_third_of_its_blocks_repeat() -> None:
+def test_synthetic_trace_repeats_a_third_of_its_blocks() -> None:
     trace = synthetic_trace(600, 16.0)
     blocks = sum(len(request.blocks) for request in trace)
     repeated = oracle_hits(trace, 0, 1 << 20) / BLOCK_TOKENS

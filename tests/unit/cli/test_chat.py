@@ -89,7 +89,7 @@ def clock(*times: float) -> Callable[[], float]:
     return lambda: next(left)
 
 
-def test_run_when_an_answer_streams_then_parts_are_distinguished_and_the_turn_is_reported() -> None:
+def test_run_distinguishes_parts_and_reports_the_turn() -> None:
     talk = Talk(Server([*ANSWER, *ENDING]))
     talk.chat.run(["2+2?\n"])
     assert talk.out.getvalue() == "[reasoning] Hm.\nFour.\n"
@@ -98,7 +98,7 @@ def test_run_when_an_answer_streams_then_parts_are_distinguished_and_the_turn_is
     assert talk.notes.getvalue().endswith(" tokens/s\n")
 
 
-def test_run_when_there_are_colors_then_reasoning_is_dim_and_content_is_not() -> None:
+def test_run_with_colors_dims_only_reasoning() -> None:
     talk = Talk(Server([*ANSWER, *ENDING]), has_colors=True)
     talk.chat.run(["2+2?"])
     reasoning, _, content = talk.out.getvalue().partition("Hm.")
@@ -107,7 +107,7 @@ def test_run_when_there_are_colors_then_reasoning_is_dim_and_content_is_not() ->
     assert "\x1b[2m" not in content
 
 
-def test_run_when_a_tool_is_called_then_name_and_arguments_are_shown_as_they_come() -> None:
+def test_run_shows_tool_name_and_arguments_as_they_come() -> None:
     talk = Talk(
         Server(
             [
@@ -130,7 +130,7 @@ def test_run_when_two_tools_are_called_then_each_has_its_line() -> None:
     assert talk.out.getvalue() == "[tool call] f {}\n[tool call] g []\n"
 
 
-def test_run_when_questions_follow_then_the_conversation_goes_with_them() -> None:
+def test_run_sends_the_conversation_with_each_question() -> None:
     server = Server([*ANSWER, *ENDING], [chunk(content="Five.")], [chunk(content="x")])
     talk = Talk(server, system="Be brief.", reasoning_effort="low", max_tokens=9, temperature=0)
     talk.chat.run(["2+2?", "", "  2+3? ", "/reset", "again"])
@@ -149,7 +149,7 @@ def test_run_when_questions_follow_then_the_conversation_goes_with_them() -> Non
     assert "Conversation cleared." in talk.notes.getvalue()
 
 
-def test_run_when_nothing_is_chosen_then_the_request_leaves_it_to_the_server() -> None:
+def test_run_without_choices_leaves_them_to_the_server() -> None:
     server = Server([])
     Talk(server).chat.run(["hi"])
     assert server.requests == [
@@ -162,7 +162,7 @@ def test_run_when_nothing_is_chosen_then_the_request_leaves_it_to_the_server() -
     ]
 
 
-def test_run_when_the_answer_fails_then_it_is_one_line_and_the_question_is_forgotten() -> None:
+def test_run_failed_answer_is_one_line_and_forgotten() -> None:
     server = Server([chunk(content="Fo"), ChatFailed("no worker")], [chunk(content="x")])
     talk = Talk(server)
     talk.chat.run(["a", "b"])
@@ -172,7 +172,7 @@ def test_run_when_the_answer_fails_then_it_is_one_line_and_the_question_is_forgo
     assert server.requests[1]["messages"] == [{"role": "user", "content": "b"}]
 
 
-def test_run_when_interrupted_then_the_answer_ends_and_the_program_does_not() -> None:
+def test_run_interrupted_ends_only_the_answer() -> None:
     server = Server([chunk(content="Fo"), KeyboardInterrupt()], [chunk(content="x")])
     talk = Talk(server, has_colors=True)
     talk.chat.run(["a", "b"])
@@ -204,9 +204,7 @@ def test_run_when_exit_is_typed_then_no_line_is_read_after_it() -> None:
     Talk(Server()).chat.run(lines())
 
 
-def test_show_when_the_model_writes_control_characters_then_the_terminal_does_not_get_them() -> (
-    None
-):
+def test_show_keeps_control_characters_from_the_terminal() -> None:
     out = io.StringIO()
     live_output = LiveOutput(out, has_colors=False)
     live_output.show("content", "a\x1b[31mb\x07\r\x9bc\td\n")
@@ -214,7 +212,7 @@ def test_show_when_the_model_writes_control_characters_then_the_terminal_does_no
     assert out.getvalue() == "a[31mbc\td\n"
 
 
-def test_report_when_times_are_known_then_first_and_following_tokens_are_apart() -> None:
+def test_report_separates_first_and_following_tokens() -> None:
     turn = ChatTurn(clock=clock(10.0, 10.25, 10.75))
     for event in (chunk(content="a"), chunk(content="b"), *ENDING):
         list(turn.add(event))
@@ -271,9 +269,7 @@ def test_events_when_the_stream_breaks_then_it_is_one_line(
 @pytest.mark.parametrize(
     "body", [{"error": "bad"}, {"detail": "bad"}, {"error": {"message": "bad"}}]
 )
-def test_error_text_when_the_envelope_is_another_then_its_words_are_kept(
-    body: dict[str, Any],
-) -> None:
+def test_error_text_keeps_the_words_of_another_envelope(body: dict[str, Any]) -> None:
     assert "bad" in error_text(body)
 
 
@@ -284,9 +280,7 @@ def test_only_model_when_there_is_one_then_it_is_taken() -> None:
 @pytest.mark.parametrize(
     ("names", "message"), [([], "has no model yet"), (["a", "b"], "choose one .*: a, b")]
 )
-def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(
-    names: list[str], message: str
-) -> None:
+def test_only_model_without_a_choice_says_what_to_do(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         only_model(names, "http://x")
 
@@ -294,7 +288,7 @@ def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"]
 )
-def test_url_when_it_is_no_address_of_a_server_then_it_is_refused(url: str) -> None:
+def test_url_that_is_no_server_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
         load(ChatConfig, prog="x", argv=["--url", url], environ={})
 
@@ -321,7 +315,7 @@ class Refuses(BaseHTTPRequestHandler):
         """Write no log."""
 
 
-def test_main_when_the_address_has_a_password_then_it_is_sent_and_not_shown_and_the_answer_is_escaped(
+def test_main_sends_but_never_shows_the_address_password(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with HTTPServer(("127.0.0.1", 0), Refuses) as server:
@@ -346,7 +340,7 @@ def test_notice_when_it_has_text_of_a_server_then_it_is_escaped() -> None:
 @pytest.mark.parametrize(
     "argv", [["--temperature", "3"], ["--max-tokens", "0"], ["--reasoning-effort", "huge"]]
 )
-def test_main_when_a_flag_is_wrong_then_one_line_and_exit_status_2(
+def test_main_with_wrong_flag_exits_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -78,7 +78,7 @@ def imported_for(*words: str) -> tuple[str, list[str]]:
     return "\n".join(lines), modules
 
 
-def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_imported() -> None:
+def test_help_groups_every_command_and_imports_nothing_heavy() -> None:
     said, modules = imported_for("--help")
     assert modules == []
     assert said.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
@@ -90,7 +90,7 @@ def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_i
     )
 
 
-def test_help_when_asked_of_the_faults_then_no_server_and_no_worker_is_imported() -> None:
+def test_faults_help_imports_no_server_or_worker() -> None:
     assert imported_for("chaos", "--help")[1] == ["asyncio", "msgspec", "pydantic"]
 
 
@@ -106,7 +106,7 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
         assert any(f"\n{title}:\n" in said for title in GROUPS)
 
 
-def test_help_when_an_argument_allows_some_words_then_it_names_them(
+def test_help_names_the_allowed_words_of_an_argument(
     capsys: pytest.CaptureFixture[str], typed: Type
 ) -> None:
     assert typed("completion --help") == 0
@@ -135,7 +135,7 @@ def test_output_when_the_reader_has_exited_then_no_traceback(line: str, broken_p
 
 @pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize("line", ["--help", "version --version", "chat --print-config"])
-def test_output_when_it_can_not_be_written_then_one_line_and_status_1(
+def test_unwritable_output_gives_one_line_and_status_1(
     line: str,
     is_buffered: bool,
     broken_pipe: int,
@@ -159,7 +159,7 @@ def test_output_when_it_can_not_be_written_then_one_line_and_status_1(
             assert (typed(line), capsys.readouterr().err) == (1, said)
 
 
-def test_output_when_the_caller_has_closed_the_streams_then_the_command_runs(
+def test_output_with_closed_streams_runs_the_command(
     typed: Type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("stdin", "stdout", "stderr"):
@@ -169,7 +169,7 @@ def test_output_when_the_caller_has_closed_the_streams_then_the_command_runs(
         stream.close()
 
 
-def test_output_when_its_encoding_lacks_a_character_then_it_is_escaped(
+def test_output_escapes_characters_its_encoding_lacks(
     typed: Type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = io.BytesIO()
@@ -191,7 +191,7 @@ def test_package_when_installed_then_it_has_the_command() -> None:
     assert getattr(importlib.import_module(module), name) is main
 
 
-def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
+def test_table_has_a_function_for_every_command() -> None:
     for command in COMMANDS.values():
         module, _, name = command.main.partition(":")
         assert callable(getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main"))
@@ -240,7 +240,7 @@ def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
         ),
     ],
 )
-def test_line_when_it_is_wrong_then_one_line_names_the_command_and_status_2(
+def test_wrong_line_names_the_command_and_exits_with_2(
     line: str, said: str, typed: Type, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(line) == 2
@@ -256,7 +256,7 @@ def test_line_when_it_is_empty_then_the_commands_and_status_2(
     assert "\n  demo " in capsys.readouterr().out
 
 
-def test_line_when_interrupted_while_modules_load_then_status_130(
+def test_interrupt_while_modules_load_exits_with_130(
     typed: Type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(name: str) -> None:
@@ -266,7 +266,7 @@ def test_line_when_interrupted_while_modules_load_then_status_130(
     assert typed("chat") == 130
 
 
-def test_benchmarks_when_a_package_of_theirs_is_missing_then_it_is_named(
+def test_benchmarks_name_a_missing_package(
     typed: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module in [module for module in sys.modules if module.startswith("dynamo_trtllm.bench.")]:
@@ -286,9 +286,7 @@ def test_demo_when_no_file_is_named_then_the_sample_deployment(
     assert find_file(config.deployment).is_file()
 
 
-def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_help_on_a_terminal_is_colored_unless_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(**env: str) -> str:
         for name, value in env.items():
             monkeypatch.setenv(name, value)
@@ -316,7 +314,7 @@ def test_help_when_the_extra_cli_is_missing_then_plain(monkeypatch: pytest.Monke
     assert "\x1b[" not in sys.stdout.getvalue()
 
 
-def test_completion_when_the_extra_cli_is_missing_then_it_is_named(
+def test_completion_names_missing_extra_cli(
     typed: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
@@ -334,7 +332,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_completion_when_bash_asks_then_commands_flags_values_and_files(tmp_path: Path) -> None:
+def test_bash_completion_has_commands_flags_values_and_files(tmp_path: Path) -> None:
     script = tmp_path / "completion"
     script.write_text(completion("bash"))
     (tmp_path / "mine.yaml").touch()
@@ -356,9 +354,7 @@ def test_completion_when_bash_asks_then_commands_flags_values_and_files(tmp_path
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_when_made_for_another_shell_then_it_knows_commands_and_flags(
-    shell: str,
-) -> None:
+def test_other_shell_completion_has_commands_and_flags(shell: str) -> None:
     script = completion(shell)
     assert all(name in script for name in NAMES)
     assert "disaggregation-mode" in script

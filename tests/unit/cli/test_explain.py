@@ -186,7 +186,7 @@ FROZEN_DECODE = (S.RUNNING, S.RUNNING, S.FROZEN)
         ),
     ],
 )
-def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
+def test_stuck_names_holder_and_reason_of_silent_request(
     recorded: tuple[str, int], holder: str, reason: str
 ) -> None:
     text, status = recorded
@@ -196,7 +196,7 @@ def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
     assert status == 1
 
 
-def test_stuck_when_a_call_is_queued_then_the_longest_prompt_before_it() -> None:
+def test_stuck_queued_call_names_the_longest_earlier_prompt() -> None:
     before = process("prefill", STARTED, PREFILL, key=0xF00D)
     entries = [*before.entries, *process("prefill", RECEIVED, PREFILL).entries]
     recordings = Recordings(
@@ -223,18 +223,14 @@ def test_stuck_when_all_has_ended_or_is_recent_then_nothing() -> None:
     )
 
 
-def test_stuck_when_a_process_was_killed_and_no_request_waits_then_it_is_named_and_the_status_is_0() -> (
-    None
-):
+def test_stuck_names_killed_process_without_waiting_requests() -> None:
     report = StuckReport.of(Recordings([process("decode", [], DECODE, S.KILLED)]), 10.0)
     assert report.text().splitlines()[0] == "process 77, decode bbb: it was killed or crashed"
     assert report.exit_status == 0
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_stuck_when_a_worker_waits_for_etcd_then_it_is_named_and_holds_the_request_without_a_worker(
-    is_lost: bool,
-) -> None:
+def test_stuck_names_worker_that_waits_for_etcd(is_lost: bool) -> None:
     waiting: Events = [*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]
     awaits: Events = [(1, E.CONNECTION_AWAITED, 0, 0, "etcd"), (2, E.CONNECTED, 0, 0, "etcd")]
     lost = E.CONNECTION_LOST if is_lost else E.CONNECTION_AWAITED
@@ -255,9 +251,7 @@ def test_stuck_when_a_worker_waits_for_etcd_then_it_is_named_and_holds_the_reque
 
 
 @pytest.mark.parametrize(("ahead_s", "side"), [(90, "ahead of"), (-90, "behind")])
-def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(
-    ahead_s: int, side: str
-) -> None:
+def test_stuck_names_process_with_a_wrong_date(ahead_s: int, side: str) -> None:
     one = process("decode", [], DECODE)
     now_ns = time.time_ns()
     assert not silent_processes(Recordings([dated(one, now_ns)]))
@@ -265,9 +259,7 @@ def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(
     assert found.reason.startswith(f"its date is 90 s {side} that of this command")
 
 
-def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_one_holds_the_request() -> (
-    None
-):
+def test_stuck_with_wrong_date_still_finds_the_frozen_process() -> None:
     wrong_ns = time.time_ns() + 90 * 10**9
     frontend = dated(process("frontend", SENT), wrong_ns)
     worker = dated(process("prefill", RECEIVED, PREFILL, S.FROZEN), wrong_ns)
@@ -299,7 +291,7 @@ def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
     ]
 
 
-def test_timeline_when_processes_were_killed_then_their_events_and_that_they_were() -> None:
+def test_timeline_includes_killed_processes() -> None:
     recordings = Recordings(
         [
             process("frontend", DECODING, state=S.KILLED),
@@ -320,7 +312,7 @@ def test_timeline_when_processes_were_killed_then_their_events_and_that_they_wer
     assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
 
 
-def test_timeline_when_a_process_lost_nats_meanwhile_then_it_is_in_it() -> None:
+def test_timeline_includes_lost_nats_connection() -> None:
     frontend = process("frontend", STREAMING)
     lost = Entry(frontend.entries[4].ns + 1, E.CONNECTION_LOST, 0, 0, 0, 0, 0, "nats")
     recorded = dataclasses.replace(frontend, entries=[*frontend.entries, lost])
@@ -328,7 +320,7 @@ def test_timeline_when_a_process_lost_nats_meanwhile_then_it_is_in_it() -> None:
     assert lines[-3].endswith("connection lost: nats")
 
 
-def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> None:
+def test_perfetto_export_has_a_slice_between_events() -> None:
     recordings = Recordings([process("frontend", SENT), process("prefill", STARTED, PREFILL)])
     trace = json.loads("".join(perfetto(list(recordings.requests.values()))))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -341,7 +333,7 @@ def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> No
     assert all(event["dur"] == pytest.approx(1000) for event in slices)
 
 
-def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id() -> None:
+def test_mooncake_shares_block_ids_of_equal_prefixes() -> None:
     def prompt(at_ms: int, key: int, hashes: tuple[int, int]) -> ProcessRecording:
         events: Events = [
             (at_ms, E.RECEIVED, 0, 0, ""),
@@ -362,9 +354,7 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
     assert not set(first[1:]) & set(second[1:])
 
 
-def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_workers_and_the_next_best() -> (
-    None
-):
+def test_timeline_shows_costs_of_placement() -> None:
     recording = process(
         "frontend",
         [

@@ -65,7 +65,7 @@ def test_main_when_the_pair_is_right_then_tables_and_status_0(
     assert "KV transfer of 8192 tokens at full rate" in out
 
 
-def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status_1(
+def test_main_problem_shows_values_reason_and_fix(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     status, out, _ = run(capsys, *changed(max_seq_len=8500), *KNOWN)
@@ -86,7 +86,7 @@ def test_main_when_only_warnings_are_found_then_status_0(
     assert "warning  decode: load_format  [dummy-weights]" in out
 
 
-def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the_findings(
+def test_main_reports_argument_the_release_rejects(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     argv = changed(
@@ -110,7 +110,7 @@ def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the
         ),
     ],
 )
-def test_main_when_the_candidate_has_the_argument_then_it_is_not_refused(
+def test_main_accepts_argument_of_the_candidate(
     release: str, changes: dict[str, Any], capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     _, out, _ = run(capsys, *changed(**changes), *KNOWN, "--release", release)
@@ -118,7 +118,7 @@ def test_main_when_the_candidate_has_the_argument_then_it_is_not_refused(
     assert "argument-refused" not in out
 
 
-def test_main_when_a_value_of_the_scheduler_is_wrong_then_refused_before_the_start(
+def test_main_rejects_wrong_scheduler_value(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     argv = changed(scheduler_config={"waiting_queue_policy": "prio"})
@@ -129,7 +129,7 @@ def test_main_when_a_value_of_the_scheduler_is_wrong_then_refused_before_the_sta
     assert "scheduler_config.waiting_queue_policy 'prio' is passed on unchecked" in out
 
 
-def test_main_when_an_older_candidate_than_was_read_may_have_the_argument_then_a_warning(
+def test_main_warns_of_argument_in_unread_candidate(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     argv = changed(sampler_type="auto")
@@ -142,7 +142,7 @@ def test_main_when_an_older_candidate_than_was_read_may_have_the_argument_then_a
     assert "TensorRT-LLM 1.3.0rc27 has no sampler_type" in out
 
 
-def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_oldest_that_is(
+def test_main_with_unsupported_release_names_the_oldest(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     status, _, err = run(capsys, *changed(), *KNOWN, "--release", "1.0.0")
@@ -161,7 +161,7 @@ def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_olde
     ],
     ids=["one key of vLLM", "no YAML"],
 )
-def test_main_when_a_file_is_wrong_and_not_another_engines_then_the_report_has_it_as_a_finding(
+def test_main_reports_a_wrong_file_as_problem(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, why: str
 ) -> None:
     file = tmp_path / "wrong.yaml"
@@ -179,7 +179,7 @@ def test_main_when_a_file_is_wrong_and_not_another_engines_then_the_report_has_i
         ("tiny-gpt-oss/prefill.yaml", "torch", "prefill_chunk_tokens"),
     ],
 )
-def test_main_when_a_file_is_another_engines_then_one_line_says_so_and_how_to_check_it(
+def test_main_with_file_of_another_engine_says_how_to_check(
     capsys: pytest.CaptureFixture[str], file: str, engine: str, key: str
 ) -> None:
     path = str(CONFIGS.parent / file)
@@ -193,7 +193,7 @@ def test_main_when_a_file_is_another_engines_then_one_line_says_so_and_how_to_ch
     assert len(err) < 500
 
 
-def test_main_when_a_key_is_like_none_then_not_all_of_them_are_listed(
+def test_main_with_unfamiliar_key_does_not_list_all(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
     status, out, _ = run(capsys, *changed(xyzzy=1), *KNOWN)
@@ -223,9 +223,7 @@ def test_main_when_json_is_asked_then_it_is_all_there(
     assert set(body["kv_transfer"]["seconds"]) == {"NVLink", "PCIe", "network (400 Gb/s)"}
 
 
-def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_main_flags_override_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(
         capsys, *TARGET, *KNOWN, "--decode-args", "--max-seq-len 8000 --max-batch-size 64"
     )
@@ -234,9 +232,7 @@ def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(
     assert "--max-seq-len 8000 overrides max_seq_len 11000" in out
 
 
-def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_main_checks_one_aggregated_worker_alone(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--tensor-parallel-size 4 --expert-parallel-size 4 --max-batch-size 800"
     status, out, _ = run(
         capsys, "--agg", f"{CONFIGS}/k8s-agg/agg.yaml", "--agg-args", flags, *KNOWN
@@ -246,7 +242,7 @@ def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(
     assert "at full rate" not in out
 
 
-def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(
+def test_main_without_model_and_gpu_says_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status, out, _ = run(capsys, *TARGET)
@@ -255,7 +251,7 @@ def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(
     assert "Memory estimate skipped: pass --model" in out
 
 
-def test_main_when_settings_come_from_the_environment_then_they_count(
+def test_main_uses_settings_of_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYN_TRTLLM_GPU", "h200")
@@ -268,9 +264,7 @@ def test_main_when_settings_come_from_the_environment_then_they_count(
     assert status == 0
 
 
-def test_main_when_one_file_is_given_then_that_role_alone_is_judged(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_main_with_one_file_checks_only_that_role(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, *TARGET[2:], *KNOWN)
     assert status == 0
     assert "decode, 4 GPUs" in out
@@ -316,7 +310,7 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(
         ([*TARGET, "--isl", "0"], "flag --isl is '0'"),
     ],
 )
-def test_main_when_the_command_line_is_bad_then_one_line_and_status_2(
+def test_main_with_bad_command_line_exits_with_2(
     capsys: pytest.CaptureFixture[str], argv: list[str], said: str
 ) -> None:
     status, out, err = run(capsys, *argv)
@@ -366,7 +360,7 @@ HUGE = "9" * 400
         ("moe_backend: cutlass", "moe_config.backend is 'cutlass'"),
     ],
 )
-def test_main_when_a_value_is_odd_then_a_finding_says_so_and_nothing_crashes(
+def test_main_with_odd_value_reports_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str
 ) -> None:
     path = tmp_path / "odd.yaml"
@@ -376,7 +370,7 @@ def test_main_when_a_value_is_odd_then_a_finding_says_so_and_nothing_crashes(
     assert says in json.dumps(json.loads(out)["findings"])
 
 
-def test_main_when_a_value_has_terminal_codes_then_they_are_shown_and_not_sent(
+def test_main_shows_terminal_codes_escaped(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "codes.yaml"
@@ -386,9 +380,7 @@ def test_main_when_a_value_has_terminal_codes_then_they_are_shown_and_not_sent(
     assert "\\x1b[31mRED" in out
 
 
-def test_main_when_a_flag_has_json_that_is_too_deep_then_an_error_and_no_crash(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_main_with_too_deep_json_reports_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     deep = "[" * 100_000
     status, _, err = run(capsys, *TARGET, "--decode-args", f"--override-engine-args '{deep}'")
     assert status == 2

@@ -65,7 +65,7 @@ async def recording_process(
         RECORDER.stop()
 
 
-async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_its_file_has_the_same(
+async def test_inquiry_returns_the_same_as_the_file(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = Recordings([])
@@ -124,9 +124,7 @@ def packed_header() -> bytes:
     return header.ljust(recorder.HEADER_BYTES, b"\0")
 
 
-async def test_inquiry_when_the_clock_of_a_machine_is_ahead_then_its_times_are_converted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_inquiry_converts_times_of_a_machine_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     hour_ns = 3600 * 10**9
     transport = InprocTransport()
     recorded_ns = time.monotonic_ns()
@@ -148,9 +146,7 @@ async def test_inquiry_when_the_clock_of_a_machine_is_ahead_then_its_times_are_c
     assert abs(sent.entries[0].ns - recorded_ns) <= sent.clock_error_s * 1e9 + 1
 
 
-async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_no_control_characters() -> (
-    None
-):
+async def test_inquiry_reports_damaged_answers_without_control_codes() -> None:
     transport = InprocTransport()
     part = RecordingPart(7, "gpu\x1b[2J", 1, packed_header(), is_last=True)
     incomplete = bytes(SLOT.size + 1)
@@ -172,7 +168,7 @@ async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_n
     assert len(found.problems) == 3  # equal ones are reported once
 
 
-async def test_answers_when_queries_come_one_after_the_other_then_the_process_pauses_between_them(
+async def test_answers_to_consecutive_queries_pause_between(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = list[RecordingPart]()

@@ -43,7 +43,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_version_when_typed_then_package_engines_libraries_servers_and_gpus(
+def test_version_shows_package_engines_libraries_and_gpus(
     programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(programs / "nvidia-smi", SMI)
@@ -58,7 +58,7 @@ def test_version_when_typed_then_package_engines_libraries_servers_and_gpus(
     assert {"engine torch", "engine vllm", "engine trtllm", "NIXL", "UCX", "GPU 0"} <= rows.keys()
 
 
-def test_version_when_nothing_is_installed_then_it_says_so_and_json_has_null(
+def test_version_when_nothing_is_installed_then_null(
     programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> str:
@@ -88,7 +88,7 @@ def test_version_when_nothing_is_installed_then_it_says_so_and_json_has_null(
 @pytest.mark.parametrize(
     "release", RELEASES, ids=lambda release: f"{release['name']}-{release['version']}"
 )
-def test_version_when_an_image_is_as_released_then_its_packages_and_no_broken_pin(
+def test_version_of_released_image_has_no_broken_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: dict[str, Any]
 ) -> None:
     write_image(tmp_path, release)
@@ -99,7 +99,7 @@ def test_version_when_an_image_is_as_released_then_its_packages_and_no_broken_pi
     assert [pin for pin in found["broken_pins"] if pin["package"] in release["image"]] == []
 
 
-def test_version_when_a_library_is_outside_the_pins_of_an_engine_then_the_pin_is_shown(
+def test_version_shows_pin_that_a_library_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (release,) = [found for found in RELEASES if found["version"] == "1.2.1"]
@@ -122,7 +122,7 @@ def test_version_when_a_library_is_outside_the_pins_of_an_engine_then_the_pin_is
     assert rows["transformers"] == "4.57.3"
 
 
-def test_version_when_both_libraries_of_harmony_are_installed_then_both_are_shown_and_compared(
+def test_version_compares_both_harmony_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """vLLM 0.31 requires the fork, this package the original."""
@@ -137,7 +137,7 @@ def test_version_when_both_libraries_of_harmony_are_installed_then_both_are_show
     assert rows["oss-harmony"] == "0.0.9 (but vllm 0.31.0 requires >=0.0.11)"
 
 
-def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_compared(
+def test_version_skips_pins_of_extras_and_unreadable_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requires = [
@@ -154,9 +154,7 @@ def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_com
     assert versions()["broken_pins"] == []
 
 
-def test_version_when_a_part_of_an_engine_is_missing_then_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_version_names_a_missing_engine_part(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"torch": "2.13.0", "safetensors": "0.8"}
     monkeypatch.setattr(version, "_package", there.get)
     assert versions()["engines"]["torch"] == "2.13.0 (without transformers, llguidance)"

@@ -31,7 +31,7 @@ def deployment_file(tmp_path):
     return write
 
 
-def test_load_deployment_when_it_is_good_then_flags_come_by_field_name(deployment_file):
+def test_load_deployment_names_flags_by_field(deployment_file):
     deployment = load_deployment(deployment_file(GOOD))
     assert deployment.services.etcd == "start"
     assert deployment.frontend == {"http_port": 8000}
@@ -42,7 +42,7 @@ def test_load_deployment_when_it_is_good_then_flags_come_by_field_name(deploymen
     assert (deployment.restart.max_restarts, deployment.restart.window_s) == (1, 60.0)
 
 
-def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(deployment_file):
+def test_load_deployment_with_workers_only_has_defaults(deployment_file):
     deployment = load_deployment(
         deployment_file(
             "workers: [{name: w, disaggregation_mode: prefill_and_decode, flags: {model: m}}]"
@@ -101,9 +101,7 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ('"1"}', "1}", "workers[1].env.OMP_NUM_THREADS is 1: should be a valid string"),
     ],
 )
-def test_load_deployment_when_something_is_wrong_then_its_path_is_named(
-    deployment_file, old, new, wanted
-):
+def test_load_deployment_names_the_path_of_a_problem(deployment_file, old, new, wanted):
     assert old in GOOD
     path = deployment_file(GOOD.replace(old, new, 1))
     with pytest.raises(ConfigError) as caught:
@@ -116,14 +114,12 @@ def test_load_deployment_when_something_is_wrong_then_its_path_is_named(
 @pytest.mark.parametrize(
     "text", ["", "workers: []", "workers: 3", "workers: [3]", "services: 1\nworkers: []"]
 )
-def test_load_deployment_when_there_is_no_worker_then_it_is_refused(deployment_file, text):
+def test_load_deployment_without_worker_is_rejected(deployment_file, text):
     with pytest.raises(ConfigError, match=r"workers|services"):
         load_deployment(deployment_file(text))
 
 
-def test_load_deployment_when_values_name_variables_then_they_come_from_the_environment_given(
-    deployment_file,
-):
+def test_load_deployment_replaces_variables(deployment_file):
     path = deployment_file("""\
 frontend: {http-port: "${PORT:-8000}"}
 workers:

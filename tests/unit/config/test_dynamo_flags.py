@@ -54,9 +54,7 @@ def worker(*argv: str, **environ: str) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("name", ["agg", "pd", "prefill_and_decode"])
-def test_role_when_it_has_a_newer_name_then_the_worker_does_both_phases(
-    name: str, tmp_path: Path
-) -> None:
+def test_role_of_newer_name_does_both_phases(name: str, tmp_path: Path) -> None:
     assert worker("--disaggregation-mode", name).disaggregation_mode is Role.AGGREGATED
     assert worker(DYN_TRTLLM_DISAGGREGATION_MODE=name).disaggregation_mode is Role.AGGREGATED
     file = tmp_path / "deployment.yaml"
@@ -95,7 +93,7 @@ def test_flag_when_tensorrt_llm_has_the_argument_then_it_is_set(
 
 
 @pytest.mark.parametrize(("flags", "argument", "_"), FLAGS)
-def test_flag_when_the_engine_has_no_such_argument_then_rejected_by_name(
+def test_flag_without_engine_argument_is_rejected_by_name(
     flags: list[str], argument: str, _: Any
 ) -> None:
     with pytest.raises(
@@ -112,7 +110,7 @@ def test_variable_when_it_is_dynamos_then_it_sets_the_flag() -> None:
 
 
 @pytest.mark.parametrize("flag", OTHERS)
-def test_flag_when_it_has_no_counterpart_then_the_error_says_what_to_do(flag: str) -> None:
+def test_flag_without_counterpart_says_what_to_do(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         worker(flag, "value")
     message = caught.value.message
@@ -121,6 +119,6 @@ def test_flag_when_it_has_no_counterpart_then_the_error_says_what_to_do(flag: st
     assert "see --help" not in message
 
 
-def test_flag_when_it_is_dynamic_then_the_answer_has_the_flag_that_takes_json() -> None:
+def test_dynamic_flag_is_answered_with_the_json_flag() -> None:
     with pytest.raises(ConfigError, match="--override-engine-args"):
         worker("--trtllm.kv_cache_config.dtype", "fp8")

@@ -41,7 +41,7 @@ def variables(model: type[Config]) -> set[str]:
     return {name for flag in flags_of(model) for name in (*flag.variables(), *flag.env)}
 
 
-def test_names_when_each_is_looked_up_then_it_sets_an_option_or_has_a_reason() -> None:
+def test_names_set_an_option_or_have_a_reason() -> None:
     assert [name for name, times in Counter(NAMES).items() if times > 1] == []
     # a revision is an option of dynamo-trtllm serve; in Dynamo it is for images only
     ours = variables(FrontendConfig) | variables(WorkerConfig) | {"DYN_TRTLLM_REVISION"}
@@ -50,21 +50,21 @@ def test_names_when_each_is_looked_up_then_it_sets_an_option_or_has_a_reason() -
         assert name in ours or (variable is not None and variable.reason), name
 
 
-def test_table_when_a_variable_has_no_reason_then_an_option_of_its_process_takes_it() -> None:
+def test_variable_without_reason_is_taken_by_an_option() -> None:
     models = {FRONTEND: FrontendConfig, WORKER: WorkerConfig, VLLM: WorkerConfig}
     for name, variable in VARIABLES.items():
         if not variable.reason:
             assert all(name in variables(models[process]) for process in variable.processes), name
 
 
-def test_options_when_they_take_a_variable_of_dynamo_then_the_table_has_it() -> None:
+def test_options_of_dynamo_variables_are_in_the_table() -> None:
     models = [value for value in vars(commands).values() if isinstance(value, type)]
     flags = [flag for model in models if issubclass(model, Config) for flag in flags_of(model)]
     taken = {name for flag in flags for name in flag.env if name.startswith("DYN_")}
     assert taken <= set(VARIABLES)
 
 
-def test_guides_page_when_it_counts_variables_with_effect_then_the_table_has_as_many() -> None:
+def test_guides_page_counts_the_effective_variables() -> None:
     page = (ROOT / "docs/guides.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if "`DYN_ROUTER_MODE`" in line]
     cell = row.split(" | ")[0]
@@ -88,7 +88,7 @@ FRONTENDS: list[tuple[str, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "field", "value"), FRONTENDS)
-def test_frontend_when_it_gets_a_variable_then_the_option_has_its_value(
+def test_frontend_option_has_the_variable_value(
     name: str, text: str, field: str, value: Any
 ) -> None:
     config = frontend(**{name: text})
@@ -108,9 +108,7 @@ WORKERS: list[tuple[str, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "field", "value"), WORKERS)
-def test_worker_when_it_gets_a_variable_then_the_option_has_its_value(
-    name: str, text: str, field: str, value: Any
-) -> None:
+def test_worker_option_has_the_variable_value(name: str, text: str, field: str, value: Any) -> None:
     config = worker(**{name: text})
     assert getattr(config, field) == value
     assert config.source_of(field) == f"environment {name}"
@@ -125,11 +123,7 @@ def test_worker_when_it_gets_a_variable_then_the_option_has_its_value(
         ("DYN_VLLM_IS_PREFILL_WORKER", "false", Role.DECODE),
     ],
 )
-def test_variable_when_it_is_of_vllm_then_other_engines_do_not_read_it(
-    name: str,
-    text: str,
-    role: Role,
-) -> None:
+def test_vllm_variable_is_not_read_by_other_engines(name: str, text: str, role: Role) -> None:
     assert worker("--engine", "vllm", **{name: text}).disaggregation_mode is role
     assert worker(DYN_TRTLLM_ENGINE="vllm", **{name: text}).disaggregation_mode is role
     config = worker("--engine", "torch", **{name: text})
@@ -142,7 +136,7 @@ def test_port_when_dynamo_means_no_server_then_there_is_none() -> None:
     assert (config.system_port, config.source_of("system_port")) == (None, "default")
 
 
-def test_variable_when_ours_or_a_flag_is_set_too_then_dynamos_is_overridden() -> None:
+def test_own_variable_or_flag_overrides_dynamos() -> None:
     config = frontend(DYN_ROUTER_MODE="direct", DYN_TRTLLM_ROUTER_MODE="kv")
     assert config.source_of("router_mode") == "environment DYN_TRTLLM_ROUTER_MODE"
     assert frontend("--router-mode", "random", DYN_ROUTER_MODE="direct").router_mode == "random"
@@ -165,9 +159,8 @@ def test_variable_when_ours_or_a_flag_is_set_too_then_dynamos_is_overridden() ->
         ),
     ],
 )
-def test_variable_when_its_value_is_wrong_then_the_error_names_it(
-    environ: dict[str, str],
-    wanted: str,
+def test_wrong_variable_value_is_an_error_that_names_it(
+    environ: dict[str, str], wanted: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         frontend(**environ)
@@ -188,7 +181,7 @@ SHARED = {
 }
 
 
-def test_line_when_the_environment_is_of_several_processes_then_each_names_its_own() -> None:
+def test_each_process_names_its_own_ignored_variables() -> None:
     plane = "DYN_REQUEST_PLANE (requests, tokens and events always travel over NATS)"
     unknown = "DYN_ROUTER_MDOE (unknown; did you mean DYN_ROUTER_MODE?)"
     kvbm = "DYN_KVBM_OBJECT_SECRET_KEY (use the engine's own offloading)"
@@ -219,21 +212,16 @@ def test_line_when_the_environment_is_of_several_processes_then_each_names_its_o
         ("OTHER", "x"),
     ],
 )
-def test_line_when_a_variable_has_effect_or_is_of_kubernetes_then_it_is_not_named(
-    name: str,
-    text: str,
-) -> None:
+def test_effective_and_kubernetes_variables_are_not_named(name: str, text: str) -> None:
     assert ignored_variables({name: text}, frontend(), worker()) == ""
 
 
-def test_variable_when_it_is_dynamos_with_our_prefix_then_it_is_ignored_and_not_rejected() -> None:
+def test_dynamo_variable_with_our_prefix_is_ignored() -> None:
     environ = {"DYN_TRTLLM_MAX_FILE_SIZE_MB": "50"}
     assert "only text models" in ignored_variables(environ, worker(**environ))
 
 
-def test_print_config_when_a_variable_has_no_effect_then_a_note_names_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_print_config_notes_a_variable_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         frontend("--print-config", DYN_ROUTER_MODE="kv", DYN_TLS_CERT_PATH="/c")
     out = capsys.readouterr().out
@@ -242,7 +230,7 @@ def test_print_config_when_a_variable_has_no_effect_then_a_note_names_it(
     assert "\nnote: environment variables without effect: DYN_TLS_CERT_PATH (" in out
 
 
-def test_warning_when_the_parent_has_logged_it_then_it_is_not_repeated(
+def test_warning_logged_by_the_parent_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading.os, "environ", {"DYN_TLS_CERT_PATH": "/c"})
@@ -255,7 +243,7 @@ def test_warning_when_the_parent_has_logged_it_then_it_is_not_repeated(
 
 
 @pytest.mark.parametrize("words", [["--request-plane", "nats"], ["--event-plane=nats"]])
-def test_flag_when_it_asks_for_what_happens_anyway_then_it_is_accepted(words: list[str]) -> None:
+def test_flag_for_default_behavior_is_accepted(words: list[str]) -> None:
     assert frontend(*words, "--http-port", "1").http_port == 1
     assert worker(*words, "--max-batch-size", "1").max_batch_size == 1
 

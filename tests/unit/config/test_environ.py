@@ -23,7 +23,7 @@ def test_export_when_unset_then_it_sets_the_variable() -> None:
     assert os.environ[NAME] == "1"
 
 
-def test_export_when_user_set_another_value_then_keeps_it_and_says_so(
+def test_export_keeps_the_users_value_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(NAME, "mine")

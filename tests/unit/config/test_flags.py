@@ -27,7 +27,7 @@ ALIASES = [
 
 
 @pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
-def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_are_an_error(
+def test_load_flag_with_two_names_rejects_different_values(
     model, field, name, other_name, value, other
 ):
     def loaded(*argv):
@@ -55,7 +55,7 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
 
 
 @pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
-def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_values_are_an_error(
+def test_load_variable_with_two_names_rejects_different_values(
     model, field, name, other_name, value, other
 ):
     first, second = (
@@ -83,7 +83,7 @@ def test_load_when_origins_are_a_list_or_a_star_then_taken(origins):
     assert config.allowed_origins == {*origins.split(",")}
 
 
-def test_load_when_an_origin_has_capitals_or_a_default_port_then_it_is_as_browsers_send_it():
+def test_load_normalizes_an_origin_like_browsers():
     origins = "https://A.Example:443,HTTP://b:80,http://c:443,http://[::1]:8080"
     config = load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
     assert config.allowed_origins == {
@@ -103,9 +103,7 @@ def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
         load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
 
 
-def test_help_when_printed_then_a_flag_has_text_default_and_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flag_help_has_text_default_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = " ".join(build_parser(WorkerConfig, "p").format_help().split())
     assert "Minimum log level. (default: info; also DYN_LOG)" in shown

@@ -25,13 +25,11 @@ def config(*words: str) -> FrontendConfig:
         (("--workers", "2", "--response-store", "jetstream"), True),
     ],
 )
-def test_response_store_when_it_is_chosen_or_not_then_all_workers_find_responses(
-    words: tuple[str, ...], is_shared: bool
-) -> None:
+def test_response_store_is_found_by_all_workers(words: tuple[str, ...], is_shared: bool) -> None:
     assert config(*words).shares_responses is is_shared
 
 
-def test_workers_when_responses_are_kept_in_memory_then_refused_by_name() -> None:
+def test_workers_with_responses_in_memory_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--response-store memory .* --workers 2"):
         config("--workers", "2", "--response-store", "memory")
 
@@ -43,7 +41,7 @@ def test_workers_when_responses_are_kept_in_memory_then_refused_by_name() -> Non
         ({"response_store": "jetstream"}, "--response-store jetstream is in a NATS server"),
     ],
 )
-def test_cluster_within_the_process_when_a_setting_needs_servers_then_refused_by_name(
+def test_cluster_in_process_rejects_settings_that_need_servers(
     settings: dict[str, Any], wanted: str
 ) -> None:
     with pytest.raises(ConfigError, match=wanted):
@@ -65,7 +63,7 @@ def test_workers_when_it_is_no_number_of_processes_then_refused(count: str) -> N
         ("--router-temperature", "0.5"),
     ],
 )
-def test_router_flags_when_the_mode_is_not_kv_then_refused_by_name(words: tuple[str, ...]) -> None:
+def test_router_flags_without_kv_mode_are_rejected(words: tuple[str, ...]) -> None:
     flag = words[0].replace("--no-kv", "--router-kv")
     with pytest.raises(ConfigError, match=f"{flag} has an effect only with --router-mode kv"):
         config("--router-mode", "least-loaded", *words)

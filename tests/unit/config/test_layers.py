@@ -27,12 +27,12 @@ def result(*values: dict[str, Any]) -> dict[str, Any]:
     return nested(merged(*values).leaves)
 
 
-def test_merge_when_three_layers_name_a_leaf_then_the_last_wins_and_says_so():
+def test_merge_of_three_layers_takes_the_last():
     leaves = merged({"x": 1, "y": 1, "z": 1}, {"y": 2, "z": 2}, {"z": 3}).leaves
     assert leaves == {"x": (1, "a"), "y": (2, "b"), "z": (3, "c")}
 
 
-def test_merge_when_mappings_meet_then_leaves_are_kept_side_by_side():
+def test_merge_of_mappings_keeps_leaves_side_by_side():
     leaves = merged({"kv": {"fraction": 0.5, "dtype": "auto"}}, {"kv": {"fraction": 0.9}}).leaves
     assert leaves["kv.fraction"] == (0.9, "b")
     assert leaves["kv.dtype"] == ("auto", "a")
@@ -43,21 +43,21 @@ def test_merge_when_mappings_meet_then_leaves_are_kept_side_by_side():
     ("low", "high"),
     [({"a": {"b": 1}}, {"a": 2}), ({"a": 2}, {"a": {"b": 1}}), ({"a": {"b": 1}}, {"a": [1]})],
 )
-def test_merge_when_a_mapping_and_a_value_meet_then_the_later_replaces_the_subtree(low, high):
+def test_merge_of_mapping_and_value_replaces_the_subtree(low, high):
     assert result(low, high) == high
 
 
-def test_merge_when_an_empty_mapping_comes_later_then_nothing_is_lost():
+def test_merge_of_empty_mapping_loses_nothing():
     assert result({"a": {"b": 1}}, {"a": {}}) == {"a": {"b": 1}}
     assert result({"a": {}}) == {"a": {}}
 
 
-def test_merge_when_keys_are_not_text_or_hold_dots_then_the_mapping_is_one_value():
+def test_merge_treats_odd_keys_as_one_value():
     given = {"sizes": {1: 2}, "names": {"a.b": 1}}
     assert result(given) == given
 
 
-def test_merge_when_another_value_is_beaten_then_one_line_names_both_and_their_places():
+def test_merge_reports_an_overridden_value_with_places():
     layer = [
         Source({"max_num_tokens": 16384, "kv": {"dtype": "fp8"}}, "YAML d.yaml"),
         Source({"max_num_tokens": 20000, "kv": None}, "flag --max-num-tokens"),
@@ -68,7 +68,7 @@ def test_merge_when_another_value_is_beaten_then_one_line_names_both_and_their_p
     ]
 
 
-def test_merge_when_the_same_value_is_set_twice_then_nothing_is_said():
+def test_merge_of_equal_values_reports_nothing():
     assert merged({"x": 1}, {"x": 1}).notes == []
 
 
@@ -77,7 +77,7 @@ def test_merge_when_advice_is_beaten_then_nothing_is_said():
     assert (leaves, notes) == ({"x": (2, "b")}, [])
 
 
-def test_as_yaml_when_read_back_then_the_same_values_with_their_sources_beside_them(tmp_path):
+def test_as_yaml_reads_back_equal_with_sources(tmp_path):
     values = {
         "n": 1,
         "text": "a: # b",
@@ -99,7 +99,7 @@ def test_table_when_printed_then_columns_stand_below_each_other():
     assert format_table([("a", "bb", "c"), ("aaa", "b", "cc")]) == "a    bb  c\naaa  b   cc\n"
 
 
-def test_check_keys_when_one_is_unknown_then_the_nearest_is_offered():
+def test_check_keys_suggests_the_nearest():
     with pytest.raises(
         ConfigError, match=r"x.yaml: unknown key 'max_batch_sz'; did you mean 'max_batch_size'\?"
     ):
@@ -111,7 +111,7 @@ def test_check_keys_when_nothing_is_alike_then_all_are_listed():
         check_keys(["zzz"], ["beta", "alpha"], "x.yaml")
 
 
-def test_read_yaml_when_the_file_is_good_then_its_mapping_comes_back(tmp_path):
+def test_read_yaml_returns_the_mapping(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base: &b {x: 1}\nkv:\n  <<: *b\n  y: 2\n")
     assert read_yaml(path) == {"base": {"x": 1}, "kv": {"x": 1, "y": 2}}
@@ -146,7 +146,7 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
     ],
     ids=lambda value: value[:20],
 )
-def test_read_yaml_when_the_file_is_bad_then_file_and_line_are_named(tmp_path, text, wanted):
+def test_read_yaml_error_names_file_and_line(tmp_path, text, wanted):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -167,9 +167,7 @@ def test_read_yaml_when_the_file_is_not_text_then_it_is_named(tmp_path):
         read_yaml(tmp_path / "a.yaml")
 
 
-def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_found(
-    tmp_path: Path,
-) -> None:
+def test_located_prefers_a_local_path_to_the_shipped_one(tmp_path: Path) -> None:
     here = tmp_path / "mine.yaml"
     here.write_text("a: 1\n")
     assert layers.find_file(here) == here
@@ -200,9 +198,7 @@ def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_f
         ),
     ],
 )
-def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(
-    typed, ours, tmp_path, monkeypatch, caplog
-):
+def test_located_guide_file_is_replaced_by_ours(typed, ours, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO):
         found = layers.find_file(Path(typed))
@@ -213,7 +209,7 @@ def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(
     ]
 
 
-def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path, monkeypatch):
+def test_located_local_guide_path_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = Path("engine_configs/gpt_oss/prefill.yaml")
     here.parent.mkdir(parents=True)

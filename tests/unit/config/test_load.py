@@ -33,14 +33,14 @@ def error_of(line: str, environ: dict[str, str] | None = None) -> str:
     return caught.value.message
 
 
-def test_load_when_nothing_but_the_model_is_given_then_defaults_are_named_as_source():
+def test_load_names_defaults_as_source():
     loaded = load_worker("--model-path /m")
     assert loaded.nats_server == "nats://localhost:4222"
     assert loaded.source_of("nats_server") == "default"
     assert loaded.source_of("model_path") == "flag --model-path"
 
 
-def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
+def test_load_flag_overrides_environment():
     env = {"DYN_TRTLLM_MAX_NUM_TOKENS": "5", "DYN_TRTLLM_MAX_BATCH_SIZE": "6"}
     loaded = load_worker("--model-path /m --max-num-tokens 7", env)
     assert (loaded.max_num_tokens, loaded.source_of("max_num_tokens")) == (
@@ -64,9 +64,7 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
         ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),
     ],
 )
-def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_ours_overrides_it(
-    name, ours, field, value
-):
+def test_load_well_known_variable_is_overridden_by_ours(name, ours, field, value):
     loaded = load_worker("--model m", {name: value})
     assert str(getattr(loaded, field)) == value
     assert loaded.source_of(field) == f"environment {name}"
@@ -81,7 +79,7 @@ def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_ours_overrid
     assert loaded.source_of(field) == f"environment {ours}"
 
 
-def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_there_unless_a_flag_says_otherwise():
+def test_load_guides_port_variable_sets_the_frontend_port():
     def loaded(*argv: str) -> FrontendConfig:
         return load(FrontendConfig, prog="frontend", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
 
@@ -103,7 +101,7 @@ def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
     assert config.free_gpu_memory_fraction == 0.9
 
 
-def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
+def test_load_parses_the_guides_frontend_line():
     argv = "--router-mode round-robin --http-port 8000".split()
     assert load(FrontendConfig, prog="f", argv=argv, environ={}).http_port == 8000
 
@@ -136,7 +134,7 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
         ("--engine torch", Role.AGGREGATED, "default"),
     ],
 )
-def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line, role, source):
+def test_load_takes_the_role_from_a_word_or_default(line, role, source):
     loaded = load_worker(f"--model m {line}")
     assert (loaded.disaggregation_mode, loaded.source_of("disaggregation_mode")) == (role, source)
 
@@ -227,7 +225,7 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model m --kv-transfer-host 10.0.0.1", ["--kv-transfer-host", "torch or mock or vllm"]),
     ],
 )
-def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected(line, wanted):
+def test_load_wrong_flag_gives_one_line(line, wanted):
     message = error_of(line)
     for part in wanted:
         assert part in message
@@ -270,9 +268,7 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
         ),
     ],
 )
-def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_to_do_instead(
-    model, line, wanted
-):
+def test_load_name_of_another_server_suggests_ours(model, line, wanted):
     with pytest.raises(ConfigError) as caught:
         load(model, prog="p", argv=line.split(), environ={})
     assert wanted in caught.value.message
@@ -346,7 +342,7 @@ OTEL = {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_TRACES_SAMPLER_ARG": "0.
         ),
     ],
 )
-def test_load_when_otel_variables_of_a_cluster_are_unusable_then_the_frontend_starts_without_traces(
+def test_load_with_unusable_otel_variables_disables_traces(
     environ, endpoint, ratio, warning, caplog
 ):
     config = load_frontend("", OTEL | environ)
@@ -355,7 +351,7 @@ def test_load_when_otel_variables_of_a_cluster_are_unusable_then_the_frontend_st
     assert warning in "".join(caplog.messages)
 
 
-def test_load_when_the_otlp_endpoint_is_a_flag_then_unusable_otel_variables_change_nothing_and_the_flag_is_strict():
+def test_load_otlp_flag_is_strict_and_ignores_variables():
     wrong = {"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     assert load_frontend(f"--otlp-endpoint {COLLECTOR}", wrong).otlp_endpoint == COLLECTOR
     with pytest.raises(ConfigError, match="flag --otlp-endpoint is 'localhost:4317'"):
@@ -367,12 +363,12 @@ def test_load_when_two_fields_are_wrong_then_the_rest_is_counted():
 
 
 @pytest.mark.parametrize("text", ["true", "1", "ON", "Yes"])
-def test_load_when_a_boolean_variable_is_beaten_by_its_negative_flag_then_it_is_false(text):
+def test_load_negative_flag_overrides_boolean_variable(text):
     loaded = load_worker("--model m --no-publish-kv-events", {"DYN_TRTLLM_PUBLISH_KV_EVENTS": text})
     assert loaded.publish_kv_events is False
 
 
-def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_source(capsys):
+def test_load_print_config_shows_sources(capsys):
     with pytest.raises(SystemExit) as stop:
         load_worker("--model m --print-config", {"NATS_SERVER": "nats://n:1"})
     assert stop.value.code == 0
@@ -397,9 +393,7 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
         ("nats://user:secret", "nats://user:***"),
     ],
 )
-def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(
-    capsys, words, address, shown
-):
+def test_address_password_is_masked(capsys, words, address, shown):
     with pytest.raises((SystemExit, ConfigError)) as stop:
         load(WorkerConfig, prog="w", argv=[*words, address], environ={})
     text = capsys.readouterr().out + str(stop.value)
@@ -407,7 +401,7 @@ def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(
     assert shown in text or "--model" in str(stop.value)
 
 
-def test_config_table_when_a_value_is_an_enum_then_its_flag_spelling_is_shown():
+def test_config_table_shows_the_flag_spelling_of_an_enum():
     table = config_table(load_worker("--model m --disaggregation-mode prefill"))
     assert ["disaggregation_mode", "prefill", "flag", "--disaggregation-mode"] in [
         s.split() for s in table.splitlines()
@@ -439,9 +433,7 @@ def test_exit_with_when_called_then_one_line_and_status_two(capsys):
     ("module", "model"),
     [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("commands", "LaunchConfig")],
 )
-def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(
-    module, model
-):
+def test_help_explains_every_flag_without_an_engine_import(module, model):
     code = f"""
 import json, sys
 for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "httptools"):
@@ -462,7 +454,7 @@ except SystemExit as stop:
     assert "DYN_TRTLLM_" in "\n".join(text)
 
 
-def test_load_when_values_come_from_several_places_then_the_config_itself_can_tell():
+def test_load_config_knows_the_source_of_values():
     config = load_worker("--model m --max-batch-size 4", {"DYN_TRTLLM_MAX_NUM_TOKENS": "9"})
     assert config.source_of("max_batch_size") == "flag --max-batch-size"
     assert config.source_of("max_num_tokens") == "environment DYN_TRTLLM_MAX_NUM_TOKENS"
@@ -473,7 +465,7 @@ def test_load_when_values_come_from_several_places_then_the_config_itself_can_te
     )
 
 
-def test_source_of_when_code_built_the_config_then_it_is_the_configuration():
+def test_source_of_built_config_is_the_configuration():
     config = WorkerConfig(model_path="m", max_batch_size=4)
     assert (config.source_of("max_batch_size"), config.source_of("max_seq_len")) == (
         "configuration",
@@ -481,7 +473,7 @@ def test_source_of_when_code_built_the_config_then_it_is_the_configuration():
     )
 
 
-def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
+def test_load_print_config_appends_extra_sections(capsys):
     with pytest.raises(SystemExit):
         load(
             WorkerConfig,
@@ -493,6 +485,6 @@ def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
     assert capsys.readouterr().out.endswith("\nmore of m\n")
 
 
-def test_variable_when_it_belongs_to_another_command_then_it_is_known() -> None:
+def test_variable_of_another_command_is_known() -> None:
     environ = {"DYN_TRTLLM_URL": "http://gpu:8000", "DYN_TRTLLM_WATCH": "true", "OTHER": "x"}
     assert load(VersionConfig, prog="x", argv=[], environ=environ)

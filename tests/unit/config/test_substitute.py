@@ -23,11 +23,11 @@ SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
         ("$${A}", "${A}"),
     ],
 )
-def test_text_when_it_has_references_then_they_are_replaced_as_in_a_shell(text, wanted):
+def test_text_references_are_replaced_as_in_a_shell(text, wanted):
     assert expand_env(text, SET, "f") == wanted
 
 
-def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
+def test_nested_text_values_are_replaced():
     value = {"${A}": [{"k": "${A}"}, 3, None, True]}
     assert expand_env(value, SET, "f") == {"${A}": [{"k": "x"}, 3, None, True]}
 
@@ -41,6 +41,6 @@ def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
         ("${A:+y}", r"'\$\{A:\+y\}' is not"),
     ],
 )
-def test_text_when_a_reference_can_not_be_replaced_then_its_place_is_named(text, said):
+def test_irreplaceable_reference_is_named_with_its_place(text, said):
     with pytest.raises(ConfigError, match=said):
         expand_env(["x", {"k": [text]}][1], SET, "f")

@@ -38,7 +38,7 @@ from dynamo_trtllm import ConfigError, FrontendConfig, WorkerConfig
         ),
     ],
 )
-def test_settings_when_python_passes_a_wrong_value_then_one_line_says_what_to_do(
+def test_settings_with_wrong_value_say_what_to_do(
     model: type[Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -46,7 +46,7 @@ def test_settings_when_python_passes_a_wrong_value_then_one_line_says_what_to_do
     assert caught.value.message == f"{model.__name__}: {message}"
 
 
-def test_settings_when_an_address_is_wrong_then_its_password_is_masked() -> None:
+def test_settings_with_wrong_address_mask_its_password() -> None:
     with pytest.raises(ConfigError) as caught:
         WorkerConfig(model_path="m", nats_server="http://user:secret@h:1/x")
     assert "secret" not in caught.value.message

@@ -24,7 +24,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 DASHBOARD = json.loads((DEPLOY / "compose/grafana/dashboards/dynamo.json").read_text())
 
 
-def test_services_when_listed_then_the_profile_is_for_metrics_only() -> None:
+def test_services_profile_is_for_metrics_only() -> None:
     plain = {name for name, service in SERVICES.items() if "profiles" not in service}
     metrics = {name for name, service in SERVICES.items() if service.get("profiles") == ["metrics"]}
     assert plain == {"etcd", "nats"}
@@ -61,7 +61,7 @@ def test_files_when_mounted_then_they_are_there_or_made() -> None:
                 assert (DEPLOY / source).exists()
 
 
-def test_state_when_a_container_is_made_anew_then_it_is_in_volumes() -> None:
+def test_container_state_is_in_volumes() -> None:
     for name in ("etcd", "nats", "prometheus", "grafana"):
         assert any(volume.split(":")[0] == f"{name}-data" for volume in SERVICES[name]["volumes"])
 
@@ -120,7 +120,7 @@ def test_nats_configuration_when_read_by_nats_server_then_valid(
     assert "NATS_PASSWORD" in without.stderr + without.stdout
 
 
-def test_prometheus_when_it_scrapes_then_every_service_and_our_ports() -> None:
+def test_prometheus_scrapes_every_service_and_our_ports() -> None:
     config = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())
     targets = {
         t
@@ -139,7 +139,7 @@ def _queries() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 
 
-def test_dashboard_when_it_names_our_metrics_then_they_exist_in_the_form_it_uses() -> None:
+def test_dashboard_uses_existing_metrics() -> None:
     """Histograms have series of their own; a misspelled name shows an empty panel and no error."""
     exist: set[str] = set()
     for row in TABLE:
@@ -156,7 +156,7 @@ def test_dashboard_when_it_names_our_metrics_then_they_exist_in_the_form_it_uses
     assert {PREFIX + row.name for row in TABLE} <= shown
 
 
-def test_dashboard_when_it_groups_or_filters_then_by_labels_that_there_are() -> None:
+def test_dashboard_uses_existing_labels() -> None:
     labels = {label for row in TABLE for label in row.labels} | {
         "le",
         "role",
@@ -174,7 +174,7 @@ def test_dashboard_when_it_groups_or_filters_then_by_labels_that_there_are() -> 
         assert set(re.findall(r"[{,](\w+)\s*(?:=|!=|=~|!~)", query)) <= labels
 
 
-def test_dashboard_when_loaded_then_its_source_and_panels_are_whole() -> None:
+def test_dashboard_source_and_panels_are_complete() -> None:
     source = yaml.safe_load(
         (DEPLOY / "compose/grafana/provisioning/datasources/prometheus.yml").read_text()
     )

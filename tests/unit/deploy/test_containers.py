@@ -60,7 +60,7 @@ def test_bases_when_resolved_then_pinned(path: Path) -> None:
         stages.add(stage)
 
 
-def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
+def test_bases_are_the_images_of_the_guides() -> None:
     of = {path.suffix[1:]: arguments(path) for path in CONTAINERFILES}
     assert of["trtllm"]["BASE_IMAGE"] == "nvcr.io/nvidia/tensorrt-llm/release"
     assert (
@@ -143,12 +143,12 @@ def _meets(path: str, pattern: str) -> bool:
         ),
     ],
 )
-def test_context_when_built_then_without_secrets_history_and_caches(path: str) -> None:
+def test_context_excludes_secrets_history_and_caches(path: str) -> None:
     assert not in_context(path)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) -> None:
+def test_pip_installs_only_our_wheel_with_known_extras(path: Path) -> None:
     """What it brings along is bounded by pyproject.toml, and by the packages of the image."""
     text = "\n".join(f"{word} {rest}" for word, rest in instructions(path))
     installs = re.findall(r"(?:pip install|RUN install_beside /opt/dynamo) ([^&\n]+)", text)
@@ -166,7 +166,7 @@ def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) 
 
 
 @pytest.mark.parametrize("name", ["trtllm", "vllm"])
-def test_engine_image_when_built_then_no_package_of_the_base_is_replaced(name: str) -> None:
+def test_engine_image_replaces_no_base_package(name: str) -> None:
     """test_install_beside.py runs the script."""
     lines = instructions(ROOT / "deploy" / "container" / f"Containerfile.{name}")
     assert (
@@ -186,9 +186,7 @@ def test_entry_when_an_image_starts_then_its_module_exists(path: Path) -> None:
 
 
 @pytest.mark.extra
-def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in_it(
-    tmp_path: Path,
-) -> None:
+def test_wheel_from_copied_files_has_engine_files_and_pages(tmp_path: Path) -> None:
     """As the first stage of every file does it."""
     for name in (
         "pyproject.toml",
@@ -285,9 +283,7 @@ def test_container_run_when_dry_then_the_guides_flags(tmp_path: Path) -> None:
     assert words[-2:] == [f"dynamo-trtllm/trtllm:{__version__}", "bash"]
 
 
-def test_container_run_when_variables_are_set_then_image_command_and_program_change(
-    tmp_path: Path,
-) -> None:
+def test_container_run_variables_change_image_and_command(tmp_path: Path) -> None:
     command = ["python3", "-m", "dynamo_trtllm", "--print-config"]
     done = run(
         "--dry-run",
@@ -305,9 +301,7 @@ def test_container_run_when_variables_are_set_then_image_command_and_program_cha
     assert words[-5:] == ["mine:1", *command]
 
 
-def test_container_run_when_secrets_are_there_then_they_are_passed_with_their_folder(
-    tmp_path: Path,
-) -> None:
+def test_container_run_passes_secrets_with_their_folder(tmp_path: Path) -> None:
     (tmp_path / "client.env").write_text("NATS_SERVER=nats://a:1\n")
     words = shlex.split(run("--dry-run", "--client-env", str(tmp_path / "client.env")).stdout)
     assert words[words.index("--env-file") + 1] == str(tmp_path / "client.env")

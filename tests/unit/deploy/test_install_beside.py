@@ -67,16 +67,14 @@ def installed(folder: Path) -> set[str]:
     return {path.name.split("-")[0].replace("_", "-") for path in found}
 
 
-def test_install_when_beside_an_image_then_only_packages_that_it_lacks(tmp_path: Path) -> None:
+def test_install_beside_an_image_adds_only_missing_packages(tmp_path: Path) -> None:
     done = install(tmp_path, project())
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"dynamo-trtllm", "nats-py", "fastokens"} <= installed(tmp_path)
     assert installed(tmp_path) & {*RELEASE["image"], RELEASE["name"]} == set()
 
 
-def test_install_when_a_package_of_the_image_would_be_replaced_then_it_fails_and_names_it(
-    tmp_path: Path,
-) -> None:
+def test_install_that_would_replace_a_package_fails(tmp_path: Path) -> None:
     own = project()
     own["dependencies"] = [
         "pydantic>=2.14" if text.startswith("pydantic") else text for text in own["dependencies"]

@@ -33,7 +33,7 @@ def pairs(path: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in path.read_text().splitlines())
 
 
-def test_compose_when_made_then_our_processes_read_it_and_only_its_owner(tmp_path: Path) -> None:
+def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> None:
     done = made("compose", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     secrets = tmp_path / "compose" / "secrets"
@@ -51,7 +51,7 @@ def test_compose_when_made_then_our_processes_read_it_and_only_its_owner(tmp_pat
     assert (tmp_path / ".env").read_text() == before
 
 
-def test_kubernetes_when_made_then_secrets_that_the_recipes_mount() -> None:
+def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
     done = made("kubernetes", "--namespace", "demo")
     docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
     assert set(docs) == {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}

@@ -66,7 +66,7 @@ def test_hosts_when_asked_for_then_all_pods_of_the_group(environ: dict[str, str]
     )
 
 
-def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict[str, str]) -> None:
+def test_leader_starts_one_job_when_all_workers_answer(environ: dict[str, str]) -> None:
     given = {
         "NATS_SERVER": "nats://a:1",
         "OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8",
@@ -109,9 +109,7 @@ def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict
     assert key.stat().st_mode & 0o777 == 0o600  # ssh refuses others
 
 
-def test_leader_when_the_worker_is_refused_then_no_job_and_its_status(
-    environ: dict[str, str],
-) -> None:
+def test_leader_when_worker_is_rejected_then_starts_no_job(environ: dict[str, str]) -> None:
     done = run(environ | {"VARIABLES_STATUS": "2"}, "leader", "python3", "-m", "dynamo_trtllm")
     assert done.returncode == 2
     assert not Path(environ["RECORD"]).exists()

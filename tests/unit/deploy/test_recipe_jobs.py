@@ -42,7 +42,7 @@ def _process(scaled: Doc) -> str:
     )
 
 
-def test_autoscalers_when_they_name_metrics_of_pods_then_the_process_has_them() -> None:
+def test_autoscalers_use_existing_pod_metrics() -> None:
     found = of_kind(render(MODEL / "overlays/disagg-production"), "HorizontalPodAutoscaler")
     assert {name_of(doc) for doc in found} == {
         f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")
@@ -53,7 +53,7 @@ def test_autoscalers_when_they_name_metrics_of_pods_then_the_process_has_them() 
                 assert metric["pods"]["metric"]["name"] in BY_PROCESS[_process(doc)]
 
 
-def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> None:
+def test_scaled_objects_query_existing_metrics() -> None:
     docs = render(MODEL / "overlays/disagg-keda")
     found = of_kind(docs, "ScaledObject")
     assert {name_of(doc) for doc in found} == {
@@ -76,7 +76,7 @@ def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> N
         assert doc["spec"]["minReplicaCount"] >= 1
 
 
-def test_pod_monitor_when_it_names_ports_then_frontends_and_workers_have_them() -> None:
+def test_pod_monitor_uses_existing_ports() -> None:
     docs = render(MODEL / "overlays/disagg-keda")
     (monitor,) = of_kind(docs, "PodMonitor")
     ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
@@ -97,9 +97,7 @@ def _perf(target: str) -> tuple[Pod, Any]:
         ("trtllm/disagg-8gpu", (32000, 256, 256, 6144)),
     ],
 )
-def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
-    target: str, load: tuple[int, int, int, int]
-) -> None:
+def test_perf_job_sends_the_guides_load(target: str, load: tuple[int, int, int, int]) -> None:
     pod, args = _perf(target)
     shape = find_shape(args.shape)
     assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(*shape.concurrency)) == (
@@ -123,7 +121,7 @@ def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
 
 
 @pytest.mark.parametrize("target", ["trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu"])
-def test_frontends_when_all_streams_of_the_load_come_then_none_is_refused(target: str) -> None:
+def test_frontends_accept_all_streams_of_the_load(target: str) -> None:
     """Even if the Service gives them all to one frontend."""
     _, args = _perf(target)
     (streams,) = find_shape(args.shape).concurrency
@@ -162,7 +160,7 @@ def _values(pod: Pod, flag: str) -> list[str]:
     return [word.partition("=")[2] for word in pod.args if word.startswith(f"--{flag}=")]
 
 
-def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_needs() -> None:
+def test_download_has_safetensors_and_tokenizer_files() -> None:
     pod = _download()
     include = _values(pod, "include")
     exclude = _values(pod, "exclude")
@@ -174,7 +172,7 @@ def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_ne
     assert chosen == FILES
 
 
-def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_folder() -> None:
+def test_download_pins_a_commit_that_workers_load() -> None:
     pod = _download()
     (revision,) = _values(pod, "revision")
     (folder,) = _values(pod, "local-dir")
@@ -189,7 +187,7 @@ def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_fo
     assert token["valueFrom"]["secretKeyRef"] == {"name": "hf-token-secret", "key": "HF_TOKEN"}
 
 
-def test_claim_when_sized_then_the_weights_fit_and_many_nodes_read_them() -> None:
+def test_claim_holds_the_weights_for_many_nodes() -> None:
     (claim,) = documents(MODEL / "model-cache/model-cache.yaml")
     size = claim["spec"]["resources"]["requests"]["storage"]
     assert int(size.removesuffix("Gi")) >= 65 + 10

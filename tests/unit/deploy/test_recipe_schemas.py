@@ -47,7 +47,7 @@ def test_objects_when_validated_then_the_schemas_take_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if of_kind(SETS[name], "LeaderWorkerSet")])
-def test_pods_of_a_leader_worker_set_when_validated_then_they_are_pods(name: str) -> None:
+def test_leader_worker_set_pods_are_valid(name: str) -> None:
     for doc in of_kind(SETS[name], "LeaderWorkerSet"):
         both = doc["spec"]["leaderWorkerTemplate"]
         for template in (both["leaderTemplate"], both["workerTemplate"]):

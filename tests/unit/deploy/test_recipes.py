@@ -58,7 +58,7 @@ MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
 BY_HAND = {"hf-token-secret", "mpi-ssh"}
 
 
-def test_names_when_looked_for_then_those_of_the_kubernetes_guide() -> None:
+def test_names_are_those_of_the_kubernetes_guide() -> None:
     def names(path: str, kind: str) -> list[str]:
         return [name_of(doc) for doc in of_kind(documents(MODEL / path), kind)]
 
@@ -76,9 +76,7 @@ def test_names_when_looked_for_then_those_of_the_kubernetes_guide() -> None:
 
 
 @pytest.mark.parametrize(("target", "name"), TARGETS.items())
-def test_pods_when_listed_by_the_guides_label_then_all_of_the_target(
-    target: str, name: str
-) -> None:
+def test_pods_with_the_guides_label_are_complete(target: str, name: str) -> None:
     docs = deployed(target)
     assert all(pod.labels["nvidia.com/dynamo-graph-deployment-name"] == name for pod in pods(docs))
     assert all(name_of(doc).startswith(f"{name}-") for doc in docs)
@@ -92,7 +90,7 @@ def test_rendered_parts_when_checked_then_current() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_config_map_when_compared_then_equals_the_engine_files_byte_for_byte(target: str) -> None:
+def test_config_map_equals_the_engine_files(target: str) -> None:
     (config_map,) = of_kind(deployed(target), "ConfigMap")
     source = re.search(r"^# BEGIN (\S+)", (MODEL / target / "deploy.yaml").read_text(), re.M)
     assert source is not None
@@ -111,7 +109,7 @@ def _engine_file_words(pod: Pod) -> list[int]:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_worker_lines_when_parsed_then_role_model_and_gpus_are_those_of_the_pod(name: str) -> None:
+def test_worker_lines_match_role_model_and_gpus_of_the_pod(name: str) -> None:
     roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "worker": Role.AGGREGATED}
     for pod in workers(SETS[name]):
         config = worker_config(pod)
@@ -135,7 +133,7 @@ EXPECTED = {  # TP, EP, batch, tokens a step, KV fraction, MoE kernels, graph ba
 @pytest.mark.parametrize(
     "pod", [worker for worker in EVERY_WORKER if not worker.id.startswith("vllm")]
 )
-def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
+def test_worker_line_merged_with_file_matches_the_guide(
     pod: Pod, release: Any, tmp_path: Any
 ) -> None:
     name, role = (
@@ -165,9 +163,7 @@ def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(
 
 
 @pytest.mark.parametrize("pod", [worker for worker in EVERY_WORKER if worker.id.startswith("vllm")])
-def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(
-    pod: Pod, tmp_path: Path
-) -> None:
+def test_vllm_line_merged_with_file_has_four_gpus(pod: Pod, tmp_path: Path) -> None:
     (config_map,) = of_kind(deployed("vllm/disagg"), "ConfigMap")
     config = worker_config(pod)
     assert config.extra_engine_args is not None
@@ -182,7 +178,7 @@ def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(
 
 
 @pytest.mark.parametrize("pod", [worker for worker in EVERY_WORKER if worker.id.startswith("vllm")])
-def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_there(pod: Pod) -> None:
+def test_vllm_pod_keeps_compiled_code_at_restart(pod: Pod) -> None:
     image = (ROOT / "deploy/container/Containerfile.vllm").read_text()
     (home,) = re.findall(r"\bHOME=(\S+)", image)
     (mount,) = [
@@ -197,7 +193,7 @@ def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_ther
     assert worker_config(pod).compile_cache == Path(mount["mountPath"])
 
 
-def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_target_only() -> None:
+def test_quantization_override_is_on_disaggregated_only() -> None:
     for target in TARGETS:
         for pod in workers(deployed(target)):
             override = environment(pod).get("OVERRIDE_QUANT_ALGO")
@@ -208,7 +204,7 @@ def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_targ
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_probes_when_asked_then_our_processes_have_the_path_at_the_port(name: str) -> None:
+def test_probes_use_existing_paths_and_ports(name: str) -> None:
     worker_paths = {route.path for route in health_app(Health(), bytes).routes}  # type: ignore[attr-defined]
     frontend_paths = set(document()["paths"])
     for pod in workers(SETS[name]):
@@ -230,9 +226,7 @@ def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_startup_when_a_worker_loads_then_it_has_half_an_hour_and_a_rollout_longer(
-    name: str,
-) -> None:
+def test_startup_allows_half_an_hour_to_load(name: str) -> None:
     for pod in workers(SETS[name]):
         probe = pod.container["startupProbe"]
         assert probe["httpGet"]["path"] == "/ready"  # 503 while it loads
@@ -258,7 +252,7 @@ def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
         assert pod.spec["terminationGracePeriodSeconds"] >= slept + 30 + 10
 
 
-def test_frontends_when_compared_then_equal_but_for_names_and_number() -> None:
+def test_frontends_differ_in_names_and_number_only() -> None:
     def plain(target: str, name: str) -> list[Doc]:
         parts = [doc for doc in deployed(target) if name_of(doc) == f"{name}-frontend"]
         text = yaml.safe_dump(parts).replace(name, "NAME")
@@ -364,7 +358,7 @@ def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_deployment_when_read_then_every_role_has_a_budget_and_a_policy(name: str) -> None:
+def test_every_role_has_a_budget_and_a_policy(name: str) -> None:
     docs = SETS[name]
     budgets = {name_of(doc) for doc in of_kind(docs, "PodDisruptionBudget")}
     for pod in [*workers(docs), *frontends(docs)]:
@@ -376,7 +370,7 @@ def test_deployment_when_read_then_every_role_has_a_budget_and_a_policy(name: st
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_gpu_pods_when_placed_then_on_nodes_with_gpus_of_the_right_kind(name: str) -> None:
+def test_gpu_pods_are_placed_on_suitable_nodes(name: str) -> None:
     for pod in pods(SETS[name]):
         affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
         terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get(

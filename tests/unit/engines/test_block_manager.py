@@ -80,7 +80,7 @@ class Pool:
         return reused
 
 
-def test_reserve_when_a_prompt_comes_again_then_its_last_token_is_not_reused() -> None:
+def test_reserve_repeated_prompt_does_not_reuse_last_token() -> None:
     pool = Pool(10)
     assert [pool.run(range(12)), pool.run(range(12)), pool.run(range(13)), pool.run(range(3))] == [
         0,
@@ -104,9 +104,7 @@ def test_reserve_when_salts_differ_then_nothing_is_reused() -> None:
     assert {salt for salt, _ in pool.reader.prefixes.values()} == {"a", "b", None}
 
 
-def test_reserve_when_blocks_are_short_then_the_least_recently_used_are_evicted_from_their_ends() -> (
-    None
-):
+def test_reserve_evicts_least_recently_used_from_the_end() -> None:
     pool = Pool(7)
     for start in (100, 200):
         pool.run(range(start, start + 12))
@@ -118,7 +116,7 @@ def test_reserve_when_blocks_are_short_then_the_least_recently_used_are_evicted_
     ] == [2, 1, 2, 2]
 
 
-def test_reserve_when_the_others_are_in_use_then_none_and_nothing_changes() -> None:
+def test_reserve_without_free_blocks_changes_nothing() -> None:
     pool = Pool(4)
     pool.run(range(8))
     first = pool.begin(range(100, 108))
@@ -129,7 +127,7 @@ def test_reserve_when_the_others_are_in_use_then_none_and_nothing_changes() -> N
     assert pool.begin([*range(8), *range(50, 58)]) is not None
 
 
-def test_reserve_when_blocks_were_freed_then_the_same_ones_are_reserved_again() -> None:
+def test_reserve_takes_freed_blocks_again() -> None:
     manager = BlockManager(20, SIZE, has_prefix_cache=True)
     first = BlockTable()
     second = BlockTable()
@@ -142,7 +140,7 @@ def test_reserve_when_blocks_were_freed_then_the_same_ones_are_reserved_again() 
     assert (second.numbers, manager.used) == (numbers, 3)
 
 
-def test_reserve_when_there_is_no_prefix_cache_then_nothing_is_reused() -> None:
+def test_reserve_without_prefix_cache_reuses_nothing() -> None:
     manager = BlockManager(20, SIZE, has_prefix_cache=False)
     for _ in range(2):
         table = BlockTable()
@@ -154,7 +152,7 @@ def test_reserve_when_there_is_no_prefix_cache_then_nothing_is_reused() -> None:
 
 
 @pytest.mark.parametrize("change", ["store", "free"])
-def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_after_a_change(
+def test_reserve_looks_up_again_only_after_a_change(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up: list[int] = []
@@ -183,7 +181,7 @@ def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_a
     assert len(looked_up) == 4
 
 
-def test_forget_when_in_use_then_not_reused_and_free_after_the_last_use() -> None:
+def test_forget_in_use_frees_after_the_last_use() -> None:
     pool = Pool(7)
     pool.run(range(9))
     first = pool.begin(range(9))
@@ -201,9 +199,7 @@ def test_forget_when_in_use_then_not_reused_and_free_after_the_last_use() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_cache_when_used_at_random_then_reuse_is_right_events_agree_and_no_block_is_lost(
-    seed: int,
-) -> None:
+def test_cache_used_at_random_loses_no_block(seed: int) -> None:
     draw = random.Random(seed)
     pool = Pool(24)
     running: dict[int, tuple[list[int], str | None, BlockTable]] = {}

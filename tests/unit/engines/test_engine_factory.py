@@ -27,9 +27,7 @@ def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engine_default_without_trtllm_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     without_trtllm(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
@@ -44,15 +42,13 @@ def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_wh
     assert "\n" not in message
 
 
-def test_engine_when_trtllm_is_named_and_not_there_then_it_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engine_trtllm_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     without_trtllm(monkeypatch)
     with pytest.raises(ConfigError, match="pip install tensorrt-llm"):
         create_engine(WorkerConfig(model_path="m", engine="trtllm"), instance_id=1)
 
 
-def test_engine_when_none_is_named_and_trtllm_is_there_then_it_is_meant(tmp_path: Path) -> None:
+def test_engine_default_with_trtllm_is_trtllm(tmp_path: Path) -> None:
     shape = {
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -86,7 +82,7 @@ def test_create_when_vllm_is_not_installed_then_what_to_install(
     assert caught.value.field == "engine"
 
 
-def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_by_name() -> None:
+def test_create_without_dummy_weights_rejects_load_format() -> None:
     with pytest.raises(ConfigError, match="--load-format: the mock engine has no such setting"):
         create_engine(
             WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1
@@ -94,9 +90,7 @@ def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_
 
 
 @pytest.mark.parametrize("engine", ["torch", "mock"])
-def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(
-    engine: str,
-) -> None:
+def test_arguments_reject_unsupported_kernel_profile(engine: str) -> None:
     config = WorkerConfig(model_path="m", engine=engine, kernels_profile="blackwell")
     with pytest.raises(
         ConfigError,

@@ -100,7 +100,7 @@ CASES: list[tuple[str, Callable[[int], Any], int, int, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "make", "within", "beyond", "limit"), CASES)
-def test_format_when_it_compiles_too_long_then_rejected_with_limit_value_and_maximum(
+def test_format_that_compiles_too_long_is_rejected(
     kind: str, make: Callable[[int], Any], within: int, beyond: int, limit: str
 ) -> None:
     check_cost(formatted(kind, make(within)))
@@ -121,11 +121,11 @@ def test_format_when_it_compiles_too_long_then_rejected_with_limit_value_and_max
     ],
     ids=[*REAL_SCHEMAS, *REAL_PATTERNS, *REAL_GRAMMARS],
 )
-def test_format_when_clients_send_it_then_it_is_within_the_limits(kind: str, value: Any) -> None:
+def test_formats_that_clients_send_are_within_limits(kind: str, value: Any) -> None:
     check_cost(formatted(kind, value))
 
 
-def test_formats_of_a_request_then_their_costs_are_added_but_equal_ones_count_once() -> None:
+def test_format_costs_add_up_and_equal_ones_count_once() -> None:
     first = formatted("schema", lengths("minLength", 6))
     second = formatted("schema", lengths("maxLength", 6))
     check_cost(StructuredOutput(alternatives=first.alternatives * 9, trigger="x", otherwise=first))
@@ -136,9 +136,7 @@ def test_formats_of_a_request_then_their_costs_are_added_but_equal_ones_count_on
 
 @pytest.mark.parametrize("piece", ["(", "\\", "a|", "((a?)?)", "/"])
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(
-    kind: str, piece: str
-) -> None:
+def test_check_of_odd_long_text_takes_linear_time(kind: str, piece: str) -> None:
     began = time.process_time()
     try:
         check_cost(formatted(kind, piece * (20_000 // len(piece))))

@@ -58,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple], *, fails: str
     return calls
 
 
-def test_visible_gpus_when_all_are_visible_then_name_architecture_and_memory(monkeypatch):
+def test_visible_gpus_have_name_architecture_and_memory(monkeypatch):
     calls = driver(monkeypatch, [H100, B200])
     assert visible_gpus({}) == [
         Gpu(name="NVIDIA H100 80GB HBM3", sm=90, memory_bytes=80 << 30),
@@ -83,14 +83,12 @@ def test_visible_gpus_when_all_are_visible_then_name_architecture_and_memory(mon
         ("", []),
     ],
 )
-def test_visible_gpus_when_the_variable_names_some_then_these_in_its_order(
-    monkeypatch, visible, sms
-):
+def test_visible_gpus_follow_the_variable_order(monkeypatch, visible, sms):
     driver(monkeypatch, [H100, B200, RTX])
     assert [gpu.sm for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})] == sms
 
 
-def test_visible_gpus_when_no_environment_is_given_then_that_of_the_process(monkeypatch):
+def test_visible_gpus_default_to_the_process_environment(monkeypatch):
     driver(monkeypatch, [H100, B200])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.sm for gpu in visible_gpus()] == [100]
@@ -99,7 +97,7 @@ def test_visible_gpus_when_no_environment_is_given_then_that_of_the_process(monk
 @pytest.mark.parametrize(
     "call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlShutdown"]
 )
-def test_visible_gpus_when_the_driver_fails_then_none_and_no_error(monkeypatch, call):
+def test_visible_gpus_when_driver_fails_then_none(monkeypatch, call):
     calls = driver(monkeypatch, [H100], fails=call)
     assert [gpu.sm for gpu in visible_gpus({})] == ([90] if call == "nvmlShutdown" else [])
     assert ("nvmlShutdown" in calls) == (call != "nvmlInit")
@@ -110,7 +108,7 @@ def test_visible_gpus_when_there_is_no_nvml_then_none(monkeypatch):
     assert visible_gpus({}) == []
 
 
-def test_memory_free_when_asked_then_of_each_visible_gpu_what_is_free_and_all(monkeypatch):
+def test_memory_free_reports_each_visible_gpu(monkeypatch):
     driver(monkeypatch, [H100, B200, RTX])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert memory_free_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
@@ -123,9 +121,7 @@ def test_count_visible_when_some_are_there_then_only_these_count(monkeypatch):
     ] == [2, 1, 0, 0]
 
 
-def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_not_known(
-    monkeypatch, tmp_path
-):
+def test_count_visible_is_unknown_for_a_mute_driver(monkeypatch, tmp_path):
     driver(monkeypatch, [H100], fails="nvmlInit")
     monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path,))
     assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) is None
@@ -140,9 +136,7 @@ def put_nvidia_smi(monkeypatch, folder, script):
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 
 
-def test_list_gpus_when_nvidia_smi_answers_then_numbers_and_memory_of_the_visible_ones(
-    monkeypatch, tmp_path
-):
+def test_list_gpus_reads_nvidia_smi(monkeypatch, tmp_path):
     lines = "echo 'GPU-a1, 81559, 81000, NVIDIA H100'; echo 'GPU-b2, 143771, 500, NVIDIA H200, NVL'"
     put_nvidia_smi(monkeypatch, tmp_path, lines)
     assert list_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == (

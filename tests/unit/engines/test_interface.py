@@ -22,7 +22,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", ["Mock", "Torch", "Trtllm", "Vllm"])
-def test_engine_when_the_interface_has_a_default_then_it_has_its_own(name: str) -> None:
+def test_engine_implements_its_own_interface_defaults(name: str) -> None:
     if name == "Torch":
         pytest.importorskip("torch")
     engine: type[Engine] = getattr(

@@ -47,7 +47,7 @@ def test_version_when_metadata_is_missing_then_the_packages_own(
     assert PACKAGE.version() == "2.2"
 
 
-def test_find_when_a_module_is_missing_then_the_next_one_is_tried(library: Path) -> None:
+def test_find_tries_the_next_module_when_one_is_missing(library: Path) -> None:
     assert (
         PACKAGE.find("Name", "some_library.gone.deep", "some_library", "some_library.names")
         == "found"

@@ -35,7 +35,7 @@ async def test_built_when_it_fails_then_its_error() -> None:
         await load(build, [])
 
 
-async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_discarded() -> None:
+async def test_built_when_cancelled_then_discards_a_late_result() -> None:
     go_on = threading.Event()
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
     assert thrown == ["llm"]
 
 
-async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() -> None:
+async def test_thread_wait_ends_at_a_deadline() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -79,8 +79,6 @@ def test_progress_when_memory_grows_then_the_phase_is_reported(
     assert loader.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 
 
-def test_progress_when_no_driver_tells_then_it_says_what_it_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_progress_without_driver_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "memory_used_bytes", lambda: None)
     assert LoadProgress(10 * GIB).progress() == "building the engine"

@@ -75,7 +75,7 @@ def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> Gene
     )
 
 
-async def test_transfer_when_written_then_it_says_all_and_is_held_until_it_is_fetched() -> None:
+async def test_transfer_is_held_until_fetched() -> None:
     book = Book()
     first = book.written()
     second = book.written()
@@ -100,9 +100,7 @@ async def test_transfer_when_it_is_not_fetched_then_the_kv_is_given_up() -> None
     assert book.has_expired
 
 
-async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_library_frees_it() -> (
-    None
-):
+async def test_transfer_is_held_until_the_library_frees_its_kv() -> None:
     book = Book()
     book.kept_until = time.monotonic() + 0.05
     book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
@@ -113,9 +111,7 @@ async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_
     assert (book.kv_blocks, book.changes) == (0, 4)
 
 
-async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_and_not_held() -> (
-    None
-):
+async def test_transfer_never_freed_by_the_library_is_leaked() -> None:
     book = Book()
     book.kept_until = math.inf
     book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
@@ -133,7 +129,7 @@ async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_an
         ({"first_token_ids": token_ids()}, "first_token_ids"),
     ],
 )
-async def test_transfer_when_it_does_not_fit_then_the_difference_is_named(
+async def test_transfer_that_does_not_fit_names_the_difference(
     change: dict[str, Any], field: str
 ) -> None:
     book = Book()
@@ -155,7 +151,7 @@ async def test_transfer_when_late_or_not_there_then_said() -> None:
     book.close()
 
 
-async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
+async def test_opaque_of_another_form_or_version_is_a_mismatch() -> None:
     book = Book()
     form = Form(version=3, release="1.2", number=4)
     kv_params = book.written(encode(form))

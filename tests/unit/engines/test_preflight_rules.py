@@ -37,14 +37,14 @@ def section_with(
     return section
 
 
-def test_rule_when_violated_then_its_texts_and_the_fields_value_are_reported() -> None:
+def test_violated_rule_reports_its_texts_and_value() -> None:
     (finding,) = evaluate([section_with(lambda facts: Violation())], Batch())
     assert (finding.severity, finding.rule, finding.field) == ("warning", "batch-large", "batch")
     assert (finding.value, finding.other) == ("batch as set", "")
     assert (finding.why, finding.fix) == ("it is large", "lower it")
 
 
-def test_rule_when_the_violation_has_texts_then_they_replace_the_general_ones() -> None:
+def test_violation_texts_replace_the_general_ones() -> None:
     violation = Violation(
         field="batch_1", other="the limit of 32", why="it is 64", fix="set it to 32"
     )
@@ -62,7 +62,7 @@ def test_rule_when_satisfied_then_nothing_is_found(found: list[Violation] | None
     assert evaluate([section_with(lambda facts: found)], Batch()) == []
 
 
-def test_rule_when_it_has_several_violations_then_one_finding_for_each() -> None:
+def test_rule_with_several_violations_reports_each() -> None:
     section = section_with(lambda facts: [Violation(value="a"), Violation(value="b")])
     assert [finding.value for finding in evaluate([section], Batch())] == ["a", "b"]
 
@@ -81,14 +81,14 @@ def test_rule_when_it_has_several_violations_then_one_finding_for_each() -> None
         ({"since": (1, 2, 0), "before": (1, 2, 1)}, False),
     ],
 )
-def test_rule_when_it_is_for_some_roles_or_releases_then_others_are_not_checked(
+def test_rule_checks_only_its_roles_and_releases(
     limits: dict[str, tuple[Role, ...] | tuple[int, ...]], applies: bool
 ) -> None:
     section = section_with(lambda facts: Violation(), **limits)
     assert bool(evaluate([section], Batch())) is applies
 
 
-def test_rules_when_several_are_violated_then_the_most_severe_comes_first() -> None:
+def test_violated_rules_are_sorted_by_severity() -> None:
     severities: tuple[Severity, ...] = ("note", "error", "warning", "error")
     sections = [
         section_with(lambda facts: Violation(), severity=severity, name=f"rule-{number}")
@@ -110,9 +110,7 @@ def test_rules_when_several_are_violated_then_the_most_severe_comes_first() -> N
     ],
     ids=["trtllm", "vllm"],
 )
-def test_rules_when_listed_then_each_has_a_name_of_its_own_and_all_texts(
-    sections: tuple[RuleSection, ...],
-) -> None:
+def test_rules_have_unique_names_and_all_texts(sections: tuple[RuleSection, ...]) -> None:
     rules = [rule for section in sections for rule in section.rules]
     assert len({rule.name for rule in rules}) == len(rules) > 10
     assert all(rule.field and rule.why and rule.fix for rule in rules)

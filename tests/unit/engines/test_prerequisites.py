@@ -74,13 +74,13 @@ def test_model_folder_when_it_lacks_a_file_then_it_is_named(
         ({"config.json": {"model_type": "llama"}, "tokenizer.json": {}}, "torch"),
     ],
 )
-def test_model_folder_when_it_has_what_the_engine_needs_then_it_is_taken(
+def test_model_folder_with_all_needed_files_is_accepted(
     folder: Makes, files: dict[str, Any], engine: Any
 ) -> None:
     check_prerequisites(WorkerConfig(model_path=folder(files), engine=engine), {}, locate)
 
 
-def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_given() -> None:
+def test_hugging_face_name_suggests_the_download_line() -> None:
     said = refused(WorkerConfig(model_path="openai/gpt-oss-20b", engine="torch"))
     assert "hf download openai/gpt-oss-20b --local-dir gpt-oss-20b" in said
     assert "hf download" not in refused(WorkerConfig(model_path="/models/none", engine="torch"))
@@ -103,7 +103,7 @@ def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_
         ("mock", {"CUDA_VISIBLE_DEVICES": "0"}, None, ""),
     ],
 )
-def test_gpus_when_they_are_requested_and_there_are_none_then_the_worker_does_not_run_on_the_cpu_in_silence(
+def test_requested_gpus_that_are_missing_are_an_error(
     monkeypatch: pytest.MonkeyPatch, engine: Any, environment: dict[str, str], args: Any, wrong: str
 ) -> None:
     monkeypatch.setattr(gpu, "visible_gpus", lambda environment=None: [])
@@ -150,7 +150,7 @@ workers:
         ),
     ],
 )
-def test_command_when_a_setting_is_wrong_then_one_line_and_status_2_before_a_library_is_imported(
+def test_wrong_setting_exits_with_2_before_imports(
     tmp_path: Path, argv: list[str], says: str
 ) -> None:
     (tmp_path / "d.yaml").write_text(DEPLOYMENT)

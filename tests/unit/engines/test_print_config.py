@@ -31,9 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["torch", "mock"])
-def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(
-    engine: str, file: Path
-) -> None:
+def test_table_of_our_engine_shows_sources(engine: str, file: Path) -> None:
     env = {"DYN_TRTLLM_MAX_SEQ_LEN": "77"}
     config = worker(
         "--engine", engine, "--extra-engine-args", str(file), "--kv-block-size", "16", env=env
@@ -52,13 +50,13 @@ def test_table_when_a_flag_beats_the_file_then_a_note_says_so(file: Path) -> Non
     assert f"note: --max-batch-size 9 overrides max_batch_size 8 of YAML {file}\n" in text
 
 
-def test_table_when_code_built_the_config_then_the_source_is_the_configuration() -> None:
+def test_table_of_built_config_names_the_configuration() -> None:
     found = rows(main.table(WorkerConfig(model_path="m", engine="mock", max_batch_size=3)))
     assert found["max_batch_size"].split() == ["3", "configuration"]
 
 
 @pytest.mark.parametrize("engine", [(), ("--engine", "trtllm")])
-def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said(
+def test_table_without_tensorrt_llm_uses_newest_known_release(
     engine: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
@@ -98,7 +96,7 @@ def test_dump_when_read_back_then_what_was_set_and_nothing_else(file: Path, tmp_
     assert f"max_batch_size: 8  # YAML {file}\n" in out.read_text()
 
 
-def test_dump_when_the_file_can_not_be_written_then_refused_by_its_flag(tmp_path: Path) -> None:
+def test_dump_to_unwritable_file_names_its_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--dump-config-to .*: No such file or directory"):
         main.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
 
@@ -106,9 +104,7 @@ def test_dump_when_the_file_can_not_be_written_then_refused_by_its_flag(tmp_path
 @pytest.mark.parametrize(
     ("is_on", "said"), [(True, "costs time in each step"), (False, "reports no KV blocks")]
 )
-def test_table_when_trtllm_then_a_note_says_what_statistics_cost_or_give(
-    is_on: bool, said: str
-) -> None:
+def test_trtllm_table_notes_the_cost_of_statistics(is_on: bool, said: str) -> None:
     override = f'{{"enable_iter_perf_stats": {str(is_on).lower()}}}'
     text = main.table(
         worker(
@@ -125,7 +121,7 @@ def test_table_when_trtllm_then_a_note_says_what_statistics_cost_or_give(
     assert said in note
 
 
-def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on(
+def test_main_dumps_and_continues_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[WorkerConfig] = []
@@ -151,7 +147,7 @@ def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on
     assert [config.model_path for config in started] == ["m"]
 
 
-def test_main_when_the_config_is_printed_then_settings_and_arguments_and_no_worker(
+def test_main_prints_config_without_a_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["w", "--model", "m", "--engine", "mock", "--print-config"])

@@ -38,14 +38,14 @@ def evaluated(lines: str, **environment: str) -> dict[str, str]:
     return {name: value for name, value in entries if name not in ("PATH", "PWD", "SHLVL", "_")}
 
 
-def test_exports_when_evaluated_then_the_variables_of_the_profile_and_the_compile_cache() -> None:
+def test_exports_set_profile_variables_and_compile_cache() -> None:
     lines = exports(worker("--kernels-profile", "hopper", "--compile-cache", "/a b/'c'"), {})
     assert evaluated(lines) == load_profile("hopper").environment | cache_folders(Path("/a b/'c'"))
     assert evaluated(lines)["TRTLLM_ENABLE_PDL"] == "1"
 
 
 @pytest.mark.parametrize("value", ["y", "", "a 'b' $HOME \n`c`"])
-def test_exports_when_the_user_has_set_a_variable_then_it_keeps_its_value(value: str) -> None:
+def test_exports_keep_a_variable_of_the_user(value: str) -> None:
     lines = exports(worker("--kernels-profile", "hopper"), {"UCX_MEMTYPE_CACHE": value})
     assert evaluated(lines)["UCX_MEMTYPE_CACHE"] == value
     assert evaluated(lines, UCX_MEMTYPE_CACHE=value)["UCX_MEMTYPE_CACHE"] == value
@@ -54,7 +54,7 @@ def test_exports_when_the_user_has_set_a_variable_then_it_keeps_its_value(value:
 @pytest.mark.parametrize(
     ("flags", "warns"), [((), True), (("--kernels-profile", "fallback"), False)]
 )
-def test_exports_when_no_profile_is_for_the_gpus_then_a_warning_unless_it_was_chosen(
+def test_exports_without_profile_warn_unless_chosen(
     flags: tuple[str, ...],
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,7 +72,7 @@ def test_exports_when_the_engine_is_another_one_then_rejected(engine: str) -> No
         exports(worker("--engine", engine), {})
 
 
-def test_main_when_the_environment_is_printed_then_nothing_else_and_no_worker(
+def test_main_prints_environment_without_a_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(worker_main, "Worker", None)
@@ -84,9 +84,7 @@ def test_main_when_the_environment_is_printed_then_nothing_else_and_no_worker(
     assert all(line.startswith(("# ", "export ")) for line in capsys.readouterr().out.splitlines())
 
 
-def test_command_when_tensorrt_llm_is_a_program_that_must_not_load_then_it_is_not_imported(
-    tmp_path: Path,
-) -> None:
+def test_environment_command_does_not_import_tensorrt_llm(tmp_path: Path) -> None:
     """A rank that imports it before its variables are set has read them."""
     (tmp_path / "tensorrt_llm.py").write_text("raise SystemExit('imported')\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

@@ -41,7 +41,7 @@ from tests.kit.waiting import SOON_S
 # --- chunks ---------------------------------------------------------------------------------------
 
 
-async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at_the_end() -> None:
+async def test_results_become_chunks_with_times_at_the_end() -> None:
     runner, _ = make()
     _, events, call = await started(runner, ask())
     assert runner.stats().running == 0  # the library says that 9 wait, so this one does
@@ -64,9 +64,7 @@ async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at
 
 
 @pytest.mark.parametrize("finish", ["length", "not_finished"])
-async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_until_released(
-    finish: str,
-) -> None:
+async def test_prefill_for_decode_has_a_pending_transfer(finish: str) -> None:
     runner, _ = make()
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     call.say(7, finish=finish)
@@ -86,9 +84,7 @@ async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_un
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> (
-    None
-):
+async def test_prefill_kv_is_freed_at_cancel_or_expiry() -> None:
     runner, _ = make()
     stream, _, call = await started(runner, ask(Phase.PREFILL))
     call.say(7, finish="length")
@@ -103,9 +99,7 @@ async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_canc
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-async def test_prefill_when_the_first_token_ends_the_output_then_no_transfer_and_no_kv_is_kept(
-    finish: str,
-) -> None:
+async def test_prefill_ended_by_first_token_holds_no_kv(finish: str) -> None:
     runner, _ = make()
     _, events, call = await started(runner, ask(Phase.PREFILL))
     call.say(STOP_ID, finish=finish)
@@ -119,7 +113,7 @@ async def test_prefill_when_the_first_token_ends_the_output_then_no_transfer_and
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_decode_when_its_kv_came_then_the_last_chunk_has_the_times_of_the_transfer() -> None:
+async def test_decode_last_chunk_has_transfer_times() -> None:
     runner, _ = make()
     kv_params = await some_transfer_params()
     _, events, call = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
@@ -167,7 +161,7 @@ async def test_request_when_rejected_then_one_error_and_nothing_runs() -> None:
         (Phase.DECODE, "timeout", TransferTimeout),
     ],
 )
-async def test_result_when_the_library_ends_the_request_then_the_error_says_whose_fault(
+async def test_result_ended_by_the_library_says_whose_fault(
     phase: Phase, finish: str, kind: type[DynamoError]
 ) -> None:
     runner, _ = make()
@@ -182,9 +176,7 @@ async def test_result_when_the_library_ends_the_request_then_the_error_says_whos
     assert type(events[-1]) is MigrationFailed  # its KV had come
 
 
-async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_read_to_its_end() -> (
-    None
-):
+async def test_unconvertible_result_aborts_the_call() -> None:
     runner, _ = make()
     for error, code in [
         (RequestRejected("no log-probability"), "engine_rejected"),
@@ -200,7 +192,7 @@ async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_
         await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_result_when_its_receiver_fails_then_only_this_stream_ends() -> None:
+async def test_result_with_failing_receiver_ends_only_its_stream() -> None:
     runner, library = make()
     good, events, call = await started(runner, ask())
 
@@ -220,9 +212,7 @@ async def test_result_when_its_receiver_fails_then_only_this_stream_ends() -> No
     assert library.is_closed
 
 
-async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_library_is_healthy() -> (
-    None
-):
+async def test_error_after_end_of_stream_spares_others() -> None:
     runner, library = make()
     _, events, _ = await started(runner, ask())
     for reason in ("", "the executor shut down"):
@@ -239,9 +229,7 @@ async def fail_one(runner: ExternalEngine, request_id: str) -> tuple[list[Stream
     return events, call
 
 
-async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and_is_aborted() -> (
-    None
-):
+async def test_error_of_healthy_library_ends_only_its_request() -> None:
     runner, _ = make()
     _, others, other = await started(runner, ask())
     # the same request, as a client or a frontend tries it again
@@ -255,16 +243,14 @@ async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_error_when_all_choices_of_one_request_have_one_then_they_count_as_one_request() -> (
-    None
-):
+async def test_errors_of_all_choices_count_as_one_request() -> None:
     runner, _ = make()
     for choice in range(2 * MAX_FAILED_REQUESTS):
         await fail_one(runner, f"client-5-00112233aabbccdd-{choice}")
     await runner.check()
 
 
-async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed() -> None:
+async def test_errors_of_consecutive_requests_fail_the_engine() -> None:
     runner, _ = make()
     _, others, other = await started(runner, ask())
     for number in range(MAX_FAILED_REQUESTS - 1):
@@ -279,7 +265,7 @@ async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed(
     assert isinstance(others[-1], EngineFailed)
 
 
-async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error() -> None:
+async def test_cancelled_task_ends_its_stream_with_an_error() -> None:
     runner, _ = make()
     events: list[StreamEvent] = []
     runner.generate(ask(), events.append)
@@ -289,7 +275,7 @@ async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error(
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reason() -> None:
+async def test_failure_ends_all_calls_with_the_first_reason() -> None:
     runner, library = make()
     streams = [await started(runner, ask()) for _ in range(3)]
     library.reason = "its process is gone"
@@ -312,9 +298,7 @@ async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reas
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_check_when_the_library_gives_a_reason_then_streams_end_and_it_knows_who_waits() -> (
-    None
-):
+async def test_check_with_library_failure_ends_streams() -> None:
     runner, library = make()
     await runner.check()
     assert library.waiting_since is None

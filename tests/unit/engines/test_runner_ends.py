@@ -22,7 +22,7 @@ from tests.kit.scripted_library import ask, event, make, some_transfer_params, s
 from tests.kit.waiting import SOON_S
 
 
-async def test_cancel_when_nothing_was_submitted_then_the_library_is_not_called() -> None:
+async def test_cancel_before_submission_skips_the_library() -> None:
     runner, library = make()
     runner.generate(ask(), lambda event: None).cancel()
     await asyncio.wait_for(runner.drain(), SOON_S)
@@ -30,7 +30,7 @@ async def test_cancel_when_nothing_was_submitted_then_the_library_is_not_called(
     assert library.calls == []
 
 
-async def test_cancel_when_it_runs_then_aborted_and_counted_until_its_last_result() -> None:
+async def test_cancel_while_running_counts_until_the_last_result() -> None:
     runner, _ = make()
     stream, events, call = await started(runner, ask())
     call.say(1)
@@ -43,7 +43,7 @@ async def test_cancel_when_it_runs_then_aborted_and_counted_until_its_last_resul
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_prefill_finishes_at_the_same_time_then_its_kv_is_freed() -> None:
+async def test_cancel_as_prefill_finishes_frees_its_kv() -> None:
     runner, _ = make()
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     stream.cancel()
@@ -52,9 +52,7 @@ async def test_cancel_when_prefill_finishes_at_the_same_time_then_its_kv_is_free
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_waits_for_the_first_result() -> (
-    None
-):
+async def test_cancel_during_unabortable_fetch_delays_the_abort() -> None:
     runner, _ = make(can_abort_fetch=False)
     stream, _, call = await started(
         runner, ask(Phase.DECODE, kv_params=await some_transfer_params())
@@ -69,9 +67,7 @@ async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_w
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_one_token_and_aborted_later() -> (
-    None
-):
+async def test_cancel_when_only_fetch_frees_kv_then_submits_one_token() -> None:
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     events: list[StreamEvent] = []
     runner.generate(
@@ -89,9 +85,7 @@ async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_on
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
-async def test_cancel_when_a_call_fetches_nothing_then_it_is_not_submitted_whatever_frees_kv(
-    phase: Phase,
-) -> None:
+async def test_cancel_of_call_without_fetch_is_not_submitted(phase: Phase) -> None:
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     runner.generate(ask(phase), lambda event: None).cancel()
     await asyncio.wait_for(runner.drain(), SOON_S)
@@ -99,7 +93,7 @@ async def test_cancel_when_a_call_fetches_nothing_then_it_is_not_submitted_whate
     assert library.calls == []
 
 
-async def test_cancel_when_the_call_for_the_fetch_is_rejected_then_drain_still_returns() -> None:
+async def test_cancel_with_rejected_fetch_call_still_drains() -> None:
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=0.0)
     runner.generate(ask(Phase.DECODE, kv_params=kv_params), lambda event: None).cancel()
@@ -107,7 +101,7 @@ async def test_cancel_when_the_call_for_the_fetch_is_rejected_then_drain_still_r
     assert library.calls == []
 
 
-async def test_stop_when_prefill_finishes_at_the_same_time_then_its_kv_is_still_offered() -> None:
+async def test_stop_as_prefill_finishes_still_offers_kv() -> None:
     runner, _ = make(keeps_unfetched_kv=True)
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     assert stream.stop()
@@ -121,7 +115,7 @@ async def test_stop_when_prefill_finishes_at_the_same_time_then_its_kv_is_still_
     assert runner.stats().pending_kv_transfers == 0
 
 
-async def test_stop_when_prefill_was_aborted_in_time_then_the_stream_ends_with_an_error() -> None:
+async def test_stop_of_aborted_prefill_ends_with_an_error() -> None:
     runner, _ = make(keeps_unfetched_kv=True)
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     assert stream.stop()
@@ -131,7 +125,7 @@ async def test_stop_when_prefill_was_aborted_in_time_then_the_stream_ends_with_a
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_stop_when_it_is_cancelled_after_it_then_it_is_aborted_once() -> None:
+async def test_stop_then_cancel_aborts_once() -> None:
     runner, _ = make(keeps_unfetched_kv=True)
     stream, events, call = await started(runner, ask(Phase.PREFILL))
     assert stream.stop()
@@ -140,9 +134,7 @@ async def test_stop_when_it_is_cancelled_after_it_then_it_is_aborted_once() -> N
     assert (call.aborts, events, call.releases) == (1, [], [False])
 
 
-async def test_stop_when_it_is_never_confirmed_then_the_stream_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_stop_never_confirmed_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "ANSWER_S", 0.01)
     runner, _ = make(keeps_unfetched_kv=True)
     stream, events, _ = await started(runner, ask(Phase.PREFILL))
@@ -164,9 +156,7 @@ async def test_stop_when_a_cancel_leaves_no_kv_then_it_does_nothing(
     assert call.aborts == 0
 
 
-async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_abort_never_confirmed_still_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "KV_WAIT_S", 0.01)
     monkeypatch.setattr(runner_module, "ANSWER_S", 0.01)
     runner, _ = make(can_abort_fetch=False)
@@ -177,9 +167,7 @@ async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(
         assert call.aborts == 1
 
 
-async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call_is_aborted() -> (
-    None
-):
+async def test_deadline_ends_stream_and_aborts_the_call() -> None:
     runner, _ = make()
     _, events, call = await started(runner, ask(within_s=0.02))
     call.say(1)
@@ -190,9 +178,7 @@ async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_deadline_when_the_kv_is_late_then_the_error_names_the_limit_and_after_it_only_the_requests_counts() -> (
-    None
-):
+async def test_deadline_of_late_kv_names_the_limit() -> None:
     runner, _ = make(kv_fetch_timeout_s=0.02)
     kv_params = await some_transfer_params()
     _, events, _ = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
@@ -206,7 +192,7 @@ async def test_deadline_when_the_kv_is_late_then_the_error_names_the_limit_and_a
     assert len(events) == 2
 
 
-async def test_deadline_when_it_comes_before_the_kv_then_it_is_no_fault_of_the_transfer() -> None:
+async def test_deadline_before_kv_is_no_transfer_fault() -> None:
     runner, _ = make()
     _, events, _ = await started(
         runner, ask(Phase.DECODE, kv_params=await some_transfer_params(), within_s=0.02)

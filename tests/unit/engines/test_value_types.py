@@ -43,7 +43,7 @@ RELEASE = next(release for release in TRTLLM.releases if release.name == "1.2.1"
         ("Optional[object]", ["x", 3, object], [], ""),
     ],
 )
-def test_value_when_checked_then_only_those_of_the_annotation_fit(
+def test_value_fits_only_its_annotation(
     annotation: str, right: list[Any], wrong: list[Any], description: str
 ) -> None:
     assert [value for value in right if not value_types.fits(value, annotation, RELEASE)] == []
@@ -52,22 +52,18 @@ def test_value_when_checked_then_only_those_of_the_annotation_fit(
         assert value_types.description(annotation, RELEASE) == description
 
 
-def test_value_when_an_enumeration_restricts_text_then_other_text_does_not_fit_and_case_does_not_matter() -> (
-    None
-):
+def test_value_of_enumeration_ignores_case() -> None:
     for word in ("AUTO", "dummy", "Dummy"):
         assert value_types.fits(word, "Union[str, LoadFormat]", RELEASE)
     assert not value_types.fits("torch", "Union[str, LoadFormat]", RELEASE)
 
 
-def test_value_when_the_library_compares_literals_without_case_then_any_case_fits() -> None:
+def test_value_of_caseless_literals_fits_in_any_case() -> None:
     assert value_types.fits("Bfloat16", "Literal['auto', 'bfloat16']", VLLM.newest)
     assert not value_types.fits("Bfloat16", "Literal['auto', 'bfloat16']", RELEASE)
 
 
-def test_word_when_its_class_was_read_in_part_then_it_is_passed_on_with_a_note_else_rejected() -> (
-    None
-):
+def test_word_of_partly_read_class_is_passed_with_a_note() -> None:
     partly = copy(RELEASE)
     partly.not_read |= {"MoeConfig in part"}
     given = {"moe_config": {"backend": "NEWKERNELS"}}
@@ -80,9 +76,7 @@ def test_word_when_its_class_was_read_in_part_then_it_is_passed_on_with_a_note_e
 
 
 @pytest.mark.parametrize("value", ["cutlass", 3, True])
-def test_value_when_it_is_no_new_word_then_it_is_rejected_also_for_a_class_that_was_read_in_part(
-    value: Any,
-) -> None:
+def test_value_that_is_no_new_word_is_rejected(value: Any) -> None:
     partly = copy(RELEASE)
     partly.not_read |= {"MoeConfig in part"}
     with pytest.raises(ConfigError, match="expected one of CUTLASS"):

@@ -26,9 +26,7 @@ class Request:
         return FIRST if self.is_overdue else self.priority
 
 
-def test_overdue_request_when_the_first_one_keeps_its_place_then_it_is_not_overtaken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_overdue_request_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
     queue: deque[Request] = deque()
     for name, priority in (("low", 5), ("holds memory", FIRST)):
@@ -50,9 +48,7 @@ def test_overdue_request_when_others_arrive_then_it_stays_first(
     assert [request.name for request in queue] == ["low", "highest", "high"]
 
 
-def test_wait_when_each_step_reports_it_then_each_resource_is_recorded_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wait_records_each_resource_once(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Any] = []
     recorder = SimpleNamespace(record=lambda *event: recorded.append(event))
     monkeypatch.setattr(waiting, "RECORDER", recorder)

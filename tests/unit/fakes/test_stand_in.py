@@ -73,7 +73,7 @@ def test_import_when_done_then_it_says_that_it_is_a_stand_in(
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(version: str) -> None:
+def test_names_of_played_release_equal_its_manifest(version: str) -> None:
     release = release_for(version)
     with fake_tensorrt_llm(version) as package:
         assert set(inspect.signature(package.SamplingParams).parameters) - {
@@ -106,14 +106,14 @@ def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(vers
         ("1.2.1", {"build_config": {}}, "build_config"),
     ],
 )
-def test_constructor_when_the_release_lacks_a_key_then_value_error_names_it(
+def test_constructor_with_missing_key_is_value_error(
     version: str, args: dict[str, Any], key: str
 ) -> None:
     with fake_tensorrt_llm(version) as package, pytest.raises(ValueError, match=key):
         package.LLM("nowhere", **args)
 
 
-def test_arguments_when_the_played_candidate_was_read_then_it_refuses_else_it_takes_them() -> None:
+def test_arguments_are_rejected_by_read_candidate_only() -> None:
     prio = {"model": "m", "scheduler_config": {"waiting_queue_policy": "prio"}}
     cache = {"model": "m", "cache_transceiver_config": {"backend": "NIXL", "of_the_future": True}}
     with fake_tensorrt_llm("1.3.0rc27") as package:
@@ -127,9 +127,7 @@ def test_arguments_when_the_played_candidate_was_read_then_it_refuses_else_it_ta
             assert taken["cache_transceiver_config"]["of_the_future"] is True
 
 
-async def test_context_only_when_answered_then_length_one_token_and_the_callers_object_was_changed(
-    trt: Any, llm: Any
-) -> None:
+async def test_context_only_returns_one_token_and_changes_caller(trt: Any, llm: Any) -> None:
     mine = sampling(trt)
     params = trt.DisaggregatedParams(request_type="CONTEXT_ONLY")
     result = llm.generate_async(PROMPT, mine, disaggregated_params=params)
@@ -143,9 +141,7 @@ async def test_context_only_when_answered_then_length_one_token_and_the_callers_
     assert answered.ctx_request_id > 1 << 53
 
 
-async def test_two_calls_when_joined_then_tokens_equal_and_the_first_comes_alone_and_once(
-    trt: Any, llm: Any, tiny: Path
-) -> None:
+async def test_two_calls_joined_give_equal_tokens(trt: Any, llm: Any, tiny: Path) -> None:
     decode = await asyncio.to_thread(make, trt, tiny)
     whole = (await llm.generate_async(PROMPT, sampling(trt))).outputs[0].token_ids
     answered = (await context(trt, llm)).outputs[0].disaggregated_params
@@ -160,9 +156,7 @@ async def test_two_calls_when_joined_then_tokens_equal_and_the_first_comes_alone
     await asyncio.to_thread(decode.shutdown)
 
 
-async def test_decode_when_parameters_were_changed_then_request_error_names_the_field(
-    trt: Any, llm: Any
-) -> None:
+async def test_decode_of_changed_parameters_names_the_field(trt: Any, llm: Any) -> None:
     answered = (await context(trt, llm)).outputs[0].disaggregated_params
     for change in ({"ctx_request_id": 3}, {"opaque_state": b"x"}, {"opaque_state": "text"}):
         result = llm.generate_async(
@@ -172,9 +166,7 @@ async def test_decode_when_parameters_were_changed_then_request_error_names_the_
             await result
 
 
-async def test_stream_when_iterated_then_the_same_object_is_changed_and_ids_are_cumulative(
-    trt: Any, llm: Any
-) -> None:
+async def test_stream_changes_one_object_with_cumulative_ids(trt: Any, llm: Any) -> None:
     seen = [step async for step in llm.generate_async(PROMPT, sampling(trt), streaming=True)]
     assert len(seen) == 8
     assert len({id(step) for step in seen}) == 1
@@ -193,9 +185,7 @@ async def test_stop_word_when_met_then_cut_unless_asked_for(trt: Any, llm: Any) 
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (free[:4], "stop", None)
 
 
-async def test_prefill_when_its_first_token_stops_then_stop_and_nothing_is_held_but_length_at_a_stop_word(
-    trt: Any, llm: Any
-) -> None:
+async def test_prefill_stopped_at_first_token_holds_nothing(trt: Any, llm: Any) -> None:
     first = (await context(trt, llm)).outputs[0].token_ids
     result = await context(trt, llm, end_id=first[0])
     assert result.outputs[0].finish_reason == "stop"
@@ -205,9 +195,7 @@ async def test_prefill_when_its_first_token_stops_then_stop_and_nothing_is_held_
     assert result.outputs[0].disaggregated_params.first_gen_tokens == first
 
 
-async def test_setup_when_end_id_is_none_then_needs_a_tokenizer_and_changes_the_callers_object(
-    trt: Any, llm: Any, tiny: Path
-) -> None:
+async def test_setup_without_end_id_needs_a_tokenizer(trt: Any, llm: Any, tiny: Path) -> None:
     with pytest.raises(ValueError, match="end_id"):
         llm.generate_async(PROMPT, sampling(trt, end_id=None))
     other = await asyncio.to_thread(make, trt, tiny, skip_tokenizer_init=False)
@@ -219,9 +207,7 @@ async def test_setup_when_end_id_is_none_then_needs_a_tokenizer_and_changes_the_
     await asyncio.to_thread(other.shutdown)
 
 
-async def test_prompt_when_longer_than_a_step_then_refused_unless_chunked(
-    trt: Any, tiny: Path
-) -> None:
+async def test_prompt_longer_than_a_step_needs_chunking(trt: Any, tiny: Path) -> None:
     llm = await asyncio.to_thread(make, trt, tiny, max_num_tokens=40)
     with pytest.raises(trt.llmapi.RequestError, match="max_num_tokens"):
         llm.generate_async(PROMPT, sampling(trt))
@@ -231,9 +217,7 @@ async def test_prompt_when_longer_than_a_step_then_refused_unless_chunked(
     await asyncio.to_thread(llm.shutdown)
 
 
-async def test_abort_when_called_then_the_stream_ends_cancelled_and_after_shutdown_it_asserts(
-    trt: Any, tiny: Path
-) -> None:
+async def test_abort_ends_cancelled_and_asserts_after_shutdown(trt: Any, tiny: Path) -> None:
     llm = await asyncio.to_thread(make, trt, tiny)
     result = llm.generate_async(PROMPT, sampling(trt, max_tokens=4000), streaming=True)
     await anext(result)
@@ -286,7 +270,7 @@ async def test_stats_when_not_enabled_then_none_come(trt: Any, llm: Any, tiny: P
         ("executor_dies", "RuntimeError"),
     ],
 )
-async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_lives(
+async def test_failure_kind_says_whether_the_executor_lives(
     trt: Any, llm: Any, trap: str, error: str
 ) -> None:
     async def run() -> None:
@@ -313,7 +297,7 @@ PLAYED = (
 
 @pytest.mark.long
 @pytest.mark.parametrize(("version", "runtime"), PLAYED)
-def test_probes_when_the_stand_in_is_asked_what_the_real_package_will_be_then_its_traps_are_as_assumed(
+def test_probes_find_the_assumed_traps_of_the_stand_in(
     version: str, runtime: str, tiny: Path
 ) -> None:
     with fake_tensorrt_llm(version) as package:
@@ -343,9 +327,7 @@ def test_traps_when_one_is_unknown_then_refused_by_name(trt: Any) -> None:
 
 
 @pytest.mark.parametrize("version", RELEASES)
-def test_differences_when_the_stand_in_is_compared_with_its_manifest_then_none_and_a_planted_one_is_found(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differences_from_manifest_are_found(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison that the real package is put to, so that its text is known to work."""
     release = release_for(version)
     with fake_tensorrt_llm(version) as package:

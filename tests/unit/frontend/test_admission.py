@@ -28,9 +28,7 @@ from dynamo_trtllm.support.http_server.request_head import Headers
 from tests.kit.admission import Clock, left, wait_until_loaded
 
 
-async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goes_on_and_small_ones_are_served() -> (
-    None
-):
+async def test_body_budget_full_of_large_bodies_serves_small_ones() -> None:
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
     first, second, third, small = (budget.body() for _ in range(4))
     for body in (first, second):
@@ -50,7 +48,7 @@ async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goe
     assert budget.in_use == 3 * SMALL_BODY_BYTES
 
 
-async def test_body_budget_when_an_older_body_waits_then_the_favored_one_still_goes_on() -> None:
+async def test_body_budget_favored_body_passes_an_older_one() -> None:
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
     older = budget.body()
     favored = budget.body()
@@ -64,9 +62,7 @@ async def test_body_budget_when_an_older_body_waits_then_the_favored_one_still_g
     waiting.cancel()
 
 
-async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has_taken_its_quarter() -> (
-    None
-):
+async def test_body_budget_reserves_the_favored_quarter() -> None:
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
     first = budget.body()
     second = budget.body()
@@ -82,7 +78,7 @@ async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has
     await waits
 
 
-async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> None:
+async def test_body_budget_not_free_in_time_is_overloaded() -> None:
     budget = BodyBudget(100, wait_s=0.0)
     await budget.acquire(60, budget.body())
     with pytest.raises(Overloaded, match="--max-total-body-bytes"):
@@ -90,7 +86,7 @@ async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> 
     assert budget.in_use == 60
 
 
-async def test_read_body_when_it_fails_then_its_error_does_not_keep_what_was_received() -> None:
+async def test_read_body_error_releases_the_received_bytes() -> None:
     class Part(bytearray):
         """Bytes to which a weak reference is possible."""
 
@@ -109,9 +105,7 @@ async def test_read_body_when_it_fails_then_its_error_does_not_keep_what_was_rec
     assert received() is None
 
 
-async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free_with_its_body() -> (
-    None
-):
+async def test_body_budget_granted_to_a_leaving_client_is_freed() -> None:
     budget = BodyBudget(100)
     holding = budget.body()
     leaving = budget.body()
@@ -124,9 +118,7 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
     assert budget.in_use == 0
 
 
-async def test_body_budget_when_many_bodies_wait_then_a_grant_looks_at_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_body_budget_grant_looks_at_few_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
     fits = BodyBudget._fits
 
@@ -175,21 +167,15 @@ async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) 
     return [numbers for numbers in by_iteration if numbers]
 
 
-async def test_planning_when_bodies_take_little_time_then_one_iteration_plans_those_that_came_together() -> (
-    None
-):
+async def test_planning_of_quick_bodies_takes_one_iteration() -> None:
     assert await planned(4, WORK_S / 5) == [[0, 1, 2, 3]]
 
 
-async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_go_on_in_order() -> (
-    None
-):
+async def test_planning_over_time_continues_in_order() -> None:
     assert await planned(7, WORK_S / 2.5) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> (
-    None
-):
+async def test_planning_of_later_bodies_follows_waiting_ones() -> None:
     clock = Clock()
     order = list[int]()
     planning = IterationTime(clock)
@@ -207,7 +193,7 @@ async def test_planning_when_bodies_come_later_then_they_are_planned_after_those
     assert order == list(range(16))
 
 
-async def test_planning_when_one_that_waits_is_cancelled_then_the_others_are_planned() -> None:
+async def test_planning_cancelled_lets_others_continue() -> None:
     assert await planned(4, WORK_S, cancelled=2) == [[0], [1], [3]]
 
 
@@ -229,9 +215,7 @@ async def test_planning_when_one_fails_then_its_time_counts() -> None:
     assert events == ["other work", "planned"]
 
 
-async def test_planning_when_bodies_that_wait_take_unlike_times_then_no_iteration_takes_much_more() -> (
-    None
-):
+async def test_planning_of_unlike_bodies_bounds_each_iteration() -> None:
     clock = Clock()
     planning = IterationTime(clock)
     took = [0.0]
@@ -249,7 +233,7 @@ async def test_planning_when_bodies_that_wait_take_unlike_times_then_no_iteratio
     assert max(took) == pytest.approx(1.2 * WORK_S)
 
 
-async def test_planning_when_other_tasks_take_time_in_between_then_it_does_not_count() -> None:
+async def test_planning_ignores_time_of_other_tasks() -> None:
     clock = Clock()
     planning = IterationTime(clock)
     planned_in = list[int]()
@@ -267,7 +251,7 @@ async def test_planning_when_other_tasks_take_time_in_between_then_it_does_not_c
     assert planned_in == [0, 0, 0]
 
 
-async def test_ending_when_requests_have_many_choices_then_each_has_an_iteration() -> None:
+async def test_ending_of_many_choices_takes_an_iteration_each() -> None:
     ending = IterationTime(Clock())
     ended_in = list[int]()
     iteration = 0
@@ -284,7 +268,7 @@ async def test_ending_when_requests_have_many_choices_then_each_has_an_iteration
     assert len(ended_in) == len(set(ended_in)) == 3
 
 
-async def test_planning_when_many_bodies_wait_then_each_only_looks_at_its_own_turn() -> None:
+async def test_planning_of_many_bodies_checks_only_own_turn() -> None:
     looks = 0
 
     def count_looks() -> float:
@@ -327,30 +311,26 @@ async def acted_on(*requests: int, leaving: int | None = None) -> list[list[int]
     return [acted for acted in by_iteration if acted]
 
 
-async def test_choice_turns_when_requests_have_many_then_an_iteration_has_some_of_each_and_all_get_theirs() -> (
-    None
-):
+async def test_choice_turns_of_requests_alternate() -> None:
     by_iteration = await acted_on(128, 128, 128)
     assert max(map(len, by_iteration)) <= CHOICES_PER_ITERATION
     assert set(chain(*by_iteration[:2])) == {0, 1, 2}
     assert sorted(chain(*by_iteration)) == [0] * 128 + [1] * 128 + [2] * 128
 
 
-async def test_choice_turns_when_many_requests_have_few_choices_then_they_count_too() -> None:
+async def test_choice_turns_include_requests_with_few_choices() -> None:
     by_iteration = await acted_on(*[2] * 100)
     assert max(map(len, by_iteration)) == CHOICES_PER_ITERATION
     assert [*chain(*by_iteration)] == sorted([*range(100)] * 2)
 
 
-async def test_choice_turns_when_a_request_leaves_then_the_rest_of_its_choices_take_no_turn() -> (
-    None
-):
+async def test_choice_turns_of_a_gone_request_are_skipped() -> None:
     by_iteration = await acted_on(128, 128, leaving=0)
     assert [*chain(*by_iteration)].count(0) <= CHOICES_PER_ITERATION
     assert [*chain(*by_iteration)].count(1) == 128
 
 
-async def test_choice_turns_when_a_request_has_one_choice_then_it_waits_for_no_turn() -> None:
+async def test_choice_turns_are_not_needed_for_one_choice() -> None:
     assert [0] * 100 not in await acted_on(100, 1)
     assert 1 in (await acted_on(100, 1))[0]
 
@@ -382,7 +362,7 @@ class Arrivals:
             self._budget.release(body)
 
 
-async def test_body_budget_when_small_bodies_fill_it_then_a_tiny_one_has_its_reserve() -> None:
+async def test_body_budget_reserves_space_for_a_tiny_body() -> None:
     budget = BodyBudget(16 * SMALL_BODY_BYTES)
     for _ in range(14):
         await budget.acquire(SMALL_BODY_BYTES, budget.body())
@@ -441,9 +421,7 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     await left(*asking, *arrivals.tasks)
 
 
-async def test_body_budget_when_bodies_are_slow_only_after_a_while_then_they_end_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_body_budget_ends_bodies_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
     clock = Clock()
     budget = BodyBudget(16 << 10, clock=clock)
@@ -457,9 +435,7 @@ async def test_body_budget_when_bodies_are_slow_only_after_a_while_then_they_end
     assert arrivals.ended == [("slow", 16 << 10)]
 
 
-async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_body_budget_wait_is_not_time_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
     clock = Clock()
     budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock)
@@ -477,9 +453,7 @@ async def test_body_budget_when_a_body_waits_for_its_share_then_that_time_is_not
     await left(asking, *arrivals.tasks)
 
 
-async def test_body_budget_when_much_was_in_use_and_all_is_free_then_memory_is_returned_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_body_budget_all_free_returns_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     returned = asyncio.Event()
     monkeypatch.setattr(request_body, "_RETURNED_BYTES", 100)
     monkeypatch.setattr(request_body, "_RETURN_AFTER_S", 0.0)

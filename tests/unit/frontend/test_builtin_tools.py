@@ -92,9 +92,7 @@ def test_responses_then_calls_come_back_and_their_results_go_in(
     assert shown.endswith(f"{OUTPUT}{results('browser.search', 'python')}<|start|>assistant")
 
 
-def test_call_of_a_tool_that_is_not_declared_then_a_function_call_of_its_name(
-    served: ServedModel,
-) -> None:
+def test_call_of_undeclared_builtin_tool_is_a_function_call(served: ServedModel) -> None:
     expected = [
         ("browser.search", '{"query": "x"}'),
         ("python", json.dumps({"input": CODE}, separators=(",", ":"))),
@@ -116,7 +114,7 @@ def test_call_of_a_tool_that_is_not_declared_then_a_function_call_of_its_name(
     [(BROWSER, "browser.search", QUERY), (PYTHON, "python", None)],
     ids=["browser", "python"],
 )
-def test_tool_choice_then_the_call_is_forced_in_the_form_of_the_model(
+def test_tool_choice_forces_the_call_in_the_model_format(
     served: ServedModel, tool: dict[str, Any], header: str, schema: Any
 ) -> None:
     body, _ = test_chat_tools.asked(tools=[tool], tool_choice="required")
@@ -128,9 +126,7 @@ def test_tool_choice_then_the_call_is_forced_in_the_form_of_the_model(
     assert (None if guided is None else guided.alternatives) == wanted
 
 
-def test_required_with_functions_beside_builtin_tools_then_each_has_its_header(
-    served: ServedModel,
-) -> None:
+def test_required_builtin_tools_and_functions_have_headers(served: ServedModel) -> None:
     body, _ = test_chat_tools.asked(tools=[WEATHER, BROWSER, PYTHON], tool_choice="required")
     (choice,) = test_chat_tools.planned(served, body).choices
     assert served.renderer.decode(choice.request.token_ids).endswith(
@@ -145,9 +141,7 @@ def test_required_with_functions_beside_builtin_tools_then_each_has_its_header(
     assert (python.prefix, bool(python.regex)) == ("analysis to=python code<|message|>", True)
 
 
-def test_strict_builtin_tool_then_it_is_named_and_functions_are_constrained(
-    served: ServedModel,
-) -> None:
+def test_strict_builtin_tool_constrains_functions(served: ServedModel) -> None:
     strict = [
         {"type": "function", "function": tool["function"] | {"strict": True}}
         for tool in (WEATHER, BROWSER)

@@ -84,9 +84,7 @@ def answered(
     ]
 
 
-def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
-    served: ServedModel,
-) -> None:
+def test_server_tools_are_omitted_and_named(served: ServedModel) -> None:
     body, ignored = asked(tools=[FUNCTION, *HOSTED])
     assert ignored == ["tools.web_search", "tools.retrieval"]
     shown = prompt_of(served, body)
@@ -94,15 +92,13 @@ def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
     assert "retrieval" not in shown
 
 
-def test_tool_choice_when_it_demands_a_tool_of_a_server_then_rejected() -> None:
+def test_tool_choice_of_a_server_tool_is_rejected() -> None:
     with pytest.raises(UnsupportedParameter, match="demands 'web_search'"):
         asked(tools=[FUNCTION, *HOSTED], tool_choice={"type": "web_search"})
 
 
 @pytest.mark.parametrize("steps", [[1], [5], [1000]], ids=str)
-def test_custom_tool_then_its_call_has_the_text_and_functions_are_as_before(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_custom_tool_call_has_the_text(served: ServedModel, steps: list[int]) -> None:
     message, deltas = answered(served, steps, tools=[CUSTOM, FUNCTION])
     custom, function = message["tool_calls"]
     assert (custom["type"], custom["custom"]) == ("custom", {"name": "patch", "input": TEXT})
@@ -121,9 +117,7 @@ def test_custom_tool_with_a_grammar_then_the_model_sees_it(served: ServedModel) 
     assert "[a-z]+" in prompt_of(served, body)
 
 
-def test_custom_tool_when_its_call_is_demanded_then_its_header_is_forced(
-    served: ServedModel,
-) -> None:
+def test_required_custom_tool_call_forces_its_header(served: ServedModel) -> None:
     named = {"type": "custom", "custom": {"name": "patch"}}
     for choice in (
         named,
@@ -133,7 +127,7 @@ def test_custom_tool_when_its_call_is_demanded_then_its_header_is_forced(
         assert prompt_of(served, body).endswith("to=functions.patch <|constrain|>json<|message|>")
 
 
-def test_history_with_the_call_of_a_custom_tool_then_the_model_sees_it(served: ServedModel) -> None:
+def test_history_shows_a_custom_tool_call_to_the_model(served: ServedModel) -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": TEXT}}
     messages = [
         {"role": "user", "content": "go"},

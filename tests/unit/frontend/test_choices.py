@@ -86,7 +86,7 @@ def scored(text: str, logprob: float) -> Chunk:
 # --- whole answers --------------------------------------------------------------------------------
 
 
-async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> None:
+async def test_n_choices_count_the_prompt_once() -> None:
     served = with_scripts(
         [chunk("a"), stop()], [chunk("bb"), chunk("b", finish=FinishReason.LENGTH)]
     )
@@ -111,7 +111,7 @@ async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> 
     assert response.headers["x-decode-instance"] == "cd"
 
 
-async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_counted() -> None:
+async def test_several_prompts_give_choices_in_order() -> None:
     served = with_scripts([stop("a")], [stop("b")], [stop("c")], [stop("d")])
     body = (await post(served, TEXT, prompt=["x", "yy"], n=2)).json()
     assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
@@ -131,7 +131,7 @@ async def test_choices_then_they_run_side_by_side() -> None:
     assert [choice["text"] for choice in (await asking).json()["choices"]] == ["a", "b"]
 
 
-async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tokens_count() -> None:
+async def test_best_of_returns_the_likeliest_first() -> None:
     served = with_scripts(
         [scored("unlikely", -2.0), stop()],
         [scored("a long but likely text", -0.2), stop()],
@@ -150,7 +150,7 @@ async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tok
     )
 
 
-async def test_best_of_with_logprobs_then_those_of_the_kept_choice_are_shown() -> None:
+async def test_best_of_logprobs_are_of_the_returned_choice() -> None:
     served = with_scripts([scored("no", -2.0), stop()], [scored("yes", -0.5), stop()])
     (choice,) = (await post(served, TEXT, best_of=2, logprobs=1)).json()["choices"]
     assert choice["text"] == "yes"
@@ -167,7 +167,7 @@ async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_finish() -> None:
+async def test_n_streamed_choices_are_interleaved_by_index() -> None:
     first = asyncio.Event()
     second = asyncio.Event()
     served = with_scripts(
@@ -217,7 +217,7 @@ async def test_text_stream_with_echo_then_each_prompt_comes_first() -> None:
     assert texts == {0: ["ab", "1", ""], 1: ["cd", "2", ""]}
 
 
-async def test_text_stream_with_logprobs_then_offsets_count_in_each_choice() -> None:
+async def test_text_stream_logprob_offsets_count_per_choice() -> None:
     served = with_scripts(
         [scored("ab", -1.0), scored("c", -1.0), stop()], [scored("xyz", -1.0), stop()]
     )
@@ -250,9 +250,7 @@ async def test_stats_when_several_choices_then_the_whole_and_each() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_closed(
-    stream: bool,
-) -> None:
+async def test_choice_error_before_headers_closes_all(stream: bool) -> None:
     served = with_scripts([asyncio.Event()], [errors.EngineFailed("died")], [asyncio.Event()])
     response = await post(served, CHAT, n=3, stream=stream)
     assert response.status_code == 500
@@ -260,7 +258,7 @@ async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_cl
     assert served.router.running == 0
 
 
-async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> None:
+async def test_choice_error_after_headers_is_one_event() -> None:
     shown = asyncio.Event()
     served = with_scripts([chunk("a"), asyncio.Event()], [shown, errors.Disconnected("lost")])
     asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
@@ -271,7 +269,7 @@ async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> No
     assert served.router.running == 0
 
 
-async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back() -> None:
+async def test_client_gone_closes_choices_and_returns_permits() -> None:
     served = with_scripts(
         [chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2
     )
@@ -341,9 +339,7 @@ class CountedStream(Stream):
 
 
 @pytest.mark.parametrize("leaves_early", [False, True], ids=["when all run", "at once"])
-async def test_clients_of_128_choices_when_they_leave_together_then_no_iteration_has_many_of_them(
-    leaves_early: bool,
-) -> None:
+async def test_clients_leaving_with_128_choices_spread_the_work(leaves_early: bool) -> None:
     router = CountingRouter()
     served = FakeFrontend(router, FrontendConfig(max_inflight=1024))  # type: ignore[arg-type]
     requests = [asyncio.create_task(post(served, CHAT, n=128, stream=True)) for _ in range(10)]
@@ -372,13 +368,13 @@ async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
     assert (await first).status_code == 200
 
 
-async def test_choices_when_more_than_the_server_ever_runs_then_400_and_not_try_again() -> None:
+async def test_choices_over_server_capacity_are_400() -> None:
     response = await post(with_scripts(max_inflight=2), CHAT, n=3)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
     assert "retry-after" not in response.headers
 
 
-async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_of_each() -> None:
+async def test_metrics_of_several_choices_count_one_request() -> None:
     served = with_scripts([chunk("ab"), stop("c")], [chunk("de"), stop("f")])
     await post(served, CHAT, n=2)
     text = served.metrics.render().decode()
@@ -391,7 +387,7 @@ async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_o
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
+def test_best_of_two_prompts_is_numbered_in_order() -> None:
     text = functools.partial(Delta, channel=Channel.CONTENT)
     plan = GenerationPlan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
     regions = [
@@ -408,7 +404,7 @@ def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> 
     ]
 
 
-async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:
+async def test_single_tool_call_limit_ends_before_the_second() -> None:
     never = asyncio.Event()
     served = with_scripts([chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), never])
     tools = [

@@ -58,16 +58,14 @@ def tolerant(mode: str) -> FakeFrontend:
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text), (RESPONSES, response)])
-async def test_unknown_field_when_they_are_warned_about_then_served_and_named_in_a_header(
-    path: str, body: Any
-) -> None:
+async def test_unknown_field_with_warning_is_named_in_a_header(path: str, body: Any) -> None:
     for stream in (False, True):
         answer = await post(tolerant("warn"), path, body(zebra=1, stream=stream))
         assert answer.status_code == 200, answer.text
         assert answer.headers[IGNORED] == "zebra"
 
 
-async def test_unknown_fields_within_objects_when_they_are_warned_about_then_named_once() -> None:
+async def test_unknown_nested_fields_are_named_once() -> None:
     part = {"type": "text", "text": "hi", "cache_control": {}}
     tool = {"type": "function", "function": {"name": "f", "zoo": 1}}
     choice = {"type": "function", "function": {"name": "f"}, "lion": 1}
@@ -82,9 +80,7 @@ async def test_unknown_fields_within_objects_when_they_are_warned_about_then_nam
     assert sorted(answer.headers[IGNORED].split(", ")) == ["cache_control", "lion", "zebra", "zoo"]
 
 
-async def test_unknown_fields_when_warned_about_then_each_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     served = tolerant("warn")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -98,7 +94,7 @@ async def test_unknown_fields_when_warned_about_then_each_is_logged_once(
     assert 'dynamo_trtllm_ignored_fields_total{field="zebra"} 3.0' in page
 
 
-async def test_unknown_fields_when_a_client_sends_ever_new_ones_then_a_line_per_request_and_later_ones_are_logged(
+async def test_unknown_fields_ever_new_log_one_line_per_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     served = tolerant("warn")
@@ -111,7 +107,7 @@ async def test_unknown_fields_when_a_client_sends_ever_new_ones_then_a_line_per_
 
 
 @pytest.mark.parametrize("place", ["top", "part"])
-def test_unknown_fields_when_a_body_has_very_many_then_few_are_kept(place: str) -> None:
+def test_unknown_fields_of_a_large_body_are_stored_in_part(place: str) -> None:
     wild = {f"{at}" + "x" * 100: 1 for at in range(1000)}
     part = {"type": "text", "text": "hi"}
     if place == "part":
@@ -123,7 +119,7 @@ def test_unknown_fields_when_a_body_has_very_many_then_few_are_kept(place: str) 
     assert 0 < sum(map(len, ignored)) < 2000
 
 
-async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(
+async def test_unknown_fields_ignored_have_no_header_or_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -133,9 +129,7 @@ async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(
     assert not caplog.records
 
 
-async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short_and_clean() -> (
-    None
-):
+async def test_unknown_fields_header_is_short_and_clean() -> None:
     wild = {f"{at}\r\nx: y" + "z" * 500: 1 for at in range(100)}
     header = (await post(tolerant("warn"), CHAT, chat(**wild))).headers[IGNORED]
     assert header.startswith("0??x??y")
@@ -143,9 +137,7 @@ async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short
 
 
 @pytest.mark.parametrize("mode", ["warn", "ignore"])
-async def test_field_that_is_known_and_not_supported_when_unknown_ones_are_ignored_then_still_rejected(
-    mode: str,
-) -> None:
+async def test_unsupported_field_is_rejected_though_unknown_pass(mode: str) -> None:
     check_error(
         await post(tolerant(mode), CHAT, chat(audio={})), 400, "unsupported_parameter", "audio"
     )
@@ -201,7 +193,7 @@ MISSPELLED = [
 @pytest.mark.parametrize(
     ("path", "body", "field", "meant"), MISSPELLED, ids=[name[2] for name in MISSPELLED]
 )
-async def test_misspelled_field_by_default_then_rejected_with_the_name_that_is_meant(
+async def test_misspelled_field_suggests_the_right_name(
     path: str, body: dict[str, Any], field: str, meant: str
 ) -> None:
     answer = await post(front(stop("x")), path, body)
@@ -219,9 +211,7 @@ async def test_misspelled_field_of_a_part_by_default_then_rejected() -> None:
 @pytest.mark.parametrize(
     "name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"]
 )
-async def test_field_that_would_change_the_answer_by_default_then_rejected_with_what_to_do(
-    name: str,
-) -> None:
+async def test_field_that_changes_the_answer_says_what_to_do(name: str) -> None:
     answer = await post(front(stop("x")), CHAT, chat(**{name: "something"}))
     check_error(answer, 400, "unsupported_parameter", name)
     assert ChatRequest.unsupported[name] in answer.json()["error"]["message"]
@@ -242,7 +232,7 @@ ADDED = {
 }
 
 
-async def test_fields_that_clients_add_on_their_own_by_default_then_the_answer_is_served() -> None:
+async def test_fields_added_by_clients_are_accepted() -> None:
     messages = [
         USER[0],
         {"role": "assistant", "name": "ops_agent", "content": "a", "refusal": None}
@@ -264,7 +254,7 @@ async def test_fields_that_clients_add_on_their_own_by_default_then_the_answer_i
 
 
 @pytest.mark.parametrize("mode", ["warn", "reject"])
-async def test_name_that_the_prompt_format_drops_then_ignored_and_named(mode: str) -> None:
+async def test_name_dropped_by_prompt_format_is_reported(mode: str) -> None:
     messages = [USER[0], {"role": "assistant", "name": "ops_agent", "content": "a"}, USER[0]]
     answer = await post(tolerant(mode), CHAT, chat(messages=messages))
     assert answer.status_code == 200, answer.text
@@ -309,7 +299,7 @@ FORMATS: list[tuple[dict[str, Any], OutputFormat]] = [
 
 
 @pytest.mark.parametrize(("fields", "wanted"), FORMATS)
-def test_output_format_under_any_name_then_the_engine_gets_the_same(
+def test_output_format_has_the_same_effect_under_any_name(
     harmony: ServedModel, fields: dict[str, Any], wanted: OutputFormat
 ) -> None:
     guided = generation_plans.chat(harmony, **fields).choices[0].request.sampling.guided
@@ -351,13 +341,13 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
         ({"attention_dp_relax": True}, "attention_dp_relax"),
     ],
 )
-async def test_formats_and_values_that_are_wrong_or_differ_under_two_names_then_400_names_one(
+async def test_wrong_or_conflicting_formats_name_one_field(
     fields: dict[str, Any], param: str
 ) -> None:
     check_error(await post(front(stop("x")), CHAT, chat(**fields)), 400, "invalid_request", param)
 
 
-async def test_reasoning_of_a_message_under_two_names_when_it_differs_then_400() -> None:
+async def test_conflicting_reasoning_names_are_400() -> None:
     message = {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}
     answer = await post(front(stop("x")), CHAT, chat(messages=[*USER, message]))
     check_error(answer, 400, "invalid_request", "messages[1].reasoning")
@@ -366,16 +356,12 @@ async def test_reasoning_of_a_message_under_two_names_when_it_differs_then_400()
 @pytest.mark.parametrize(
     "fields", [{"structured_outputs": {"structural_tag": "x"}}, {"guided_whitespace_pattern": " "}]
 )
-async def test_part_of_structured_output_that_is_not_supported_then_rejected(
-    fields: dict[str, Any],
-) -> None:
+async def test_unsupported_structured_output_part_is_rejected(fields: dict[str, Any]) -> None:
     answer = await post(front(stop("x")), CHAT, chat(**fields))
     assert answer.json()["error"]["code"] == "unsupported_parameter"
 
 
-def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_name(
-    harmony: ServedModel,
-) -> None:
+def test_output_format_without_engine_support_names_field(harmony: ServedModel) -> None:
     for plan in (generation_plans.chat, generation_plans.text):
         with pytest.raises(UnsupportedParameter) as refused:
             plan(generation_plans.refusing(harmony, "guided"), guided_regex="a")
@@ -392,7 +378,7 @@ def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_n
         (RESPONSES, response(text={"format": {"type": "json_object"}}), "text.format"),
     ],
 )
-async def test_output_format_when_the_engine_rejects_it_then_the_error_has_the_clients_name(
+async def test_output_format_rejected_by_engine_names_field(
     path: str, body: dict[str, Any], name: str
 ) -> None:
     served = front(RequestRejected("the output format is not supported", field="guided"))
@@ -412,7 +398,7 @@ async def test_include_reasoning_when_false_then_the_answer_has_none(stream: boo
     assert "so" in answer.text
 
 
-async def test_return_token_ids_when_chat_then_ids_of_prompt_and_answer() -> None:
+async def test_return_token_ids_of_chat_has_prompt_and_answer() -> None:
     script = chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop("!")
     body = (await post(front(*script), CHAT, chat(return_token_ids=True))).json()
     assert body["prompt_token_ids"] == [*b"hi"]
@@ -444,9 +430,7 @@ async def test_return_token_ids_when_text_then_ids_are_in_each_choice() -> None:
     assert got[1]["choices"][0]["token_ids"] == [*b"a", END]
 
 
-async def test_template_argument_that_the_model_does_not_use_then_served_and_named_in_a_header() -> (
-    None
-):
+async def test_unused_template_argument_is_named_in_a_header() -> None:
     body = chat(chat_template_kwargs={"enable_thinking": False})
     answer = await post(front(stop("x")), CHAT, body)
     assert answer.status_code == 200
@@ -472,9 +456,7 @@ async def options(served: FakeFrontend, headers: dict[str, str]) -> httpx.Respon
 @pytest.mark.parametrize(
     ("origins", "allowed"), [("*", "*"), (f"http://a,{PAGE['origin']}", PAGE["origin"])]
 )
-async def test_page_of_an_allowed_origin_then_preflight_and_answers_have_the_headers(
-    origins: str, allowed: str
-) -> None:
+async def test_allowed_origin_gets_cors_headers(origins: str, allowed: str) -> None:
     preflight = await options(front(cors_origins=origins), PREFLIGHT)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == allowed
@@ -539,7 +521,7 @@ async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (RESPONSES, response)])
 @pytest.mark.parametrize("logprobs", [False, True])
-async def test_answer_in_a_format_when_the_model_ends_without_one_then_it_is_incomplete(
+async def test_answer_that_ends_without_its_format_is_incomplete(
     path: str, body: Any, logprobs: bool
 ) -> None:
     if path == CHAT:

@@ -44,7 +44,7 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_before() -> None:
+async def test_take_with_full_queue_is_overloaded() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
     limiter.check(CLIENT)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
@@ -60,7 +60,7 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
     limiter.check(CLIENT)
 
 
-async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
+async def test_acquire_of_several_choices_is_atomic_and_fair() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
     await limiter.acquire(2, CLIENT, 30.0, FREE)
     large = await waiting(limiter, 3)
@@ -74,9 +74,7 @@ async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overta
     assert limiter.in_use == 1
 
 
-async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> (
-    None
-):
+async def test_take_after_deadline_leaves_the_queue() -> None:
     limiter = ConcurrencyLimiter(2, max_queued=9)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     large = await waiting(limiter, 2, within_s=0.01)
@@ -95,7 +93,7 @@ async def test_take_when_no_time_is_left_then_deadline() -> None:
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_once() -> None:
+async def test_take_by_gone_client_frees_its_place() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     await left(await waiting(limiter))
@@ -104,9 +102,7 @@ async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_o
     assert limiter.in_use == 0
 
 
-async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> (
-    None
-):
+async def test_take_by_client_leaving_at_its_turn_passes_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
@@ -118,9 +114,7 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> (
-    None
-):
+async def test_take_by_client_that_just_left_passes_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
@@ -140,7 +134,7 @@ async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_per
         (["a4", "a1", "b3", "b3"], ["b3", "a4", "a1", "b3"]),
     ],
 )
-async def test_turns_when_several_clients_wait_then_each_starts_as_many_choices(
+async def test_turns_of_waiting_clients_are_equal_in_choices(
     requests: list[str], order: list[str]
 ) -> None:
     limiter = ConcurrencyLimiter(4, max_queued=9)
@@ -168,7 +162,7 @@ async def test_turns_when_several_clients_wait_then_each_starts_as_many_choices(
         (["a", "a", "a", "a"], "a", None),
     ],
 )
-async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_gets_a_place_of_the_one_with_most(
+async def test_acquire_with_full_queue_displaces_the_busiest_client(
     queued: list[str], newcomer: str, displaced: int | None
 ) -> None:
     limiter = ConcurrencyLimiter(1, max_queued=4)
@@ -192,9 +186,7 @@ async def test_acquire_when_the_queue_is_full_then_a_client_with_fewer_requests_
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_permit_is_returned() -> (
-    None
-):
+async def test_acquire_by_displaced_client_returns_no_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=3)
     await limiter.acquire(1, "a", 30.0, FREE)
     tasks = [await waiting(limiter, client="a") for _ in range(3)]
@@ -211,7 +203,7 @@ async def test_acquire_when_the_client_of_a_displaced_request_leaves_then_no_per
     ("per_s", "queued", "least", "most"),
     [(1.0, 4, 5, 5), (0.1, 0, 8, 10), (100.0, 4, 1, 1), (0.01, 4, 60, 60)],
 )
-async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
+async def test_retry_after_is_the_time_of_the_queue(
     per_s: float, queued: int, least: int, most: int
 ) -> None:
     clock = Clock()
@@ -226,9 +218,7 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
     await left(*tasks)
 
 
-async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> (
-    None
-):
+async def test_retry_after_counts_each_queued_choice() -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
     await limiter.acquire(400, CLIENT, 30.0, FREE)
@@ -245,9 +235,7 @@ def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
     assert ConcurrencyLimiter(1).retry_after_s() == 1
 
 
-async def test_retry_after_when_the_first_request_came_late_then_the_time_before_it_does_not_count() -> (
-    None
-):
+async def test_retry_after_ignores_time_before_the_first_request() -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(2, clock=clock)
     clock.now += 29.0
@@ -257,9 +245,7 @@ async def test_retry_after_when_the_first_request_came_late_then_the_time_before
     assert limiter.retry_after_s() == 1
 
 
-async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> (
-    None
-):
+async def test_retry_after_ignores_ends_before_a_long_pause() -> None:
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):

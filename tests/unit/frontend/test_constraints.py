@@ -28,9 +28,7 @@ from tests.kit.generation_plans import (
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 
 
-def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_parser(
-    harmony: ServedModel,
-) -> None:
+def test_named_tool_choice_forces_the_call_header(harmony: ServedModel) -> None:
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
@@ -49,9 +47,7 @@ def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedMode
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
-def test_one_call_when_nothing_can_be_guided_then_its_header_is_forced_all_the_same(
-    harmony: ServedModel, choice: Any
-) -> None:
+def test_single_call_without_guidance_forces_the_header(harmony: ServedModel, choice: Any) -> None:
     plans = [chat(refusing(harmony, "guided"), tools=[WEATHER], tool_choice=choice)]
     plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, min_tokens=1))
     plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, ignore_eos=True))
@@ -60,7 +56,7 @@ def test_one_call_when_nothing_can_be_guided_then_its_header_is_forced_all_the_s
         assert prompt(plan, harmony).endswith(f"{HEADER}get_weather{REST}")
 
 
-def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: ServedModel) -> None:
+def test_required_tool_choice_of_several_guides_the_name(harmony: ServedModel) -> None:
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice="required")
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}")
     (choice,) = plan.choices
@@ -80,9 +76,7 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     assert [call.name for call in step.deltas] == ["get_time"]
 
 
-def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(
-    harmony: ServedModel,
-) -> None:
+def test_tool_choice_limits_the_tools_in_the_prompt(harmony: ServedModel) -> None:
     assert "get_weather" not in prompt(
         chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony
     )
@@ -122,18 +116,14 @@ def test_tool_choice_among_tools_that_are_not_there_then_invalid(
     assert refused.value.field == "tool_choice"
 
 
-def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_schema(
-    harmony: ServedModel,
-) -> None:
+def test_strict_tool_of_required_call_guides_arguments(harmony: ServedModel) -> None:
     (choice,) = chat(harmony, tools=[STRICT], tool_choice=NAMED).choices
     guided = choice.request.sampling.guided
     assert guided is not None
     assert guided.alternatives == (OutputFormat(json_schema=json.dumps(CITY)),)
 
 
-def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(
-    harmony: ServedModel,
-) -> None:
+def test_strict_tool_of_optional_call_guides_once_begun(harmony: ServedModel) -> None:
     plan = chat(harmony, tools=[STRICT, TIME])
     assert prompt(plan, harmony).endswith("<|start|>assistant")
     guided = plan.choices[0].request.sampling.guided
@@ -152,9 +142,7 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     ]
 
 
-def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_form_each(
-    harmony: ServedModel,
-) -> None:
+def test_strict_tool_and_response_format_guide_separately(harmony: ServedModel) -> None:
     guided = (
         chat(harmony, tools=[STRICT, TIME], response_format=FORMAT)
         .choices[0]
@@ -173,7 +161,7 @@ def test_strict_tool_beside_a_response_format_then_a_call_and_an_answer_have_a_f
 
 
 @pytest.mark.parametrize("tools", [[], [STRICT], [TIME]])
-def test_response_format_then_the_output_may_not_end_without_an_answer_or_a_call(
+def test_response_format_requires_an_answer_or_a_call(
     harmony: ServedModel, tools: list[Any]
 ) -> None:
     guided = chat(harmony, tools=tools, response_format=FORMAT).choices[0].request.sampling.guided
@@ -185,16 +173,14 @@ def test_response_format_then_the_output_may_not_end_without_an_answer_or_a_call
 
 
 @pytest.mark.parametrize("choice", ["auto", NAMED])
-def test_strict_tool_when_the_engine_can_not_enforce_it_then_ignored_and_listed(
-    harmony: ServedModel, choice: Any
-) -> None:
+def test_strict_tool_without_engine_support_is_ignored(harmony: ServedModel, choice: Any) -> None:
     plan = chat(refusing(harmony, "guided"), tools=[STRICT], tool_choice=choice)
     assert plan.choices[0].request.sampling.guided is None
     assert plan.ignored == ("tools.strict",)
 
 
 @pytest.mark.parametrize("tool", [STRICT, WEATHER])
-def test_chat_template_when_a_format_and_tools_are_given_then_an_answer_or_a_whole_call(
+def test_chat_template_with_tools_gives_answer_or_call(
     make_template: TemplateModels, tool: Any
 ) -> None:
     served = make_template(tool_call_parser="hermes")
@@ -239,9 +225,7 @@ def test_response_format_then_guided_after_the_final_channel(
     )
 
 
-def test_json_schema_in_harmony_then_the_prompt_has_it_after_the_instructions(
-    harmony: ServedModel,
-) -> None:
+def test_json_schema_in_harmony_follows_instructions(harmony: ServedModel) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
     schema = json.dumps(CITY, separators=(",", ":"))
@@ -253,9 +237,7 @@ def test_json_schema_in_harmony_then_the_prompt_has_it_after_the_instructions(
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
-def test_guided_form_with_what_keeps_an_answer_going_then_invalid(
-    harmony: ServedModel, field: str
-) -> None:
+def test_guided_form_with_endless_answer_is_invalid(harmony: ServedModel, field: str) -> None:
     with pytest.raises(InvalidRequest, match="which ends the output itself") as refused:
         chat(
             harmony,
@@ -265,9 +247,7 @@ def test_guided_form_with_what_keeps_an_answer_going_then_invalid(
     assert refused.value.field == field
 
 
-def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(
-    make_template: TemplateModels,
-) -> None:
+def test_chat_template_format_is_guided_from_first_token(make_template: TemplateModels) -> None:
     served = make_template()
     guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
     assert guided is not None
@@ -278,9 +258,7 @@ def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(
     assert refused.value.field == "response_format"
 
 
-def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(
-    make_template: TemplateModels,
-) -> None:
+def test_chat_template_required_call_uses_its_parser_form(make_template: TemplateModels) -> None:
     served = make_template(tool_call_parser="hermes")
     opening = '<tool_call>\n{"name": "get_weather", "arguments":'
     assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)

@@ -47,7 +47,7 @@ async def pair(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> None:
+async def test_ask_returns_numbers_in_both_directions() -> None:
     one = End()
     other = End()
     other.numbers = NUMBERS
@@ -56,7 +56,7 @@ async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> 
         assert await there.request_snapshot(5) == b""
 
 
-async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() -> None:
+async def test_ask_from_both_ends_answers_both() -> None:
     """A scrape at one process: it asks its parent, who asks it."""
     one = End()
     other = End()
@@ -93,7 +93,7 @@ async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None
         assert await here.request_snapshot(5) == b""
 
 
-async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:
+async def test_ask_of_gone_end_is_disconnected() -> None:
     one = End()
     other = End()
     other.is_answering.clear()

@@ -57,9 +57,7 @@ def check_given_back(decode: ScriptedWorker) -> None:
     assert back == ReleaseSlot(kept.reservation_id)
 
 
-async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_call_takes_it(
-    cluster: Cluster,
-) -> None:
+async def test_decode_first_pair_reserves_a_slot_before_prefill(cluster: Cluster) -> None:
     gate = asyncio.Event()
     prefill, decode = await pair(cluster, [gate, kv_chunk("t1")], FINISHED)
     trace = ChoiceTimeline()
@@ -87,9 +85,7 @@ async def test_pair_when_prefill_first_then_no_slot_is_asked_for(cluster: Cluste
     assert decode.requests[0].reservation_id is None
 
 
-async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_frontend_by_a_minute(
-    cluster: Cluster,
-) -> None:
+async def test_reserve_outlives_a_dead_frontend_by_a_minute(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
     async with aclosing(routed_stream(cluster.router, long, ChoiceTimeline())) as stream:
@@ -100,9 +96,7 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
     assert 50 < kept.expires_at - time.time() <= 60
 
 
-async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(
-    cluster: Cluster,
-) -> None:
+async def test_reserve_at_full_worker_retries_another(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     full = await cluster.add(2, Role.DECODE, strategy=FIRST)
     full.faults[ReserveSlot] = Overloaded("full")
@@ -117,9 +111,7 @@ async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it
     assert [type(verb) for verb in other.reservations] == [ReserveSlot]
 
 
-async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_nothing_was_prefilled(
-    cluster: Cluster,
-) -> None:
+async def test_reserve_at_full_workers_is_overloaded_unprefilled(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, strategy=FIRST)
     decodes = [await cluster.add(number, Role.DECODE, strategy=FIRST) for number in (2, 3)]
     for decode in decodes:
@@ -130,9 +122,7 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
     assert prefill.requests == []
 
 
-async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_another_is_asked(
-    cluster: Cluster,
-) -> None:
+async def test_reserve_without_answer_releases_and_retries(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
     lost.faults[ReserveSlot] = Unreachable("the answer was lost")
@@ -143,9 +133,7 @@ async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_ano
     assert len(prefill.requests) == 1
 
 
-async def test_slot_when_the_prefill_call_fails_then_it_is_given_back_before_the_next_attempt_takes_one(
-    cluster: Cluster,
-) -> None:
+async def test_slot_of_failed_prefill_returns_before_next_attempt(cluster: Cluster) -> None:
     first = await cluster.add(1, Role.PREFILL, [Disconnected("gone")], strategy=FIRST)
     second = await cluster.add(3, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     decode = await cluster.add(2, Role.DECODE, FINISHED, strategy=FIRST)
@@ -159,9 +147,7 @@ async def test_slot_when_the_prefill_call_fails_then_it_is_given_back_before_the
     assert decode.requests[0].reservation_id == kept[1]
 
 
-async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(
-    cluster: Cluster,
-) -> None:
+async def test_slot_returns_when_prefill_finishes_the_request(cluster: Cluster) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.STOP)
     _, decode = await pair(cluster, [done])
     assert await cluster.tokens() == [10]
@@ -169,9 +155,7 @@ async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(
     check_given_back(decode)
 
 
-async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_back(
-    cluster: Cluster,
-) -> None:
+async def test_slot_returns_when_client_leaves_during_prefill(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster, [HANG])
     asking = asyncio.create_task(cluster.tokens())
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
@@ -182,9 +166,7 @@ async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_ba
     await asyncio.wait_for(prefill.closed.wait(), SOON_S)
 
 
-async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_given_back(
-    cluster: Cluster,
-) -> None:
+async def test_slot_returns_when_client_leaves_during_reserve(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster, [HANG])
     decode.stalls = asyncio.Event()
     asking = asyncio.create_task(cluster.tokens())
@@ -197,7 +179,7 @@ async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_give
     assert prefill.requests == []
 
 
-async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
+async def test_slot_returns_when_decode_call_is_rejected(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [RequestRejected("no")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
@@ -205,9 +187,7 @@ async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluste
     check_given_back(decode)
 
 
-async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(
-    cluster: Cluster,
-) -> None:
+async def test_slot_of_second_attempt_is_its_own(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     first, second = (call.reservation_id for call in decode.requests)
@@ -215,9 +195,7 @@ async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(
     assert None not in (first, second)
 
 
-async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_asked(
-    cluster: Cluster,
-) -> None:
+async def test_slot_after_deadline_asks_no_worker(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):

@@ -48,9 +48,7 @@ def test_text_that_can_be_no_stop_then_it_is_not_held_back() -> None:
     assert StopStrings(("STOP",)).push("hello S") == ("hello ", False)
 
 
-def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_only_the_prompt_counts(
-    harmony: ServedModel,
-) -> None:
+def test_usage_of_migrated_request_counts_only_cached_prompt(harmony: ServedModel) -> None:
     (choice,) = chat(harmony).choices
     state = Choice(choice)
     state.timeline.decode_stats = PhaseTimings(cached_tokens=len(choice.request.token_ids) + 7)

@@ -119,15 +119,13 @@ async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-async def test_stream_when_the_client_can_be_written_to_then_the_same_events_come_in_order(
-    every: int,
-) -> None:
+async def test_direct_stream_has_the_same_events(every: int) -> None:
     wire = Wire(every)
     assert await streamed(wire, SCRIPT) == await streamed(Wire(0), SCRIPT)
     assert wire.written > 0
 
 
-async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
+async def test_direct_stream_counts_usage() -> None:
     served = FakeFrontend(
         ScriptedRouter([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]),
         FrontendConfig(),
@@ -140,9 +138,7 @@ async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_di
     assert '"completion_tokens":4' in wire.body()
 
 
-async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_are_written_within_the_call() -> (
-    None
-):
+async def test_direct_stream_writes_early_tokens_within_the_call() -> None:
     script = [chunk("a"), chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
     served = FakeFrontend(AtOnce([*script]), FrontendConfig())
     wire = Gated()
@@ -152,9 +148,7 @@ async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_a
     assert len(wire.transport.sent) <= 2
 
 
-async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_is_an_http_error() -> (
-    None
-):
+async def test_direct_stream_failing_early_is_an_http_error() -> None:
     served = FakeFrontend(OneFails([]))
     wire = Wire(1)
     await served.app(post("/v1/completions", prompt="hi", n=2), wire)
@@ -162,9 +156,7 @@ async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_
 
 
 @pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}, {"n": 2}])
-async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_events_come(
-    fields: dict[str, Any],
-) -> None:
+async def test_direct_stream_with_stop_or_choices_has_same_events(fields: dict[str, Any]) -> None:
     wire = Wire(1)
     direct = await streamed(wire, SCRIPT, **fields)
     queued = await streamed(Wire(0), SCRIPT, **fields)
@@ -229,9 +221,7 @@ class Gated(Wire):
 
 
 @pytest.mark.parametrize("case", ["a delta is being sent", "a delta waits"])
-async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_behind_it(
-    case: str,
-) -> None:
+async def test_direct_stream_keeps_deltas_in_order(case: str) -> None:
     wire = Gated()
     go = asyncio.Event()
     script = [chunk("a"), go, chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
@@ -252,7 +242,7 @@ async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_
     assert wire.texts() == "abcd"
 
 
-async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloaded(
+async def test_direct_stream_of_slow_client_ends_overloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 50 * 64)
@@ -270,9 +260,7 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
 
 
-async def test_router_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(
-    cluster: Cluster,
-) -> None:
+async def test_router_continues_after_tokens_passed_on(cluster: Cluster) -> None:
     begun = asyncio.Event()
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
     second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])
@@ -291,7 +279,7 @@ async def test_router_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_
 @pytest.mark.parametrize(
     "error", [StreamIncomplete("as if a worker had failed"), Overloaded("the reader is behind")]
 )
-async def test_router_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_worker(
+async def test_router_blames_no_worker_for_a_failing_receiver(
     cluster: Cluster, error: DynamoError
 ) -> None:
     first = await cluster.add(1, Role.AGGREGATED, FINISHED)
@@ -327,9 +315,7 @@ class Clocked(CharacterRenderer):
         return super().render(conversation)
 
 
-async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other_work_between_two() -> (
-    None
-):
+async def test_long_bodies_let_the_event_loop_do_other_work() -> None:
     catalog = Catalog()
     renderer = Clocked()
     catalog.served[MODEL] = ServedModel(CARD, renderer)
@@ -343,9 +329,7 @@ async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other
     assert len(set(renderer.rendered_in)) == 8
 
 
-async def test_bodies_when_the_tokenizer_is_not_loaded_then_threads_render_long_ones_and_it_is_loaded_meanwhile() -> (
-    None
-):
+async def test_bodies_before_tokenizer_load_render_in_threads() -> None:
     catalog = Catalog()
     renderer = catalog.renderer
     renderer.is_loaded = False

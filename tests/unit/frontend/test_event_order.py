@@ -45,9 +45,7 @@ def served() -> ServedModel:
 
 
 @STEPS
-def test_responses_when_text_follows_a_call_then_items_are_in_that_order(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_responses_text_after_a_call_keeps_order(served: ServedModel, steps: list[int]) -> None:
     result = responses(served, case(f"{CALL}{NEXT}{FINAL}Done with it.<|return|>"), steps)
     assert output(result) == [
         ("function_call", "a", '{"x":1,"y":"aaaa bbbb"}'),
@@ -56,7 +54,7 @@ def test_responses_when_text_follows_a_call_then_items_are_in_that_order(
 
 
 @STEPS
-def test_responses_when_reasoning_follows_a_preamble_then_items_are_in_that_order(
+def test_responses_reasoning_after_preamble_keeps_order(
     served: ServedModel, steps: list[int]
 ) -> None:
     middle = "<|channel|>analysis<|message|>Hm."
@@ -69,9 +67,7 @@ def test_responses_when_reasoning_follows_a_preamble_then_items_are_in_that_orde
 
 
 @STEPS
-def test_responses_when_there_is_a_preamble_then_it_is_a_message_of_its_own(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_responses_preamble_is_its_own_message(served: ServedModel, steps: list[int]) -> None:
     result = responses(served, case(f'{PREAMBLE}{NEXT}{FINAL}{{"a":1}}<|return|>'), steps)
     assert output(result) == [
         ("message", "commentary", "I will look it up."),
@@ -88,9 +84,7 @@ def test_responses_when_there_is_a_preamble_then_it_is_a_message_of_its_own(
 
 
 @STEPS
-def test_responses_when_messages_have_logprobs_then_each_has_its_own(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_responses_messages_have_their_own_logprobs(served: ServedModel, steps: list[int]) -> None:
     result = responses(
         served, case(f"{PREAMBLE}{NEXT}{FINAL}Two.<|return|>", has_logprobs=True), steps
     )
@@ -100,7 +94,7 @@ def test_responses_when_messages_have_logprobs_then_each_has_its_own(
 
 
 @STEPS
-def test_responses_when_text_is_for_a_tool_of_an_impossible_name_then_it_is_no_answer(
+def test_responses_text_for_impossible_tool_is_no_answer(
     served: ServedModel, steps: list[int]
 ) -> None:
     code = "<|channel|>analysis to=functions.a/b code<|message|>print(1)"
@@ -111,31 +105,27 @@ def test_responses_when_text_is_for_a_tool_of_an_impossible_name_then_it_is_no_a
     ]
 
 
-def test_responses_when_the_format_marks_no_commentary_then_messages_have_no_phase() -> None:
+def test_responses_without_commentary_have_no_phase() -> None:
     result = responses(served_by(OtherFormat(reasoning="basic")), case("<think>a</think>b"), [1000])
     assert output(result) == [("reasoning", None, "a"), ("message", None, "b")]
     assert "phase" not in result["events"][-1]["response"]["output"][1]
 
 
 @STEPS
-def test_chat_when_text_follows_a_call_then_events_are_in_that_order(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_chat_text_after_a_call_keeps_order(served: ServedModel, steps: list[int]) -> None:
     result = chat(served, case(f"{CALL}{NEXT}{FINAL}Done with it.<|return|>"), steps)
     assert result["runs"] == [["call 0", 'a{"x":1,"y":"aaaa bbbb"}'], ["content", "Done with it."]]
 
 
 @STEPS
-def test_chat_when_there_is_a_preamble_then_content_is_one_string(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_chat_preamble_and_answer_are_one_string(served: ServedModel, steps: list[int]) -> None:
     result = chat(served, case(f"{PREAMBLE}{NEXT}{FINAL}Two.<|return|>"), steps)
     assert result["runs"] == [["content", "I will look it up.Two."]]
     assert result["answer"]["choices"][0]["message"]["content"] == "I will look it up.Two."
 
 
 @STEPS
-def test_chat_when_text_ends_like_a_stop_string_then_it_does_not_move_behind_the_call(
+def test_chat_partial_stop_string_stays_before_the_call(
     served: ServedModel, steps: list[int]
 ) -> None:
     result = chat(served, case(f"{PREAMBLE} ST{NEXT}{CALL}<|call|>", stop=("STOP",)), steps)
@@ -144,7 +134,7 @@ def test_chat_when_text_ends_like_a_stop_string_then_it_does_not_move_behind_the
 
 
 @STEPS
-def test_chat_when_a_stop_string_follows_a_call_then_the_call_stays(
+def test_chat_stop_string_after_a_call_keeps_the_call(
     served: ServedModel, steps: list[int]
 ) -> None:
     result = chat(
@@ -156,7 +146,7 @@ def test_chat_when_a_stop_string_follows_a_call_then_the_call_stays(
 
 @STEPS
 @pytest.mark.parametrize("has_logprobs", [False, True])
-def test_chat_when_a_stop_string_ends_it_then_no_later_token_counts(
+def test_chat_ended_by_stop_string_counts_no_later_token(
     served: ServedModel, steps: list[int], has_logprobs: bool
 ) -> None:
     options = {"stop": (" STOP",), "has_token_ids": True, "has_logprobs": has_logprobs}
@@ -172,7 +162,7 @@ def test_chat_when_a_stop_string_ends_it_then_no_later_token_counts(
 
 
 @STEPS
-def test_chat_when_only_one_call_is_allowed_then_text_before_the_second_stays(
+def test_chat_single_call_keeps_text_before_the_second(
     served: ServedModel, steps: list[int]
 ) -> None:
     text = f"{CALL}{NEXT}{PREAMBLE}{NEXT}{CALL}{NEXT}{FINAL}Done.<|return|>"
@@ -228,16 +218,14 @@ def prompt(served: ServedModel, items: list[dict[str, Any]]) -> str:
     ],
     ids=str,
 )
-def test_input_when_messages_have_a_phase_then_they_are_in_its_channel(
+def test_input_message_phase_selects_its_channel(
     served: ServedModel, items: list[dict[str, Any]], expected: str
 ) -> None:
     assert prompt(served, items) == expected
 
 
 @STEPS
-def test_output_when_it_is_sent_back_then_the_prompt_has_the_messages_of_the_model(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_output_sent_back_gives_the_model_messages(served: ServedModel, steps: list[int]) -> None:
     written = f"{PREAMBLE}{NEXT}{CALL}<|call|>"
     result = responses(served, case(written), steps)
     assert (

@@ -103,7 +103,7 @@ TO_DECODE = (*TO_PREFILL, kv_chunk("t"))
 TO_RESERVE = ((Signal.START, WorkerSelection(PREFILL, SLOT_FIRST)),)
 
 
-def test_flow_when_a_pair_serves_then_each_event_leads_to_the_next_call() -> None:
+def test_flow_of_a_pair_makes_each_next_call() -> None:
     played = Played()
     first = played.on(Signal.START, PAIR)
     assert first[0] == SELECT
@@ -124,7 +124,7 @@ def test_flow_when_one_worker_does_both_then_there_is_one_call() -> None:
     assert played.on(FINISHED[0]) == [("record_transfer", (None, 4)), FINISHED[0]]
 
 
-def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -> None:
+def test_flow_decode_first_names_the_slot_in_the_call() -> None:
     played = Played()
     ((_, decode, reservation_id),) = named("reserve_decode_slot", played.play(*TO_RESERVE))
     assert decode is SLOT_FIRST
@@ -152,7 +152,7 @@ def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -
         ((*TO_DECODE, *FINISHED), []),
     ],
 )
-def test_flow_when_it_is_cancelled_then_it_frees_what_it_holds_once_and_ends(
+def test_flow_cancelled_frees_what_it_holds_once(
     events: Sequence[Any], freed: list[ReleaseKv | ReleaseSlot]
 ) -> None:
     played = Played(hold_s=1.0)
@@ -166,7 +166,7 @@ def test_flow_when_it_is_cancelled_then_it_frees_what_it_holds_once_and_ends(
 @pytest.mark.parametrize(
     ("events", "phase"), [((), Phase.AGGREGATED), ((kv_chunk("t"),), Phase.DECODE)]
 )
-def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_has_it_fetched_and_releases_nothing(
+def test_flow_cancel_fetches_kv_that_only_a_fetch_frees(
     events: Sequence[Any], phase: Phase
 ) -> None:
     """The phase of an undecided call is the default: while prefill runs, there is no decode call
@@ -190,7 +190,7 @@ def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_has_it_fetched_and_re
         ((Signal.SLOT_RESERVED, kv_chunk("t"), FINISHED[0]), []),  # fetched
     ],
 )
-def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_frees_a_slot_that_no_call_uses(
+def test_flow_cancel_during_fetch_frees_an_unused_slot(
     events: Sequence[Any], freed: list[Any]
 ) -> None:
     played = Played()
@@ -207,9 +207,7 @@ def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_frees_a_slot_that_no_
         (RequestRejected("no"),),
     ],
 )
-def test_flow_when_only_a_fetch_frees_the_kv_and_the_decode_call_failed_then_no_second_call_fetches_it(
-    events: Sequence[Any],
-) -> None:
+def test_flow_failed_fetching_call_is_not_repeated(events: Sequence[Any]) -> None:
     played = Played()
     played.play((Signal.START, WorkerSelection(KEEPING, DECODE)), kv_chunk("t"))
     caused = played.play(*events)
@@ -218,9 +216,7 @@ def test_flow_when_only_a_fetch_frees_the_kv_and_the_decode_call_failed_then_no_
 
 
 @pytest.mark.parametrize("events", [TO_PREFILL, TO_DECODE])
-def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_worker(
-    events: Sequence[Any],
-) -> None:
+def test_flow_failed_before_a_token_avoids_that_worker(events: Sequence[Any]) -> None:
     played = Played()
     played.play(*events)
     *_, recorded, select, _ = played.on(Disconnected("gone"), PAIR)
@@ -230,9 +226,7 @@ def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_work
 
 
 @pytest.mark.parametrize("error", [TransferFailed("broke"), TransferTimeout("it did not come")])
-def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_worker_is_avoided(
-    error: KvTransferError,
-) -> None:
+def test_flow_failed_transfer_avoids_the_prefill_worker(error: KvTransferError) -> None:
     played = Played()
     assert played.play(*TO_DECODE, error) == [
         ("record_transfer", (1, 2), error),
@@ -247,9 +241,7 @@ def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_
     assert played.play(kv_chunk("u"), second, Signal.WORKER_LISTENS)[-1] is second
 
 
-def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_worker_has_failed() -> (
-    None
-):
+def test_flow_prefill_worker_dead_in_transfer_has_failed() -> None:
     played = Played()
     transfer_error = TransferFailed("broke")
     death = WorkerDied("gone")
@@ -262,9 +254,7 @@ def test_flow_when_the_prefill_worker_has_died_during_the_kv_transfer_then_this_
     assert death.__cause__ is transfer_error
 
 
-def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetches_the_same_kv() -> (
-    None
-):
+def test_flow_rejected_decode_call_moves_the_same_kv() -> None:
     played = Played()
     other, _, (_, worker, call) = played.play(*TO_DECODE, (Draining("leaves"), OTHER_DECODE))
     assert other == ("select_other_decode", PREFILL, frozenset([2]))
@@ -276,7 +266,7 @@ def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetch
     assert select == ("select", 1, frozenset([3]), None, False)
 
 
-def test_flow_when_another_decode_worker_takes_over_then_the_slot_of_the_first_is_freed() -> None:
+def test_flow_with_another_decode_worker_frees_first_slot() -> None:
     played = Played()
     played.play(*TO_RESERVE, Signal.SLOT_RESERVED, kv_chunk("t"))
     *_, freed, (_, _, call) = played.on(Draining("leaves"), OTHER_DECODE)
@@ -289,7 +279,7 @@ def test_flow_when_no_slot_is_free_then_none_is_freed() -> None:
     assert not named("send_control", Played().play(*TO_RESERVE, (Overloaded("full"), PAIR)))
 
 
-def test_flow_when_a_stream_breaks_then_the_rest_migrates_with_the_tokens_so_far() -> None:
+def test_flow_broken_stream_migrates_the_rest() -> None:
     *_, (_, _, call) = Played().play(
         *TO_DECODE, FINISHED[0], FINISHED[1], (Disconnected("gone"), PAIR)
     )
@@ -297,7 +287,7 @@ def test_flow_when_a_stream_breaks_then_the_rest_migrates_with_the_tokens_so_far
     assert (call.num_resumed_output_tokens, call.sampling.max_tokens) == (3, 5)
 
 
-def test_flow_when_only_the_end_was_lost_then_it_ends_as_complete() -> None:
+def test_flow_with_only_its_end_lost_is_complete() -> None:
     played = Played()
     chunk = Chunk(token_ids=token_ids(range(8)))  # as many as were requested
     *_, last = played.play(*TO_DECODE, chunk, Disconnected("gone"))
@@ -306,9 +296,7 @@ def test_flow_when_only_the_end_was_lost_then_it_ends_as_complete() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_flow_when_calls_keep_failing_then_the_limit_ends_it_with_the_last_error(
-    count: int,
-) -> None:
+def test_flow_of_failing_calls_ends_at_the_limit(count: int) -> None:
     played = Played(retries=count)
     last = played.play(*TO_PREFILL, *[(Disconnected("gone"), PAIR)] * count, Disconnected("last"))[
         -1
@@ -317,7 +305,7 @@ def test_flow_when_calls_keep_failing_then_the_limit_ends_it_with_the_last_error
     assert last.message == "last"
 
 
-def test_flow_when_workers_do_not_accept_it_then_no_retry_is_counted() -> None:
+def test_flow_rejected_by_workers_counts_no_retry() -> None:
     *_, select, _ = Played(retries=0).play((Signal.START, ALONE), (Draining("leaves"), PAIR))
     assert select == ("select", 1, frozenset([4]), None, False)
 
@@ -338,16 +326,14 @@ def test_flow_when_prefill_returns_no_kv_then_it_is_retried() -> None:
     assert isinstance(recorded[2], StreamIncomplete)
 
 
-def test_flow_when_there_are_no_workers_then_it_waits_and_tries_unproven_pairs_before_it_ends() -> (
-    None
-):
+def test_flow_without_workers_waits_for_unproven_pairs() -> None:
     played = Played(hold_s=3.0)
     assert played.on(Signal.START, NONE) == [SELECT, ("wait_for_workers", 3.0)]
     assert played.on(Signal.WORKERS_CHANGED, NONE) == [SELECT, ("wait_for_workers", 3.0)]
     assert played.on(Signal.WAIT_TIMED_OUT, NONE) == [("select", 0, frozenset(), None, True), NONE]
 
 
-def test_flow_when_all_workers_failed_then_they_are_tried_again_after_pauses_that_double() -> None:
+def test_flow_of_failed_workers_retries_with_doubling_pauses() -> None:
     played = Played(retries=2, hold_s=3.0)
     limits = []
     played.on(Signal.START, ALONE)
@@ -370,7 +356,7 @@ def test_flow_when_all_workers_are_full_then_it_does_not_wait() -> None:
     assert isinstance(error, Overloaded)
 
 
-def test_probe_when_it_fails_then_it_ends_at_once_and_records_only_the_transfer() -> None:
+def test_failed_probe_records_only_the_transfer() -> None:
     error = TransferFailed("broke")
     played = Played(PAIR)
     assert phases(played.on(Signal.START)) == [(1, Phase.PREFILL)]

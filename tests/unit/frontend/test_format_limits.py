@@ -141,7 +141,7 @@ def formatted(kind: str, value: Any) -> StructuredOutput:
 
 
 @pytest.mark.parametrize(("kind", "make", "within", "beyond", "limit"), CASES)
-def test_format_when_it_exceeds_a_limit_then_rejected_with_limit_value_and_maximum(
+def test_format_over_limit_names_value_and_maximum(
     kind: str, make: Callable[[int], Any], within: int, beyond: int, limit: str
 ) -> None:
     check_formats(formatted(kind, make(within)), "response_format")
@@ -155,7 +155,7 @@ def test_format_when_it_exceeds_a_limit_then_rejected_with_limit_value_and_maxim
     assert caught.value.field == "response_format"
 
 
-def test_formats_of_a_request_then_what_they_use_is_added_over_all_of_them() -> None:
+def test_formats_of_a_request_share_their_limits() -> None:
     part = formatted("grammar", chain(600, ":", "start"))
     both = StructuredOutput(alternatives=part.alternatives, trigger="x", otherwise=part)
     with pytest.raises(InvalidRequest, match="rules: 1200"):
@@ -232,9 +232,7 @@ def test_count_when_it_is_any_large_number_then_rejected(bound: float) -> None:
         ("grammar", "{1," + " " * 60_000),
     ],
 )
-def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(
-    kind: str, piece: str
-) -> None:
+def test_check_of_odd_long_text_takes_linear_time(kind: str, piece: str) -> None:
     text = (piece * (60_000 // len(piece))) + ' ::= \nstart: "a"'
     began = time.process_time()
     try:
@@ -244,9 +242,7 @@ def test_check_when_a_text_is_long_and_odd_then_it_takes_time_in_proportion(
     assert time.process_time() - began < 5  # 0.05 s if it is linear, minutes if it is not
 
 
-def test_tools_when_they_are_strict_then_their_schemas_have_the_limits(
-    harmony: ServedModel,
-) -> None:
+def test_strict_tool_schemas_have_limits(harmony: ServedModel) -> None:
     function = WEATHER["function"] | {
         "parameters": {"type": "object", "properties": {"n": {"multipleOf": 1_009}}}
     }

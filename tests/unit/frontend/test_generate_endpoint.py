@@ -94,9 +94,7 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 900, 2000])
-async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rendered_off_the_loop(
-    size: int,
-) -> None:
+async def test_chat_with_slow_tokenizer_renders_off_the_loop(size: int) -> None:
     served = FakeFrontend(ScriptedRouter([stop("x")]), catalog=Catalog(context_length=10_000))
     response = await post(served, CHAT, chat(messages=[{"role": "user", "content": "a" * size}]))
     assert response.status_code == 200
@@ -113,9 +111,7 @@ async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rend
         (16_000, 900, False),
     ],
 )
-def test_is_large_body_when_objects_or_no_words_then_smaller_counts(
-    size: int, objects: int, is_large: bool
-) -> None:
+def test_is_large_body_counts_less_for_objects(size: int, objects: int, is_large: bool) -> None:
     # the last ones are text
     body = b'{\n"a":{}}' * (objects // 2) + b'{ "' * (objects % 2) + b'{\\"' * 900
     assert is_large_body(body.ljust(size, b"x")) is is_large
@@ -130,7 +126,7 @@ def test_is_large_body_when_it_has_words_then_only_at_128_kib(
     assert is_large_body((b"x" * (word - 1) + b" ") * (size // word)) is is_large
 
 
-async def test_chat_whole_when_the_model_calls_a_tool_then_finish_is_tool_calls() -> None:
+async def test_chat_calling_a_tool_finishes_with_tool_calls() -> None:
     served = front(chunk("{", ids=[CALL]), chunk("}"), stop())
     tools = [
         {
@@ -162,7 +158,7 @@ async def test_text_whole_then_text_and_default_of_16_tokens() -> None:
     assert served.router.requests[0].sampling.max_tokens == 16
 
 
-async def test_text_when_prompt_is_ids_then_they_reach_the_router_unchanged() -> None:
+async def test_text_prompt_ids_reach_the_router_unchanged() -> None:
     served = front(stop("x"))
     await post(served, TEXT, text(prompt=[5, 6, 7]))
     assert list(served.router.requests[0].token_ids) == [5, 6, 7]
@@ -190,7 +186,7 @@ async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-async def test_chat_stream_then_role_first_one_event_per_chunk_finish_and_done() -> None:
+async def test_chat_stream_begins_with_role_and_ends_with_done() -> None:
     served = front(
         chunk("why", ids=[REASONING]),
         chunk('He"', ids=[CONTENT]),
@@ -215,7 +211,7 @@ async def test_chat_stream_then_role_first_one_event_per_chunk_finish_and_done()
     assert all("usage" not in event for event in got)
 
 
-async def test_chat_stream_with_usage_and_stats_then_last_event_holds_both() -> None:
+async def test_chat_stream_last_event_has_usage_and_stats() -> None:
     served = front(chunk("a"), stop("b"))
     body = chat(stream=True, stream_options={"include_usage": True})
     got = events(await post(served, CHAT, body, headers={"x-dynamo-stats": "1"}))
@@ -236,9 +232,7 @@ async def test_chat_stream_of_a_tool_call_then_id_and_name_come_once() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_string_across_chunks_then_text_ends_before_it_and_the_router_is_closed(
-    stream: bool,
-) -> None:
+async def test_stop_string_across_chunks_closes_the_router(stream: bool) -> None:
     never = asyncio.Event()
     served = front(chunk("one ST"), chunk("O"), chunk("P two"), never)
     response = await post(served, CHAT, chat(stop="STOP", stream=stream))
@@ -260,7 +254,7 @@ async def test_text_stream_then_text_events() -> None:
     assert {event["object"] for event in got} == {"text_completion"}
 
 
-async def test_logprobs_of_chat_then_only_content_tokens_and_no_infinities() -> None:
+async def test_chat_logprobs_cover_content_without_infinities() -> None:
     served = front(
         chunk("w", ids=[REASONING], logprobs=True), chunk("h", ids=[CONTENT], logprobs=True), stop()
     )
@@ -330,7 +324,7 @@ async def test_prompt_longer_than_context_then_400_with_both_numbers() -> None:
     assert "100" in message
 
 
-async def test_max_tokens_that_do_not_fit_then_400_naming_the_most_that_do() -> None:
+async def test_max_tokens_over_context_names_the_maximum() -> None:
     message = check_error(
         await post(front(), TEXT, text(max_tokens=99)), 400, "context_length_exceeded", "max_tokens"
     )
@@ -366,7 +360,7 @@ async def test_error_before_the_first_chunk_then_its_own_status(
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-async def test_error_after_the_first_chunk_when_whole_then_its_own_status() -> None:
+async def test_error_after_first_chunk_has_its_status() -> None:
     check_error(
         await post(front(chunk("a"), errors.StreamIncomplete("gap")), CHAT, chat()),
         502,
@@ -374,7 +368,7 @@ async def test_error_after_the_first_chunk_when_whole_then_its_own_status() -> N
     )
 
 
-async def test_error_after_headers_when_streaming_then_an_error_event_ends_the_stream() -> None:
+async def test_error_after_headers_ends_the_stream_with_an_event() -> None:
     response = await post(front(chunk("a"), errors.Disconnected("lost")), CHAT, chat(stream=True))
     got = events(response)
     assert response.status_code == 200
@@ -403,7 +397,7 @@ async def test_request_when_memory_is_short_then_429() -> None:
     check_error(await post(front(MemoryError()), CHAT, chat()), 429, "overloaded")  # type: ignore[arg-type]
 
 
-async def test_one_request_more_than_max_inflight_then_429_and_accepted_again_afterwards() -> None:
+async def test_request_over_max_inflight_is_429_then_accepted() -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=0)
     first = asyncio.create_task(post(served, CHAT, chat()))
@@ -414,9 +408,7 @@ async def test_one_request_more_than_max_inflight_then_429_and_accepted_again_af
     assert (await post(served, CHAT, chat())).status_code == 200
 
 
-async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer_and_not_kept_meanwhile() -> (
-    None
-):
+async def test_long_body_is_prepared_in_a_thread_and_released() -> None:
     held = asyncio.Event()
     served = front(chunk("o"), held, stop("k"))
     answering = asyncio.create_task(

@@ -36,9 +36,7 @@ def imported(module: str) -> set[str]:
         ("dynamo_trtllm.frontend.process.run_app", ENGINES | OF_MODELS | {"yaml"}),
     ],
 )
-def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(
-    module: str, not_yet: set[str]
-) -> None:
+def test_imports_of_a_start_stage_load_nothing_heavier(module: str, not_yet: set[str]) -> None:
     found = imported(module)
     assert module in found
     assert found & not_yet == set()

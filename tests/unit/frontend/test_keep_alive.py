@@ -52,7 +52,7 @@ async def until_commented(client: MemoryClient, times: int = 2) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_silence_before_and_between_tokens_then_headers_and_comments(path: str) -> None:
+async def test_silence_sends_headers_and_comments(path: str) -> None:
     first = asyncio.Event()
     second = asyncio.Event()
     client = send(front(first, chunk("one"), second, stop("two"), sse_keep_alive_s=SILENCE_S), path)
@@ -97,7 +97,7 @@ async def test_silence_in_the_queue_then_headers_and_comments() -> None:
     assert DONE in second.received
 
 
-async def test_queue_when_the_deadline_passes_after_the_headers_then_an_error_event() -> None:
+async def test_queue_deadline_after_headers_is_an_error_event() -> None:
     running = asyncio.Event()
     served = front(running, stop("x"), sse_keep_alive_s=SILENCE_S, max_inflight=1)
     first = send(served)
@@ -152,7 +152,7 @@ async def test_error_after_the_headers_then_an_error_event(path: str) -> None:
     assert 'code="no_instances"' in served.metrics.render().decode()
 
 
-async def test_error_of_a_response_after_the_headers_then_the_events_of_its_start_and_end() -> None:
+async def test_response_error_after_headers_has_start_and_end() -> None:
     failing = asyncio.Event()
     client = send(
         front(failing, errors.NoInstances("gone"), sse_keep_alive_s=SILENCE_S), "/v1/responses"
@@ -170,9 +170,7 @@ async def test_error_of_a_response_after_the_headers_then_the_events_of_its_star
     assert events[2]["code"] == "no_instances"
 
 
-async def test_client_leaves_during_the_silence_then_the_request_is_cancelled_and_no_timer_remains() -> (
-    None
-):
+async def test_client_leaving_in_silence_cancels_the_request() -> None:
     served = front(asyncio.Event(), sse_keep_alive_s=SILENCE_S)
     client = send(served)
     await until_commented(client)
@@ -185,7 +183,7 @@ async def test_client_leaves_during_the_silence_then_the_request_is_cancelled_an
     assert 'code="cancelled"' in served.metrics.render().decode()
 
 
-async def test_client_reads_nothing_during_the_silence_then_comments_do_not_pile_up() -> None:
+async def test_client_reading_nothing_gets_no_pile_of_comments() -> None:
     running = asyncio.Event()
     client = send(front(running, stop("x"), sse_keep_alive_s=SILENCE_S))
     await until_commented(client)

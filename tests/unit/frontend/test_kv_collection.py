@@ -95,9 +95,7 @@ async def cancelled_in_decode(cluster: Cluster, *script: Step) -> tuple[Pair, as
     return pair, gate
 
 
-async def test_cancel_when_the_decode_call_has_no_token_then_it_goes_on_until_the_kv_is_fetched(
-    cluster: Cluster,
-) -> None:
+async def test_cancel_before_first_token_waits_for_the_fetch(cluster: Cluster) -> None:
     pair, gate = await cancelled_in_decode(cluster, FINISHED[0], HANG)
     assert len(cluster.router.kv_collector) == 1
     pair.decode.hanging.clear()
@@ -112,7 +110,7 @@ async def test_cancel_when_the_decode_call_has_no_token_then_it_goes_on_until_th
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Draining("leaving"), TransferFailed("broke")]
 )
-async def test_cancel_when_the_decode_call_fails_then_the_kv_waits_for_its_timeout_and_nothing_is_retried(
+async def test_cancel_with_failed_decode_call_is_not_retried(
     cluster: Cluster, error: DynamoError
 ) -> None:
     await cluster.add(4, Role.DECODE)
@@ -123,7 +121,7 @@ async def test_cancel_when_the_decode_call_fails_then_the_kv_waits_for_its_timeo
     assert len(pair.decode.requests) == 1
 
 
-async def test_cancel_when_the_kv_never_arrives_then_the_collection_ends_after_its_longest_time(
+async def test_cancel_without_kv_ends_after_the_longest_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_collection, "COLLECTION_S", 0.01)
@@ -133,7 +131,7 @@ async def test_cancel_when_the_kv_never_arrives_then_the_collection_ends_after_i
     assert await pair.releases() == [ABORTED]
 
 
-async def test_cancel_when_too_many_collections_run_then_the_call_is_cancelled(
+async def test_cancel_over_collection_limit_cancels_the_call(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_collection, "MAX_COLLECTIONS", 0)
@@ -144,7 +142,7 @@ async def test_cancel_when_too_many_collections_run_then_the_call_is_cancelled(
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-async def test_close_when_a_collection_runs_then_it_may_end_for_a_bounded_time(
+async def test_close_bounds_a_running_collection(
     cluster: Cluster, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_collection, "_CLOSE_S", SOON_S if arrives else 0.01)
@@ -180,9 +178,7 @@ async def cancelled_on_the_way(cluster: Cluster, **decode: Any) -> Pair:
     return pair
 
 
-async def test_cancel_when_the_kv_transfer_parameters_are_on_the_way_then_a_call_for_one_more_token_fetches_the_kv(
-    cluster: Cluster,
-) -> None:
+async def test_cancel_during_transfer_params_fetches_with_one_token(cluster: Cluster) -> None:
     pair = await cancelled_on_the_way(cluster)
     (call,) = pair.decode.requests
     assert call.kv_params is not None
@@ -192,7 +188,7 @@ async def test_cancel_when_the_kv_transfer_parameters_are_on_the_way_then_a_call
 
 
 @pytest.mark.parametrize(("features", "priority"), [(("priority",), 1 << 20), ((), 0)])
-async def test_fetch_when_the_decode_worker_knows_priorities_then_it_comes_after_all_requests(
+async def test_fetch_with_priorities_comes_after_all_requests(
     cluster: Cluster, features: tuple[str, ...], priority: int
 ) -> None:
     pair = await cancelled_on_the_way(cluster, supported_features=features)
@@ -218,7 +214,7 @@ async def stopped_prefill(cluster: Cluster, *script: Step) -> Pair:
     return pair
 
 
-async def test_cancel_when_prefill_still_ends_with_kv_then_it_is_fetched(cluster: Cluster) -> None:
+async def test_cancel_of_prefill_with_kv_fetches_it(cluster: Cluster) -> None:
     pair = await stopped_prefill(cluster, kv_chunk("t1"))
     assert pair.outcomes == ["ok"]
     assert len(pair.decode.requests) == 1
@@ -229,15 +225,13 @@ async def test_cancel_when_prefill_still_ends_with_kv_then_it_is_fetched(cluster
     "last",
     [MigrationFailed("aborted"), Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)],
 )
-async def test_cancel_when_prefill_ends_without_kv_then_nothing_is_fetched(
-    cluster: Cluster, last: Step
-) -> None:
+async def test_cancel_of_prefill_without_kv_fetches_nothing(cluster: Cluster, last: Step) -> None:
     pair = await stopped_prefill(cluster, last)
     assert pair.outcomes == ["nothing"]
     assert (pair.decode.requests, await pair.releases()) == ([], [])
 
 
-async def test_cancel_when_prefill_does_not_end_then_it_is_cancelled_after_the_longest_time(
+async def test_cancel_of_endless_prefill_is_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_collection, "COLLECTION_S", 0.01)
@@ -247,9 +241,7 @@ async def test_cancel_when_prefill_does_not_end_then_it_is_cancelled_after_the_l
     assert await pair.releases() == []
 
 
-async def test_cancel_when_the_prefill_worker_has_not_acknowledged_the_call_then_it_is_cancelled(
-    cluster: Cluster,
-) -> None:
+async def test_cancel_of_unacknowledged_prefill_is_at_once(cluster: Cluster) -> None:
     pair = await pair_of(cluster, [HANG])
     handle = pair.start()
     await asyncio.sleep(0)  # the call begins

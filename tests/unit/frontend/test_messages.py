@@ -118,7 +118,7 @@ ANSWERS: dict[str, tuple[list[Chunk], list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_answer_then_whole_and_streamed_messages_have_the_same_blocks(name: str) -> None:
+async def test_streamed_and_unstreamed_messages_have_same_blocks(name: str) -> None:
     script, blocks, reason = ANSWERS[name]
     whole = await made(front(*script), tools=[TOOL], **THINKS)
     streamed = accumulated(await events(front(*script), tools=[TOOL], **THINKS))
@@ -199,11 +199,11 @@ BROKEN = ('{"x": 1', '{"x": 1} trailing', '{"\\ud800": 1}', "{" * 5000)
 
 
 @pytest.mark.parametrize("arguments", BROKEN)
-def test_arguments_that_are_no_json_then_an_empty_object_in_a_whole_message(arguments: str) -> None:
+def test_arguments_that_are_no_json_are_an_empty_object(arguments: str) -> None:
     assert arguments_object(arguments) == "{}"
 
 
-async def test_arguments_that_are_no_json_when_streamed_then_as_the_model_wrote_them() -> None:
+async def test_arguments_that_are_no_json_stream_unchanged() -> None:
     script = [chunk('{"x": ', ids=[CALL]), chunk("1", finish=FinishReason.LENGTH)]
     found = await events(front(*script), tools=[TOOL])
     deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
@@ -211,7 +211,7 @@ async def test_arguments_that_are_no_json_when_streamed_then_as_the_model_wrote_
     assert found[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
-async def test_statistics_when_wanted_then_in_the_message_and_in_its_last_delta() -> None:
+async def test_statistics_are_in_message_and_last_delta() -> None:
     headers = {"x-dynamo-stats": "1", "x-api-key": "k", "authorization": "Bearer k"}
     whole = await ask(front(stop("x")), "POST", PATH, json=body(), headers=headers)
     assert whole.json()["dynamo_trtllm"]["kv_bytes"] == 4096
@@ -257,13 +257,13 @@ async def test_error_in_a_stream_then_its_last_event(
         ("POST", f"{PATH}/batches", 404, "not_found_error", "unknown_url"),
     ],
 )
-async def test_path_or_method_that_does_not_exist_then_in_anthropics_form(
+async def test_unknown_path_has_the_anthropic_error_form(
     method: str, path: str, status: int, kind: str, code: str
 ) -> None:
     check_error(await ask(front(), method, path), status, kind, code)
 
 
-async def test_path_of_another_api_when_it_does_not_exist_then_in_openais_form() -> None:
+async def test_unknown_path_of_another_api_has_the_openai_form() -> None:
     assert set((await ask(front(), "GET", "/v1/message")).json()) == {"error"}
 
 
@@ -283,19 +283,19 @@ async def test_content_type_when_not_json_then_in_anthropics_form() -> None:
     check_error(response, 415, "invalid_request_error", "unsupported_media")
 
 
-async def test_prompt_when_too_long_then_the_words_that_clients_look_for() -> None:
+async def test_too_long_prompt_has_the_words_clients_look_for() -> None:
     response = await post(front(), system="x" * 200)
     message = check_error(response, 400, "invalid_request_error", "context_length_exceeded")
     assert message.startswith("prompt is too long: ")
 
 
-async def test_max_tokens_when_more_than_the_context_then_as_many_as_fit() -> None:
+async def test_max_tokens_over_context_are_reduced_to_fit() -> None:
     served = front(stop("x"))
     await made(served, max_tokens=32_000)
     assert served.router.requests[0].sampling.max_tokens == 98
 
 
-async def test_page_of_another_origin_then_it_may_send_anthropics_headers() -> None:
+async def test_page_of_another_origin_may_send_anthropic_headers() -> None:
     served = front(cors_origins="https://chat.example.org")
     wanted = "anthropic-version, x-api-key"
     headers = {
@@ -311,7 +311,7 @@ async def test_page_of_another_origin_then_it_may_send_anthropics_headers() -> N
 # --- count_tokens ------------------------------------------------------------------------------
 
 
-async def test_count_then_the_input_tokens_of_the_same_message_and_no_generation() -> None:
+async def test_count_equals_input_tokens_without_generation() -> None:
     served = front(stop("x"))
     fields = {"system": "be", "messages": HI, "tools": [TOOL]}
     counted = await post(served, COUNT, **fields)
@@ -321,7 +321,7 @@ async def test_count_then_the_input_tokens_of_the_same_message_and_no_generation
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 4
 
 
-async def test_count_without_max_tokens_and_after_an_answer_then_counted() -> None:
+async def test_count_without_max_tokens_after_an_answer_works() -> None:
     asked = {"model": MODEL, "messages": [*HI, {"role": "assistant", "content": "there"}]}
     response = await ask(front(), "POST", COUNT, json=asked)
     assert response.json() == {"input_tokens": 7}

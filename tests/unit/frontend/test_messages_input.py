@@ -140,7 +140,7 @@ async def test_turn_with_nothing_to_show_then_it_is_left_out() -> None:
     assert [message.role for message in found] == ["user", "user"]
 
 
-async def test_billing_line_of_claude_code_then_it_is_not_part_of_the_prompt() -> None:
+async def test_billing_line_of_claude_code_is_not_in_the_prompt() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch=ea12;"
     for system in ([text(line), text("You are")], f"{line}\nYou are"):
         first = (await conversation(system=system)).messages[0]
@@ -148,10 +148,7 @@ async def test_billing_line_of_claude_code_then_it_is_not_part_of_the_prompt() -
 
 
 @pytest.mark.parametrize(("renderer", "role"), [("harmony", "system"), ("chat_template", "user")])
-async def test_system_message_after_the_beginning_then_a_role_that_the_format_has(
-    renderer: str,
-    role: str,
-) -> None:
+async def test_late_system_message_gets_an_existing_role(renderer: str, role: str) -> None:
     served = front(stop("x"))
     card_of(served, renderer)
     messages = [*HI, turn("assistant", text("a")), turn("system", text("left: 9"))]
@@ -163,7 +160,7 @@ async def test_system_message_after_the_beginning_then_a_role_that_the_format_ha
 # --- tools ------------------------------------------------------------------------------
 
 
-async def test_tools_that_clients_run_then_functions_and_others_are_left_out_and_named() -> None:
+async def test_client_tools_are_functions_and_others_are_named() -> None:
     served = front(stop("x"))
     kinds = ("text_editor_20250728", "memory_20250818", "computer_20250124")
     others = [{"type": kind, "name": kind} for kind in kinds]
@@ -190,7 +187,7 @@ async def test_text_editor_then_the_parameters_of_its_version(
     assert ("undo_edit" in properties["command"]["enum"]) != has_insert_text
 
 
-async def test_tool_that_a_server_would_run_when_unknown_fields_are_rejected_then_400() -> None:
+async def test_server_tool_with_strict_fields_is_400() -> None:
     response = await post(front(unknown_fields="reject"), tools=[SEARCH])
     message = check_error(response, 400, "invalid_request_error", "unsupported_parameter")
     assert "web_search_20250305" in message
@@ -207,14 +204,12 @@ async def test_tool_that_a_server_would_run_when_unknown_fields_are_rejected_the
     ],
     ids=["demanded", "misspelled"],
 )
-async def test_tool_that_is_not_served_when_the_client_can_not_do_without_then_400(
-    fields: dict[str, Any], words: str
-) -> None:
+async def test_essential_unserved_tool_is_400(fields: dict[str, Any], words: str) -> None:
     response = await post(front(), **fields)
     assert words in check_error(response, 400, "invalid_request_error", "unsupported_parameter")
 
 
-async def test_only_tools_that_a_server_would_run_when_one_is_required_then_400() -> None:
+async def test_only_server_tools_with_required_choice_is_400() -> None:
     response = await post(front(), tools=[SEARCH], tool_choice={"type": "any"})
     check_error(response, 400, "invalid_request_error", "invalid_request")
 
@@ -256,7 +251,7 @@ async def test_effort_then_one_that_harmony_has(fields: dict[str, Any], effort: 
     assert (await conversation(**fields)).reasoning_effort == effort
 
 
-async def test_effort_when_the_template_has_none_then_ignored_and_named() -> None:
+async def test_effort_without_template_support_is_named() -> None:
     served = front(stop("x"))
     card_of(served, "chat_template")
     response = await post(served, output_config={"effort": "high"})
@@ -296,7 +291,7 @@ async def test_format_then_the_output_follows_its_schema() -> None:
     assert '"a"' in guided.alternatives[0].json_schema
 
 
-async def test_fields_of_claude_code_then_served_and_those_without_effect_named() -> None:
+async def test_claude_code_fields_without_effect_are_named() -> None:
     fields: dict[str, Any] = {
         "metadata": {"user_id": "user_1"},
         "service_tier": "auto",
@@ -372,6 +367,6 @@ async def test_request_that_is_wrong_then_400_with_its_field(
     assert response.json()["error"]["param"] == param
 
 
-async def test_tool_that_a_server_would_run_when_tokens_are_counted_then_named() -> None:
+async def test_server_tool_in_token_count_is_named() -> None:
     response = await post(front(), COUNT, tools=[SEARCH])
     assert response.headers[IGNORED] == "tools.web_search_20250305"

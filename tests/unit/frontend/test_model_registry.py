@@ -39,9 +39,7 @@ def prompt_ids(frontend: Frontend) -> list[int]:
     return list(frontend.models.get("tiny").renderer.render(conversation))
 
 
-async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(
-    frontend: Frontend,
-) -> None:
+async def test_watch_serves_the_model_of_a_harmony_worker(frontend: Frontend) -> None:
     await frontend.add(1, HARMONY)
     await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
@@ -57,7 +55,7 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(
         (True, RegistryTiming(preload_after_s=3600.0)),
     ],
 )
-async def test_watch_when_a_model_is_served_for_a_while_or_on_demand_then_a_thread_loads_the_rest_of_its_renderer(
+async def test_watch_loads_rest_of_renderer_in_a_thread(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
 ) -> None:
     threads: list[threading.Thread] = []
@@ -72,7 +70,7 @@ async def test_watch_when_a_model_is_served_for_a_while_or_on_demand_then_a_thre
     assert threads != [threading.current_thread()]
 
 
-async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that_the_model_is_served(
+async def test_watch_logs_a_role_without_workers(
     frontend: Frontend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -99,7 +97,7 @@ async def test_watch_when_discovery_has_listed_all_then_synced_is_set(frontend: 
     await asyncio.wait_for(frontend.models.synced.wait(), SOON_S)
 
 
-async def test_settled_when_workers_were_there_at_the_start_then_their_models_are_served() -> None:
+async def test_settled_serves_models_of_early_workers() -> None:
     plane = InprocPlane()
     discovery = MemoryDiscovery()
     instance = msgspec.structs.replace(make_instance(1, role=Role.AGGREGATED), card=HARMONY)
@@ -120,7 +118,7 @@ async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend)
     assert frontend.models.names() == []
 
 
-async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pieces(
+async def test_load_fetches_a_large_file_in_pieces(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
     holder = FileService(by_hash(files))
@@ -132,7 +130,7 @@ async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pie
     assert prompt_ids(frontend) == [1, 2]
 
 
-async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_asked(
+async def test_load_of_wrong_content_asks_the_next_holder(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
     bad = FileService(by_hash(files), garbled=True)
@@ -149,10 +147,8 @@ async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_ask
     assert prompt_ids(frontend) == [1, 2]
 
 
-async def test_load_when_no_worker_has_the_right_content_then_it_is_tried_again_and_not_served_before(
-    frontend: Frontend,
-    files: dict[str, Path],
-    caplog: pytest.LogCaptureFixture,
+async def test_load_without_right_content_is_retried(
+    frontend: Frontend, files: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     holder = FileService(by_hash(files), garbled=True)
     await frontend.add(1, card_of(files), service=holder)
@@ -176,7 +172,7 @@ async def test_load_when_the_card_changes_then_the_new_one_is_served(
     await until(lambda: frontend.models.get("oss").card == longer)
 
 
-async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_counts(
+async def test_watch_logs_different_cards_and_uses_the_first(
     frontend: Frontend, caplog: pytest.LogCaptureFixture
 ) -> None:
     await frontend.add(1, HARMONY)
@@ -190,7 +186,7 @@ async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_
     ]
 
 
-async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
+async def test_watch_ignores_shorter_context_of_prefill(
     frontend: Frontend, caplog: pytest.LogCaptureFixture
 ) -> None:
     await frontend.add(1, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
@@ -201,9 +197,7 @@ async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == []
 
 
-async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(
-    frontend: Frontend,
-) -> None:
+async def test_get_unknown_model_names_the_served_ones(frontend: Frontend) -> None:
     with pytest.raises(ModelNotFound, match="'nope' not found; available models: none yet"):
         frontend.models.get("nope")
     await frontend.add(1, HARMONY)
@@ -213,9 +207,7 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(
     assert caught.value.field == "model"
 
 
-async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(
-    frontend: Frontend,
-) -> None:
+async def test_get_loading_model_is_retryable(frontend: Frontend) -> None:
     absent = msgspec.structs.replace(
         CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()}
     )
@@ -225,9 +217,7 @@ async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(
         frontend.models.get("tiny")
 
 
-async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(
-    frontend: Frontend,
-) -> None:
+async def test_watch_keeps_a_model_with_missing_roles(frontend: Frontend) -> None:
     prefill = await frontend.add(1, HARMONY, Role.PREFILL)
     decode = await frontend.add(2, HARMONY, Role.DECODE)
     await wait_served(frontend, "oss")
@@ -254,9 +244,7 @@ async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Fro
     assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())
 
 
-async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_go(
-    frontend: Frontend,
-) -> None:
+async def test_readiness_lists_rejected_records(frontend: Frontend) -> None:
     instance = make_instance(1)
     key = instance_key(endpoint_of(instance), 1)
     frontend.store.put(key, b"garbage")
@@ -270,7 +258,7 @@ async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_
     assert frontend.models.readiness(100)["rejected_records"] == []
 
 
-async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(
+async def test_readiness_without_request_plane_says_why(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await frontend.add(1, CARD)

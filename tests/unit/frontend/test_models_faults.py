@@ -82,7 +82,7 @@ class Sizes(ChunkSource):
     ],
     ids=["negative", "too large", "shrinking", "growing", "beyond its end", "short"],
 )
-async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no_further_and_the_next_one_is(
+async def test_load_of_impossible_sizes_asks_the_next_holder(
     frontend: Frontend,
     files: dict[str, Path],
     piece: Callable[[int], FileChunk],
@@ -99,7 +99,7 @@ async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no
     await wait_served(frontend, "tiny")
 
 
-async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_served(
+async def test_load_of_too_large_card_files_is_rejected(
     frontend: Frontend,
     files: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +121,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "fault", [ZeroDivisionError("by zero"), RecursionError("too deep"), Panic("Precompiled")]
 )
-async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_and_tried_again(
+async def test_load_failing_unexpectedly_is_logged_once(
     frontend: Frontend,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -155,7 +155,7 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     await wait_served(frontend, "oss")
 
 
-async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model_is_not_served_and_others_are(
+async def test_load_panic_spares_other_models(
     frontend: Frontend, files: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = json.loads(files["tokenizer.json"].read_bytes())
@@ -169,7 +169,7 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
 
 
 @pytest.mark.parametrize("registry_timing", [RegistryTiming(preload_after_s=0.001)])
-async def test_preload_when_it_fails_then_the_model_is_served_all_the_same(
+async def test_preload_failure_does_not_prevent_serving(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(renderer: HarmonyRenderer) -> None:

@@ -76,7 +76,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
-async def test_openapi_then_it_is_served_and_every_reference_leads_somewhere() -> None:
+async def test_openapi_references_are_all_resolvable() -> None:
     response = await ask(front(), "GET", "/openapi.json")
     assert response.headers["content-type"] == "application/json"
     described = response.json()
@@ -98,7 +98,7 @@ def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:
     }
 
 
-def test_openapi_then_a_generation_lists_every_status_that_an_error_can_have() -> None:
+def test_openapi_generation_lists_every_error_status() -> None:
     for path in (CHAT, TEXT, "/v1/responses", MESSAGES):
         answers = described()["paths"][path]["post"]["responses"]
         assert set(answers) == {"200", *map(str, STATUS.values())}
@@ -138,7 +138,7 @@ async def test_text_then_whole_and_streamed_answers_are_as_described(
         schema("TextCompletion").validate(json.loads(line.removeprefix("data: ")))
 
 
-async def test_messages_then_whole_and_streamed_answers_and_errors_are_as_described() -> None:
+async def test_messages_match_their_description() -> None:
     script = [chunk("why", ids=[REASONING]), chunk("{", ids=[CALL]), stop("}")]
     asked = message(thinking={"type": "adaptive"})
     whole = await ask(front(*script), "POST", MESSAGES, json=asked, headers=STATS)
@@ -291,7 +291,7 @@ async def test_docs_then_status_codes_and_field_names_stay_on_one_line() -> None
     assert '"default and meaning"' in page
 
 
-async def test_bug_of_an_endpoint_that_answers_at_once_then_500_in_the_shape_of_all_errors(
+async def test_endpoint_bug_is_500_in_the_common_error_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def names(_: Catalog) -> list[str]:

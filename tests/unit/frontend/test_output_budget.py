@@ -51,7 +51,7 @@ def scored(text: str, alternatives: int) -> Chunk:
         pytest.param(TEXT, {"prompt": ["a"] * 128, "max_tokens": 60}, "max_tokens", id="prompts"),
     ],
 )
-async def test_answer_when_it_may_be_too_large_then_413_before_it_starts(
+async def test_answer_that_may_be_too_large_is_413_at_once(
     path: str, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 256 * KIB)
@@ -71,7 +71,7 @@ async def test_answer_when_it_may_be_too_large_then_413_before_it_starts(
 @pytest.mark.parametrize(
     "fields", [{"max_tokens": 60}, {"n": 1}, {"stream": True, "n": 1, "max_tokens": 90}]
 )
-async def test_answer_when_it_may_be_within_the_limit_or_has_no_given_length_then_it_runs(
+async def test_answer_within_limit_or_of_unknown_length_runs(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
@@ -80,7 +80,7 @@ async def test_answer_when_it_may_be_within_the_limit_or_has_no_given_length_the
 
 
 @pytest.mark.parametrize(("alternatives", "tokens"), [(None, 40), (20, 3)])
-async def test_answer_when_it_grows_too_large_then_413_and_its_choices_end(
+async def test_answer_growing_too_large_is_413(
     alternatives: int | None, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_budget, "MAX_OUTPUT_BYTES", 4 * KIB)
@@ -97,9 +97,7 @@ async def test_answer_when_it_grows_too_large_then_413_and_its_choices_end(
     assert frontend.router.running == 0
 
 
-async def test_answer_when_it_is_large_then_it_is_encoded_in_a_thread_with_the_same_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_large_answer_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"logprobs": True, "top_logprobs": 5}
     inline = await post(served(scored("a", 5), stop("b")), CHAT, **fields)
     monkeypatch.setattr(send_answer, "_INLINE_OUTPUT_BYTES", 0)
@@ -108,9 +106,7 @@ async def test_answer_when_it_is_large_then_it_is_encoded_in_a_thread_with_the_s
     assert threaded.json()["choices"] == inline.json()["choices"]
 
 
-def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_budget, "MAX_TOTAL_OUTPUT_BYTES", 100 * KIB)
     budget = OutputBudget()
     ended = list[tuple[str, str, bool]]()
@@ -135,7 +131,7 @@ def test_total_when_it_is_exceeded_then_the_largest_ends_and_its_output_is_free(
     assert (budget.in_use, budget.outputs) == (0, set())
 
 
-def test_scored_tokens_when_tokens_have_alternatives_then_each_counts() -> None:
+def test_scored_tokens_count_each_alternative() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
     scored_delta = ChoiceDelta(

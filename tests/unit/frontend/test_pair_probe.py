@@ -154,7 +154,7 @@ class Bench:
                 await asyncio.sleep(0.005)
 
 
-async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_works() -> None:
+async def test_run_probes_a_new_pair_once() -> None:
     bench = Bench()
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, PREFILL_END)
@@ -174,7 +174,7 @@ async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_wor
     )
 
 
-async def test_run_when_an_aggregated_worker_comes_up_then_it_is_probed() -> None:
+async def test_run_probes_an_aggregated_worker() -> None:
     bench = Bench()
     async with bench.running():
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))
@@ -191,7 +191,7 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_probed() -> Non
         (None, "failed", "no answer"),
     ],
 )
-async def test_run_when_a_probe_does_not_come_through_then_the_pair_fails_and_says_why(
+async def test_run_failed_probe_says_why(
     ending: Chunk | DynamoError | None, code: str, said: str
 ) -> None:
     bench = Bench(
@@ -206,9 +206,7 @@ async def test_run_when_a_probe_does_not_come_through_then_the_pair_fails_and_sa
 
 
 @pytest.mark.parametrize("ending", [answer(kv_bytes=0), answer(count=1)])
-async def test_run_when_probes_fail_after_their_first_token_then_the_pair_stays_open(
-    ending: Chunk,
-) -> None:
+async def test_run_probe_failing_after_first_token_keeps_pair_open(ending: Chunk) -> None:
     bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
     async with bench.running():
         await bench.add(1, Role.PREFILL, PREFILL_END)
@@ -226,7 +224,7 @@ async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
         assert bench.breakers.status((1, 2)).state is PairState.UNTRIED
 
 
-async def test_run_when_a_quarantined_pair_recovers_then_a_probe_lets_it_serve_again() -> None:
+async def test_run_probe_lets_a_recovered_pair_serve() -> None:
     bench = Bench(limits=BreakerLimits(failures=1, open_s=0.05))
     async with bench.running():
         await bench.add(1, Role.PREFILL, PREFILL_END)
@@ -240,9 +238,7 @@ async def test_run_when_a_quarantined_pair_recovers_then_a_probe_lets_it_serve_a
 @pytest.mark.parametrize(
     "ending", [Disconnected("no connection to NATS"), Unreachable("no subscriber")]
 )
-async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
-    ending: DynamoError,
-) -> None:
+async def test_run_rejected_probe_waits_for_the_pair(ending: DynamoError) -> None:
     """That says nothing about its KV: no quarantine outlives the outage."""
     bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=1, open_s=60.0))
     async with bench.running():
@@ -259,9 +255,7 @@ async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_wo
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
 
 
-async def test_run_when_a_request_fails_between_two_that_work_then_a_probe_tries_them_at_once() -> (
-    None
-):
+async def test_run_probes_at_once_after_a_failed_request() -> None:
     bench = Bench()
     async with bench.running():
         await bench.add(1, Role.PREFILL, PREFILL_END)
@@ -276,9 +270,7 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_probe_tries
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
 
 
-async def test_run_when_a_probe_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_run_probe_bug_is_a_failure_of_its_pair(caplog: pytest.LogCaptureFixture) -> None:
     """A card without a vocabulary, which discovery would have rejected: its probe has no
     prompt.
     """
@@ -308,9 +300,7 @@ async def test_run_when_a_probe_raises_what_none_may_then_it_is_that_pairs_failu
 
 
 @pytest.mark.parametrize(("prompts", "code"), [(0, "ok"), (1, "ok"), (2, "ok"), (3, "mismatch")])
-async def test_run_when_answers_differ_from_the_decode_workers_then_a_pair_with_no_right_one_is_open_at_once(
-    prompts: int, code: str
-) -> None:
+async def test_run_wrong_answers_open_the_pair_at_once(prompts: int, code: str) -> None:
     """Rounding changes a token now and then; KV that arrives wrongly changes all answers."""
     bench = Bench()
     async with bench.running():
@@ -326,9 +316,7 @@ async def test_run_when_answers_differ_from_the_decode_workers_then_a_pair_with_
         )
 
 
-async def test_run_when_a_pair_is_compared_then_both_requests_have_its_prompt_and_own_salts() -> (
-    None
-):
+async def test_run_compares_equal_prompts_with_own_salts() -> None:
     bench = Bench()
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, right)
@@ -342,7 +330,7 @@ async def test_run_when_a_pair_is_compared_then_both_requests_have_its_prompt_an
     assert len({request.cache_salt for request in decode.asked}) == 2
 
 
-async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_other_prompts() -> None:
+async def test_run_retries_a_wrong_instance_with_other_prompts() -> None:
     """Two tokens may be about equally likely after all of the first ones."""
     bench = Bench(limits=BreakerLimits(open_s=0.01))
     async with bench.running():
@@ -352,9 +340,7 @@ async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_othe
         assert bench.breakers.status((1, 2)).state is PairState.WORKING
 
 
-async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_ready_meanwhile() -> (
-    None
-):
+async def test_run_hanging_pair_does_not_delay_others() -> None:
     bench = Bench(timeout_s=60.0)
     async with bench.running():
         hanging = await bench.add(1, Role.PREFILL, None)

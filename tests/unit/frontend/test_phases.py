@@ -55,7 +55,7 @@ def served(prefill: PhaseTimings | None, decode: PhaseTimings | None) -> PhaseSe
     return divide(spans, 14.25, prefill, decode)
 
 
-def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way() -> None:
+def test_divide_leaves_the_rest_of_each_call_to_its_way() -> None:
     phases = served(PREFILL, DECODE)
     assert phases == pytest.approx(
         {
@@ -87,7 +87,7 @@ def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way()
         (PhaseTimings(queue_s=-1.0, prefill_s=math.nan), PhaseTimings(kv_transfer_s=1e-9)),
     ],
 )
-def test_divide_when_reports_are_missing_or_impossible_then_the_phases_still_add_up(
+def test_divide_with_bad_reports_still_adds_up(
     prefill: PhaseTimings | None, decode: PhaseTimings | None
 ) -> None:
     phases = served(prefill, decode)
@@ -99,9 +99,7 @@ def names(trace: ChoiceTimeline) -> list[str]:
     return [span.phase for span in trace.spans]
 
 
-async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(
-    cluster: Cluster,
-) -> None:
+async def test_spans_show_a_failed_attempt_as_one_span(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [EngineFailed("broken")], [kv_chunk("t1")])
     await cluster.add(2, Role.PREFILL, [kv_chunk("t2")], [kv_chunk("t3")])
     await cluster.add(3, Role.DECODE, FINISHED, FINISHED)
@@ -111,9 +109,7 @@ async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(
     assert trace.retries == 1
 
 
-async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retry(
-    cluster: Cluster,
-) -> None:
+async def test_spans_show_rejected_decode_call_as_the_retry(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("bye")])
     await cluster.add(3, Role.DECODE, FINISHED)
@@ -122,9 +118,7 @@ async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retr
     assert names(trace) == ["select", "prefill", "retry", "first_token", "decode"]
 
 
-async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_span(
-    cluster: Cluster,
-) -> None:
+async def test_spans_show_a_migration_gap_as_one_span(cluster: Cluster) -> None:
     first = Chunk(token_ids=token_ids([10]), stats=DECODE)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [first, Disconnected("gone")])
@@ -142,9 +136,7 @@ async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_sp
     assert [span.role for span in trace.spans if span.phase == "decode"] == [Role.DECODE] * 2
 
 
-def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_reads_the_others() -> (
-    None
-):
+def test_timings_with_unknown_phase_are_readable() -> None:
     newer = msgspec.msgpack.encode(PhaseTimings(queue_s=0.5, more={"next": 1.0}))
     assert msgspec.msgpack.decode(newer)["queue_s"] == 0.5
     assert (
@@ -226,9 +218,7 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
         await engine.aclose()
 
 
-async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_up_to_its_time(
-    mock_frontend: FakeFrontend,
-) -> None:
+async def test_phases_of_retried_requests_add_up(mock_frontend: FakeFrontend) -> None:
     app = asgi(mock_frontend.app)
 
     async def ask(number: int) -> tuple[float, httpx.Response]:
@@ -292,9 +282,7 @@ async def post(path: str, extra_fields: list[str], **fields: object) -> httpx.Re
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dynamo(
-    path: str, stream: bool
-) -> None:
+async def test_nvext_returns_workers_and_times(path: str, stream: bool) -> None:
     response = await post(path, ["timing", "worker_id"], stream=stream)
     *_, last = (line for line in response.text.splitlines() if "nvext" in line)
     body = json.loads(last.removeprefix("data: "))
@@ -309,7 +297,7 @@ async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dy
     assert timing["request_received_ms"] > 1e12
 
 
-async def test_nvext_when_not_asked_for_then_none_and_unknown_fields_are_rejected() -> None:
+async def test_nvext_not_requested_is_absent() -> None:
     path = next(iter(ASKED))
     assert "nvext" not in (await post(path, [])).json()
     error = (await post(path, ["engine_data"])).json()["error"]

@@ -98,9 +98,7 @@ async def running(pause_s: float = 0.05) -> AsyncIterator[Frontend]:
     await plane.aclose()
 
 
-async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_follows_the_changes() -> (
-    None
-):
+async def test_feed_requests_earlier_blocks_and_follows_changes() -> None:
     async with running() as frontend:
         publisher = await frontend.worker(1)
         frontend.num_lost = 1
@@ -113,7 +111,7 @@ async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_fo
         publisher.close()
 
 
-async def test_feed_when_the_last_message_is_lost_then_the_next_number_shows_it() -> None:
+async def test_feed_finds_a_lost_message_by_the_next_number() -> None:
     async with running() as frontend:
         publisher = await frontend.worker(1)
         await until(lambda: not frontend.known.unsynced)
@@ -135,7 +133,7 @@ async def test_feed_when_a_message_is_malformed_then_it_is_dropped(
     assert "unreadable KV events dropped (1 so far)" in caplog.text
 
 
-async def test_feed_when_a_worker_does_not_answer_then_its_blocks_are_forgotten_and_it_is_asked_again(
+async def test_feed_of_silent_worker_forgets_and_asks_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(pause_s=0.01) as frontend:

@@ -57,7 +57,7 @@ def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedM
     assert {choice.request.sampling.seed for choice in chat(harmony, n=3).choices} == {None}
 
 
-def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
+def test_choices_with_too_long_prompts_are_rejected_by_n(
     harmony: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess, "MAX_PROMPT_TOKENS", 8)
@@ -69,9 +69,7 @@ def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
     assert caught.value.field == "n"
 
 
-def test_several_prompts_with_best_of_then_candidates_in_the_order_of_the_prompts(
-    harmony: ServedModel,
-) -> None:
+def test_best_of_candidates_follow_the_prompt_order(harmony: ServedModel) -> None:
     plan = text(harmony, prompt=["a", [5, 6]], n=2, best_of=3, seed=1)
     assert [harmony.renderer.decode(choice.request.token_ids) for choice in plan.choices[:3]] == [
         "a"
@@ -105,26 +103,20 @@ def test_echo_then_each_choice_begins_with_its_prompt(harmony: ServedModel) -> N
 
 
 @pytest.mark.parametrize("make", [chat, text])
-def test_top_k_when_it_is_beyond_the_vocabulary_then_it_is_the_vocabulary(
-    harmony: ServedModel, make: Any
-) -> None:
+def test_top_k_is_limited_to_the_vocabulary(harmony: ServedModel, make: Any) -> None:
     # an engine's 64 signed bits do not hold it
     (choice,) = make(harmony, top_k=(1 << 64) - 1).choices
     assert choice.request.sampling.top_k == harmony.card.vocab_size
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(1e-46, 0.0), (1e-9, 0.0), (1e-3, 1e-3)])
-def test_temperature_when_logits_can_not_be_divided_by_it_then_greedy(
-    harmony: ServedModel, asked: float, taken: float
-) -> None:
+def test_temperature_too_small_is_greedy(harmony: ServedModel, asked: float, taken: float) -> None:
     (choice,) = chat(harmony, temperature=asked).choices
     assert choice.request.sampling.temperature == taken
 
 
 @pytest.mark.parametrize("make", [chat, text])
-def test_sampling_defaults_of_the_model_then_they_count_for_what_the_request_leaves_out(
-    harmony: ServedModel, make: Any
-) -> None:
+def test_sampling_defaults_fill_missing_fields(harmony: ServedModel, make: Any) -> None:
     defaults = SamplingDefaults(temperature=0.6, top_k=-1, top_p=0.9, repetition_penalty=1.1)
     served = ServedModel(
         msgspec.structs.replace(harmony.card, sampling_defaults=defaults), harmony.renderer
@@ -180,9 +172,7 @@ def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) ->
     assert choice.hidden_token_ids == {42}
 
 
-def test_ignore_eos_in_either_place_then_the_formats_stops_are_left_out(
-    harmony: ServedModel,
-) -> None:
+def test_ignore_eos_omits_the_stops_of_the_format(harmony: ServedModel) -> None:
     for fields in ({"ignore_eos": True}, {"nvext": {"ignore_eos": True}}):
         (choice,) = chat(harmony, **fields).choices
         assert choice.request.sampling.ignore_eos
@@ -191,9 +181,7 @@ def test_ignore_eos_in_either_place_then_the_formats_stops_are_left_out(
     assert choice.request.cache_salt == "t"
 
 
-def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_sixteen(
-    harmony: ServedModel,
-) -> None:
+def test_max_tokens_default_is_rest_for_chat_else_sixteen(harmony: ServedModel) -> None:
     (choice,) = chat(harmony).choices
     assert choice.request.sampling.max_tokens == 2000 - len(choice.request.token_ids)
     assert text(harmony).choices[0].request.sampling.max_tokens == 16
@@ -219,9 +207,7 @@ def test_value_that_does_not_fit_the_model_then_named(
     assert isinstance(refused.value, InvalidRequest | ContextTooLong)
 
 
-def test_messages_of_which_the_template_makes_no_token_then_named(
-    make_template: TemplateModels,
-) -> None:
+def test_messages_that_give_no_token_are_named(make_template: TemplateModels) -> None:
     served = make_template("{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="makes an empty prompt of the messages") as refused:
         chat(served, messages=[{"role": "user", "content": ""}])
@@ -243,7 +229,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("refused", "fields", "param"), REFUSALS)
-def test_field_that_the_engine_refuses_then_refused_by_the_apis_name_and_only_when_set(
+def test_field_rejected_by_engine_uses_the_api_name(
     harmony: ServedModel, refused: str, fields: dict[str, Any], param: str
 ) -> None:
     served = refusing(harmony, refused, "resumed_tokens")
@@ -273,9 +259,7 @@ def test_user_name_in_harmony_then_the_model_sees_it(harmony: ServedModel) -> No
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
-def test_name_that_the_prompt_does_not_show_then_ignored_and_listed(
-    harmony: ServedModel, role: str
-) -> None:
+def test_name_hidden_from_the_prompt_is_listed(harmony: ServedModel, role: str) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": role, "content": "hi"}]
     plan = chat(harmony, messages=[messages[0], messages[1] | {"name": "alice"}])
     assert prompt(plan, harmony) == prompt(chat(harmony, messages=messages), harmony)
@@ -298,7 +282,7 @@ def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: Served
 
 
 @pytest.mark.parametrize("field", ["chat_template_args", "chat_template_kwargs"])
-def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
+def test_unused_template_argument_is_listed(
     harmony: ServedModel, make_template: TemplateModels, field: str
 ) -> None:
     fields = {field: {"mood": "good", "enable_thinking": False}}
@@ -308,9 +292,7 @@ def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
     assert chat(make_template(), **fields).ignored == (f"{field}.mood",)
 
 
-def test_chat_template_then_developer_is_system_and_what_it_lacks_is_refused(
-    make_template: TemplateModels,
-) -> None:
+def test_chat_template_treats_developer_as_system(make_template: TemplateModels) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     plan = chat(

@@ -23,7 +23,7 @@ from dynamo_trtllm.support.network.listening import bind, listen
 HOST = "127.0.0.1"
 
 
-def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
+def test_member_argv_passes_all_settings() -> None:
     words = [
         "--workers",
         "3",
@@ -62,7 +62,7 @@ def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
         ({"a": 0, "b": -15}, 0),
     ],
 )
-def test_worst_then_the_highest_as_a_shell_counts_and_our_own_sigterm_is_none(
+def test_worst_status_is_the_highest_except_own_sigterm(
     statuses: dict[str, int], expected: int
 ) -> None:
     assert combined_exit_status(statuses) == expected
@@ -78,14 +78,14 @@ def test_held_port_then_members_can_share_it_and_others_can_not() -> None:
                 reserve_port(FrontendConfig(http_host=HOST, http_port=port, workers=2))
 
 
-def test_reserve_port_when_there_are_far_more_processes_than_cores_then_rejected() -> None:
+def test_reserve_port_rejects_far_more_processes_than_cores() -> None:
     with pytest.raises(
         ConfigError, match="--workers 100000 is more than 16 processes for each of the"
     ):
         reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=100_000))
 
 
-def test_held_port_when_no_member_listens_then_a_connection_is_refused() -> None:
+def test_held_port_without_listener_refuses_connections() -> None:
     with (
         reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held,
         pytest.raises(ConnectionRefusedError),

@@ -17,9 +17,7 @@ def scores(*logprobs: TokenLogprob) -> Chunk:
     return Chunk(prompt_logprobs=logprobs)
 
 
-async def test_prompt_logprobs_when_a_pair_serves_then_those_of_prefill_are_in_the_trace(
-    cluster: Cluster,
-) -> None:
+async def test_prompt_logprobs_of_a_pair_are_those_of_prefill(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [scores(*SCORED[:2]), scores(SCORED[2]), kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     trace = ChoiceTimeline()
@@ -27,9 +25,7 @@ async def test_prompt_logprobs_when_a_pair_serves_then_those_of_prefill_are_in_t
     assert trace.prompt_logprobs == SCORED
 
 
-async def test_prompt_logprobs_when_prefill_is_retried_then_each_is_there_once(
-    cluster: Cluster,
-) -> None:
+async def test_prompt_logprobs_of_retried_prefill_appear_once(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [scores(*SCORED[:2]), Disconnected("gone")])
     await cluster.add(3, Role.PREFILL, [scores(*SCORED), kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -38,9 +34,7 @@ async def test_prompt_logprobs_when_prefill_is_retried_then_each_is_there_once(
     assert (trace.prompt_logprobs, trace.retries) == (SCORED, 1)
 
 
-async def test_prompt_logprobs_when_the_request_migrates_then_they_are_not_computed_again(
-    cluster: Cluster,
-) -> None:
+async def test_prompt_logprobs_are_not_computed_after_migration(cluster: Cluster) -> None:
     await cluster.add(1, Role.AGGREGATED, [scores(*SCORED), FINISHED[0], Disconnected("gone")])
     other = await cluster.add(3, Role.AGGREGATED, FINISHED[1:])
     trace = ChoiceTimeline()

@@ -156,7 +156,7 @@ DECODE = Phase.DECODE
 
 
 @pytest.mark.parametrize("after", [0, 3, 40])
-async def test_request_when_it_ends_its_workers_then_two_end_and_its_like_ends_none(
+async def test_deadly_request_ends_two_workers_at_most(
     deploy: type[Deployment], after: int
 ) -> None:
     deployment = deploy({DEADLY: {AGGREGATED: after}})
@@ -184,9 +184,7 @@ async def test_request_when_it_ends_workers_of_a_pair_then_two_end(
     assert deployment.num_deaths == 2
 
 
-async def test_request_when_reading_its_kv_ends_prefill_workers_then_two_end_and_its_like_ends_none(
-    deploy: type[Deployment],
-) -> None:
+async def test_deadly_kv_read_ends_two_prefill_workers_at_most(deploy: type[Deployment]) -> None:
     deployment = deploy({})
     for role in (Role.PREFILL, Role.DECODE) * 4:
         await deployment.add(role)
@@ -196,9 +194,7 @@ async def test_request_when_reading_its_kv_ends_prefill_workers_then_two_end_and
     assert deployment.num_deaths == 2
 
 
-async def test_request_when_it_ends_a_decode_and_then_a_prefill_worker_then_two_end(
-    deploy: type[Deployment],
-) -> None:
+async def test_deadly_request_counts_decode_and_prefill_workers(deploy: type[Deployment]) -> None:
     deployment = deploy({DEADLY: {DECODE: 5}})
     for role in (Role.PREFILL, Role.DECODE) * 3:
         await deployment.add(role)
@@ -213,7 +209,7 @@ async def test_request_when_it_ends_a_decode_and_then_a_prefill_worker_then_two_
 
 
 @pytest.mark.parametrize("after", [0, 3])
-async def test_neighbors_when_a_request_ends_both_workers_that_ran_them_then_all_of_them_complete(
+async def test_neighbors_of_a_deadly_request_complete(
     deploy: type[Deployment], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suspects, "MAX_UNSETTLED_TOKENS", 16)  # a shorter test
@@ -232,9 +228,7 @@ async def test_neighbors_when_a_request_ends_both_workers_that_ran_them_then_all
     assert deployment.num_deaths == 2
 
 
-async def test_choices_when_their_prompt_is_deadly_then_they_end_two_workers_together(
-    deploy: type[Deployment],
-) -> None:
+async def test_choices_of_a_deadly_prompt_end_two_workers(deploy: type[Deployment]) -> None:
     deployment = deploy({DEADLY: {AGGREGATED: 0}})
     for _ in range(6):
         await deployment.add(Role.AGGREGATED)

@@ -53,7 +53,7 @@ def check_nothing_left(served: FakeFrontend) -> None:
     assert served.router.running == 0
 
 
-async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_long(
+async def test_request_without_permit_waits_and_reports_the_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     held = asyncio.Event()
@@ -76,7 +76,7 @@ async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_lon
     check_nothing_left(served)
 
 
-async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read() -> None:
+async def test_request_with_full_queue_is_429_before_its_body() -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
@@ -96,9 +96,7 @@ async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read()
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_out(
-    path: str,
-) -> None:
+async def test_request_timeout_in_queue_is_504(path: str) -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
@@ -112,7 +110,7 @@ async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_o
     check_nothing_left(served)
 
 
-async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() -> None:
+async def test_client_leaving_the_queue_frees_its_place() -> None:
     served = front(chunk("a"), asyncio.Event(), max_inflight=1, max_queued=1)
     first = asyncio.create_task(post(served))
     await served.router.begun.wait()
@@ -167,7 +165,7 @@ async def test_timeout_when_it_is_none_then_400_by_name(path: str, timeout: Any)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
 
 
-async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate() -> None:
+async def test_retry_after_follows_the_recent_rate() -> None:
     served = front(stop("a"), max_inflight=1, max_queued=0)
     await post(served)
     held = asyncio.Event()
@@ -182,9 +180,7 @@ async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate()
     await first
 
 
-async def test_requests_when_they_fail_then_their_bodies_are_free_before_their_turn_to_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_failed_requests_free_their_bodies_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "WORK_S", 1e-9)  # one request takes all the time of an iteration
     served = front()
     clients = [MemoryClient(served.app) for _ in range(20)]
@@ -200,7 +196,7 @@ async def test_requests_when_they_fail_then_their_bodies_are_free_before_their_t
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_requests_when_they_end_in_the_same_iteration_then_few_are_answered_in_each(
+async def test_requests_ending_together_are_answered_in_parts(
     stream: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "WORK_S", 1e-9)  # one request takes all the time of an iteration

@@ -41,7 +41,7 @@ def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
     assert not_ready_reason(PAIR, "m", None) is None
 
 
-def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
+def test_readiness_without_a_working_pair_reports_each() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1))
     assert (
         not_ready_reason(PAIR, "m", breakers)
@@ -57,21 +57,19 @@ def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> No
     assert not_ready_reason(PAIR, "m", breakers) is None
 
 
-def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
+def test_readiness_without_fitting_prefill_names_the_field() -> None:
     why = not_ready_reason(model_view(prefill=(PREFILL,), decode=(ODD,)), "m", PairBreakers())
     assert why is not None
     assert "layout.block_tokens is 16 at prefill and 64 at decode" in why
 
 
-def test_mismatches_when_one_of_two_fits_then_only_the_other_is_reported() -> None:
+def test_mismatches_report_only_the_unfit_one() -> None:
     assert list(mismatches(model_view(prefill=(PREFILL,), decode=(DECODE, ODD)))) == [
         "instance c (decode): layout.block_tokens is 64 at decode and 16 at prefill"
     ]
 
 
-def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_and_the_quarantined_ones_first() -> (
-    None
-):
+def test_readiness_of_many_pairs_lists_quarantined_first() -> None:
     breakers = PairBreakers(BreakerLimits(failures=2))
     view = ClusterView()
     for instance_id in range(16, 56):

@@ -56,9 +56,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_collector(
-    stream: bool,
-) -> None:
+async def test_answered_error_is_freed_without_garbage_collector(stream: bool) -> None:
     router = Refusing([])
     client = MemoryClient(FakeFrontend(router, FrontendConfig()).app)
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": stream}).encode()
@@ -73,9 +71,7 @@ async def test_error_when_it_was_answered_then_it_is_freed_without_the_garbage_c
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the_garbage_collector() -> (
-    None
-):
+async def test_thread_error_is_freed_without_garbage_collector() -> None:
     error: weakref.ref[BaseException] | None = None
     try:
         await in_thread(refuse)
@@ -90,9 +86,7 @@ async def test_error_when_it_was_raised_in_a_thread_then_it_is_freed_without_the
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_body_when_it_came_too_late_and_the_client_left_before_the_error_then_it_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_late_body_of_gone_client_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     admissions: list[weakref.ref[RequestAdmission]] = []
     waits = asyncio.Event()
 

@@ -16,7 +16,5 @@ from dynamo_trtllm.observability.logging import short_id
         ("probe-5", "probe-5"),
     ],
 )
-def test_short_id_when_the_id_has_a_unique_part_then_its_beginning_and_the_choice(
-    request_id: str, short: str
-) -> None:
+def test_short_id_has_unique_beginning_and_choice(request_id: str, short: str) -> None:
     assert short_id(request_id) == short

@@ -29,7 +29,7 @@ async def asked(
     return await ask(served, "POST", "/v1/chat/completions", json=body, headers=headers)
 
 
-async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_its_own() -> None:
+async def test_same_request_id_twice_has_different_engine_ids() -> None:
     served = front(stop("a"))
     first = await asked(served, NAMED)
     await asked(served, NAMED)
@@ -50,9 +50,7 @@ async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixtu
     assert line.endswith("finish=stop")
 
 
-async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_streamed_request_log_has_the_client_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()), stream=True)
     first = json.loads(response.text.split("\n")[0].removeprefix("data: "))
@@ -63,7 +61,7 @@ async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got
 
 
 @pytest.mark.parametrize("request_id", ["job-7", None, "a/b"])
-async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
+async def test_request_log_lines_have_the_client_id(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     cluster: Cluster,
@@ -89,9 +87,7 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     assert retried[3] == finished[3] == given
 
 
-async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_fields(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_rejected_request_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(), NAMED, max_tokens=0)
     check_error(response, 400, "invalid_request", "max_tokens")
@@ -107,9 +103,7 @@ async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_field
     )
 
 
-async def test_refused_request_when_it_is_large_then_its_log_line_is_short(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_large_rejected_request_log_is_short(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(), model="x\n" * 5000)
     (line,) = [
@@ -119,9 +113,7 @@ async def test_refused_request_when_it_is_large_then_its_log_line_is_short(
     assert len(line) < 500
 
 
-async def test_request_that_no_worker_could_serve_then_its_log_line_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unserved_request_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
     (line,) = [

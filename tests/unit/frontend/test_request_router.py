@@ -51,9 +51,7 @@ from tests.kit.routing import (
 from tests.kit.waiting import SOON_S
 
 
-async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(
-    cluster: Cluster,
-) -> None:
+async def test_generate_by_a_pair_returns_tokens_and_trace(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
     trace = ChoiceTimeline()
@@ -72,9 +70,7 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     )
 
 
-async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_request(
-    cluster: Cluster,
-) -> None:
+async def test_generate_by_aggregated_worker_makes_one_call(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
     trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
@@ -82,9 +78,7 @@ async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_
     assert trace == ChoiceTimeline(decode_instance=3, decode_stats=DECODE_STATS)
 
 
-async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_call(
-    cluster: Cluster,
-) -> None:
+async def test_generate_finished_by_prefill_makes_no_decode_call(cluster: Cluster) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
     prefill = await cluster.add(1, Role.PREFILL, [done])
     decode = await cluster.add(2, Role.DECODE)
@@ -96,9 +90,7 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
     assert prefill.releases == []
 
 
-async def test_generate_when_prefill_ends_in_a_transfer_without_a_transfer_then_the_stream_is_incomplete(
-    cluster: Cluster,
-) -> None:
+async def test_generate_without_expected_transfer_is_incomplete(cluster: Cluster) -> None:
     endings = [[Chunk(finish_reason=FinishReason.KV_TRANSFER)]] * 4
     prefill = await cluster.add(1, Role.PREFILL, *endings)
     await cluster.add(2, Role.DECODE)
@@ -107,9 +99,7 @@ async def test_generate_when_prefill_ends_in_a_transfer_without_a_transfer_then_
     assert len(prefill.requests) == 4  # three retries, and there is no other worker
 
 
-async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_released_fetched_once(
-    cluster: Cluster,
-) -> None:
+async def test_generate_releases_transfer_as_fetched(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
@@ -120,9 +110,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_released_refused(
-    cluster: Cluster,
-) -> None:
+async def test_generate_releases_transfer_as_rejected(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
     with pytest.raises(RequestRejected):
@@ -132,7 +120,7 @@ async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_rel
     assert len(prefill.requests) == 1  # not a fault of the KV transfer
 
 
-async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster: Cluster) -> None:
+async def test_generate_with_failed_release_is_complete(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     prefill.faults[ReleaseKv] = RequestRejected("no")
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -141,9 +129,7 @@ async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster:
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefilled_once_more(
-    cluster: Cluster,
-) -> None:
+async def test_generate_failed_transfer_prefills_once_more(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
@@ -158,9 +144,7 @@ async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefil
     ]
 
 
-async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(
-    cluster: Cluster,
-) -> None:
+async def test_generate_transfer_failed_twice_raises_its_error(cluster: Cluster) -> None:
     prefill = await cluster.add(
         1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")], [kv_chunk("t3")]
     )
@@ -172,9 +156,7 @@ async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(
     assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.ABORTED] * 2
 
 
-async def test_generate_when_the_transfer_fails_and_there_is_another_prefill_then_it_is_tried_there(
-    cluster: Cluster,
-) -> None:
+async def test_generate_failed_transfer_uses_another_prefill(cluster: Cluster) -> None:
     """Also when another request took the turn in between, so that the round robin is back at the
     one that failed.
     """
@@ -190,16 +172,14 @@ async def test_generate_when_the_transfer_fails_and_there_is_another_prefill_the
     assert (len(first.requests), len(other.requests)) == (1, 2)
 
 
-async def test_generate_when_a_role_is_missing_then_no_instances_names_it(cluster: Cluster) -> None:
+async def test_generate_with_missing_role_names_it(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL)
     with pytest.raises(NoInstances, match="decode"):
         await cluster.tokens()
 
 
 @pytest.mark.parametrize("failure", [Disconnected("gone"), NonFinite("NaN")])
-async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
-    cluster: Cluster, failure: DynamoError
-) -> None:
+async def test_generate_failed_prefill_uses_another(cluster: Cluster, failure: DynamoError) -> None:
     failing = await cluster.add(1, Role.PREFILL, [failure])
     other = await cluster.add(3, Role.PREFILL, [kv_chunk("b1")])
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -209,9 +189,7 @@ async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
     assert (trace.prefill_instance, trace.retries, trace.migrations) == (3, 1, 0)
 
 
-async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_overloaded_is_raised(
-    cluster: Cluster,
-) -> None:
+async def test_generate_with_full_workers_asks_each_once(cluster: Cluster) -> None:
     workers = [
         await cluster.add(number, Role.AGGREGATED, [Overloaded("full")]) for number in (1, 2)
     ]
@@ -220,9 +198,7 @@ async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_ov
     assert [len(worker.requests) for worker in workers] == [1, 1]
 
 
-async def test_generate_when_an_error_is_not_retryable_then_it_is_not_retried(
-    cluster: Cluster,
-) -> None:
+async def test_generate_does_not_retry_other_errors(cluster: Cluster) -> None:
     await cluster.add(1, Role.AGGREGATED, [RequestRejected("no")])
     other = await cluster.add(2, Role.AGGREGATED, FINISHED)
     with pytest.raises(RequestRejected):
@@ -231,9 +207,7 @@ async def test_generate_when_an_error_is_not_retryable_then_it_is_not_retried(
 
 
 @pytest.mark.parametrize("failure", [Disconnected("gone"), NonFinite("NaN")])
-async def test_generate_when_decode_dies_midway_then_another_worker_continues_from_the_tokens_so_far(
-    cluster: Cluster, failure: DynamoError
-) -> None:
+async def test_generate_continues_after_decode_dies(cluster: Cluster, failure: DynamoError) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], failure])
     other = await cluster.add(4, Role.DECODE, FINISHED[1:])
@@ -250,9 +224,7 @@ async def test_generate_when_decode_dies_midway_then_another_worker_continues_fr
     assert (trace.decode_instance, trace.retries, trace.migrations) == (4, 0, 1)
 
 
-async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(
-    cluster: Cluster,
-) -> None:
+async def test_generate_with_only_end_lost_ends_by_length(cluster: Cluster) -> None:
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], FINISHED[1], Disconnected("gone")])
     assert await cluster.tokens(max_tokens=3) == [10, 11, 12]
 
@@ -266,9 +238,7 @@ HISTORIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("sampling", HISTORIES)
-async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migratable_says_why(
-    cluster: Cluster, sampling: dict[str, Any]
-) -> None:
+async def test_generate_not_migratable_says_why(cluster: Cluster, sampling: dict[str, Any]) -> None:
     for number in (1, 2):
         await cluster.add(
             number,
@@ -281,7 +251,7 @@ async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migr
 
 
 @pytest.mark.parametrize("sampling", HISTORIES)
-async def test_generate_when_the_engine_can_take_it_up_then_it_migrates(
+async def test_generate_migrates_when_the_engine_can(
     cluster: Cluster, sampling: dict[str, Any]
 ) -> None:
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")])
@@ -289,9 +259,7 @@ async def test_generate_when_the_engine_can_take_it_up_then_it_migrates(
     assert await cluster.tokens(**sampling) == [10, 11, 12, 13]
 
 
-async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(
-    cluster: Cluster,
-) -> None:
+async def test_generate_breaking_repeatedly_ends_at_the_limit(cluster: Cluster) -> None:
     script = [FINISHED[0], Disconnected("gone")]
     workers = [await cluster.add(number, Role.AGGREGATED, script) for number in range(1, 6)]
     with pytest.raises(Disconnected):
@@ -299,9 +267,7 @@ async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(
     assert sum(len(worker.requests) for worker in workers) == 4  # the first, and three migrations
 
 
-async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(
-    cluster: Cluster,
-) -> None:
+async def test_generate_holds_the_request_for_a_missing_role(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5))
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     held = asyncio.create_task(cluster.tokens())
@@ -310,9 +276,7 @@ async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(
-    cluster: Cluster,
-) -> None:
+async def test_generate_waits_for_the_successor_of_a_dead_worker(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5))
     death = asyncio.Event()
     first = await cluster.add(1, Role.AGGREGATED, [FINISHED[0], death, Disconnected("gone")])
@@ -324,18 +288,14 @@ async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_f
     assert await asyncio.wait_for(tokens, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(
-    cluster: Cluster,
-) -> None:
+async def test_generate_without_prefill_worker_is_all_decode(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(decode_fallback=True))
     decode = await cluster.add(2, Role.DECODE, FINISHED, can_aggregate=True)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.phase for r in decode.requests] == [Phase.AGGREGATED]
 
 
-async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_released(
-    cluster: Cluster,
-) -> None:
+async def test_close_in_prefill_closes_its_call(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [HANG])
     decode = await cluster.add(2, Role.DECODE)
     await _cancel_when(prefill.hanging, cluster)
@@ -345,9 +305,7 @@ async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_re
     assert decode.requests == []
 
 
-async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_kv_freed(
-    cluster: Cluster,
-) -> None:
+async def test_close_before_decode_chunk_frees_the_kv(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
@@ -356,9 +314,7 @@ async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_k
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
 
 
-async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_transfer_fetched(
-    cluster: Cluster,
-) -> None:
+async def test_close_during_decode_releases_as_fetched(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
@@ -368,9 +324,7 @@ async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_trans
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
-async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed(
-    cluster: Cluster,
-) -> None:
+async def test_close_during_aggregated_closes_its_call(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
     async with aclosing(routed_stream(cluster.router, request(), ChoiceTimeline())) as stream:
         await anext(stream)
@@ -386,9 +340,7 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
         await caller
 
 
-async def test_generate_when_no_probe_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
-    cluster: Cluster,
-) -> None:
+async def test_generate_tries_a_quarantined_pair_after_its_time(cluster: Cluster) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
     options = RouterOptions(has_probes=False)
     cluster.router = RequestRouter(cluster.view, cluster.plane, options, breakers)
@@ -404,9 +356,7 @@ async def test_generate_when_no_probe_tries_a_quarantined_pair_then_a_request_do
     assert await cluster.tokens() == [10, 11, 12, 13]
 
 
-async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_the_held_request_goes_there_at_once(
-    cluster: Cluster,
-) -> None:
+async def test_generate_held_request_uses_a_recovered_pair(cluster: Cluster) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
     cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=5.0), breakers)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -419,9 +369,7 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
-async def test_generate_when_probes_run_then_a_new_pair_gets_requests_only_after_its_first_one(
-    cluster: Cluster,
-) -> None:
+async def test_generate_uses_a_new_pair_after_its_probe(cluster: Cluster) -> None:
     options = RouterOptions(hold_s=SOON_S, has_probes=True)
     cluster.router = RequestRouter(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(4)])
@@ -437,9 +385,7 @@ async def test_generate_when_probes_run_then_a_new_pair_gets_requests_only_after
     assert untried.requests == []
 
 
-async def test_generate_when_no_probe_comes_then_a_new_pair_gets_requests_after_the_hold(
-    cluster: Cluster,
-) -> None:
+async def test_generate_uses_a_new_unprobed_pair_after_the_hold(cluster: Cluster) -> None:
     options = RouterOptions(hold_s=0.05, has_probes=True)
     cluster.router = RequestRouter(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
@@ -448,7 +394,7 @@ async def test_generate_when_no_probe_comes_then_a_new_pair_gets_requests_after_
 
 
 @pytest.mark.parametrize("ending", [Disconnected("the worker is gone"), Draining("leaves")])
-async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
+async def test_generate_pair_of_gone_decode_is_not_working(
     cluster: Cluster, ending: DynamoError
 ) -> None:
     breakers = PairBreakers()

@@ -45,7 +45,7 @@ from tests.kit.waiting import SOON_S
 
 
 @pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("gone"), Overloaded("full")])
-async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetches_it(
+async def test_rejected_transfer_is_fetched_by_another_worker(
     cluster: Cluster, refusal: Draining | Unreachable | Overloaded
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -61,9 +61,7 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetche
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
-async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_loaded_other_one_fetches_it(
-    cluster: Cluster,
-) -> None:
+async def test_rejected_transfer_goes_to_the_least_loaded(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     assert cluster.router.placement is not None
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -79,9 +77,7 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
     assert trace.decode_instance == 6
 
 
-async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(
-    cluster: Cluster,
-) -> None:
+async def test_transfer_rejected_by_all_is_released_each_time(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, *([kv_chunk("t")] for _ in range(4)))
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
     with pytest.raises(Draining):
@@ -90,9 +86,7 @@ async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_
     assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.ABORTED)] * 4
 
 
-async def test_probe_when_its_decode_worker_drains_then_no_other_stands_in(
-    cluster: Cluster,
-) -> None:
+async def test_probe_of_draining_worker_uses_no_other(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
@@ -103,9 +97,7 @@ async def test_probe_when_its_decode_worker_drains_then_no_other_stands_in(
     assert other.requests == []
 
 
-async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_request_meets_it(
-    cluster: Cluster,
-) -> None:
+async def test_gone_registered_worker_delays_only_the_first_request(cluster: Cluster) -> None:
     gone = make_instance(1, role=Role.AGGREGATED)
     asked: list[str] = []
     generate = cluster.plane.client.generate
@@ -123,17 +115,13 @@ async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_r
     assert len(worker.requests) == 6
 
 
-async def test_worker_when_all_took_nothing_lately_then_they_are_tried_all_the_same(
-    cluster: Cluster,
-) -> None:
+async def test_workers_that_all_rejected_lately_are_tried(cluster: Cluster) -> None:
     worker = await cluster.add(2, Role.AGGREGATED, [Unreachable("just reconnecting")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert len(worker.requests) == 2
 
 
-async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries(
-    cluster: Cluster,
-) -> None:
+async def test_many_rejections_are_not_retries(cluster: Cluster) -> None:
     for number in range(1, 8):
         cluster.view.add(make_instance(number, role=Role.AGGREGATED))
     await cluster.add(9, Role.AGGREGATED, FINISHED)
@@ -142,9 +130,7 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
     assert trace.retries == 0
 
 
-async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hold(
-    cluster: Cluster,
-) -> None:
+async def test_rejections_by_all_are_bounded_by_the_hold(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(hold_s=0.35))
     cluster.view.add(make_instance(1, role=Role.AGGREGATED))
     begun = asyncio.get_running_loop().time()
@@ -153,9 +139,7 @@ async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hol
     assert 0.34 <= asyncio.get_running_loop().time() - begun < SOON_S
 
 
-async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_sent_again(
-    cluster: Cluster,
-) -> None:
+async def test_release_is_repeated_after_a_short_absence(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     prefill.faults[ReleaseKv] = Disconnected("away")
@@ -168,7 +152,7 @@ async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_s
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)] * 2
 
 
-async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_not_per_request(
+async def test_absent_worker_does_not_rebuild_the_view_per_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.view.add(make_instance(1, role=Role.DECODE))  # registered, and nothing listens there
@@ -182,7 +166,7 @@ async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_
     assert [[decode.id for decode in view.decode] for view in made] == [[3]]
 
 
-def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
+def test_absent_mark_ends_with_time_or_success() -> None:
     absent = Cooldown()
     assert absent.ids(0.0) == set()
     absent.start(1, 10.0)
@@ -197,7 +181,7 @@ def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
-async def test_generate_when_the_router_has_a_bug_then_the_kv_is_freed_and_the_error_is_internal(
+async def test_generate_router_bug_frees_kv_and_is_internal(
     cluster: Cluster, phase: Phase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -221,9 +205,7 @@ async def test_generate_when_the_router_has_a_bug_then_the_kv_is_freed_and_the_e
     ]
 
 
-async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_are_called_else_rejected(
-    cluster: Cluster,
-) -> None:
+async def test_generate_calls_only_workers_with_the_feature(cluster: Cluster) -> None:
     wanted = msgspec.structs.replace(request(), priority=1)
     older = await cluster.add(1, Role.AGGREGATED)
     for has_other in (False, True):
@@ -239,9 +221,7 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
     assert older.requests == []
 
 
-async def test_generate_when_the_only_decode_worker_with_a_feature_leaves_then_it_is_rejected(
-    cluster: Cluster,
-) -> None:
+async def test_generate_rejects_when_last_capable_worker_leaves(cluster: Cluster) -> None:
     wanted = msgspec.structs.replace(request(), priority=1)
     has_left = asyncio.Event()
     has_feature = partial(cluster.add, supported_features=("priority",))
@@ -273,9 +253,7 @@ def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
     }
 
 
-async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(
-    cluster: Cluster,
-) -> None:
+async def test_load_counts_what_each_worker_runs(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     prefill = await cluster.add(1, Role.PREFILL, [gate, kv_chunk("t1")], [kv_chunk("t2")])
@@ -311,9 +289,7 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
     assert work(cluster)[4] == (0, 0, 0)
 
 
-async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no_prompt_to_compute(
-    cluster: Cluster,
-) -> None:
+async def test_load_after_first_token_has_no_prompt_work(cluster: Cluster) -> None:
     cluster.router = RequestRouter(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     worker = await cluster.add(1, Role.AGGREGATED, [gate, FINISHED[0], HANG])
@@ -328,9 +304,7 @@ async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no
     await asyncio.gather(tokens, return_exceptions=True)
 
 
-async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(
-    cluster: Cluster,
-) -> None:
+async def test_random_placement_uses_both_pairs(cluster: Cluster) -> None:
     cluster.router = RequestRouter(
         cluster.view, cluster.plane, RouterOptions(selects_at_random=True)
     )

@@ -68,7 +68,7 @@ def listening(events: list[tuple[Any, ...]]) -> TimelineSubscribers:
     return subscribers
 
 
-def test_timeline_when_a_request_runs_then_each_event_is_reported_once_in_order() -> None:
+def test_timeline_reports_each_event_once_in_order() -> None:
     events: list[tuple[Any, ...]] = []
     _, timeline = received(listening(events))
     answer = answer_of_two_choices()
@@ -101,9 +101,7 @@ def test_timeline_when_a_request_runs_then_each_event_is_reported_once_in_order(
     assert (end.code, end.status, timeline.first_s) == ("ok", 200, two.timeline.first_s)
 
 
-def test_log_line_when_a_choice_has_one_token_then_only_the_others_count_in_the_time_per_token(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_log_line_excludes_one_token_choices_from_the_gap(caplog: pytest.LogCaptureFixture) -> None:
     subscribers = TimelineSubscribers()
     RequestLog().subscribe(subscribers)
     _, timeline = received(subscribers)
@@ -120,7 +118,7 @@ def test_log_line_when_a_choice_has_one_token_then_only_the_others_count_in_the_
     assert "tpot=0.5000s" in caplog.text
 
 
-def test_stats_when_a_choice_has_no_token_then_the_first_token_is_that_of_the_others() -> None:
+def test_stats_ignore_a_choice_without_tokens() -> None:
     _, timeline = received(TimelineSubscribers())
     answer = answer_of_two_choices()
     answer.wants_stats = True
@@ -137,9 +135,7 @@ def test_stats_when_a_choice_has_no_token_then_the_first_token_is_that_of_the_ot
     assert without["ttft_s"] == without["total_s"] >= 0
 
 
-async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all_behind_an_error() -> (
-    None
-):
+async def test_choices_keep_the_order_of_waiting_deltas() -> None:
     on_event: list[OnEvent] = []
     writable = [True]
     written: list[bytes] = []
@@ -195,9 +191,7 @@ async def test_choices_when_a_delta_waits_then_later_ones_wait_behind_it_and_all
             await waiting
 
 
-async def test_choices_when_their_block_fails_then_their_streams_end_and_no_output_is_counted() -> (
-    None
-):
+async def test_choices_of_failed_block_end_uncounted() -> None:
     router = ScriptedRouter([chunk("a"), asyncio.Event()])
     state = AppState(FrontendConfig(), Catalog(), router, FrontendMetrics())  # type: ignore[arg-type]
     _, timeline = received(TimelineSubscribers())
@@ -221,7 +215,7 @@ async def test_choices_when_their_block_fails_then_their_streams_end_and_no_outp
     assert (router.running, len(state.output_budget.outputs)) == (0, 0)
 
 
-async def test_answer_when_its_choices_run_no_more_then_clients_do_not_find_it() -> None:
+async def test_answer_of_ended_choices_is_not_found() -> None:
     running = RunningAnswers()
     answer = answer_of_two_choices()
     with running.track(answer, ""):
@@ -230,7 +224,7 @@ async def test_answer_when_its_choices_run_no_more_then_clients_do_not_find_it()
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_admission_when_its_block_ends_then_bytes_and_permits_are_free(fails: bool) -> None:
+async def test_admission_returns_bytes_and_permits(fails: bool) -> None:
     limits = AdmissionLimits(FrontendConfig(max_inflight=2), ClusterView())
     request, timeline = received(TimelineSubscribers())
     try:

@@ -95,9 +95,7 @@ def call(name: str, arguments: str) -> str:
     )
 
 
-def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
-    served: ServedModel,
-) -> None:
+def test_server_tools_are_omitted_and_named(served: ServedModel) -> None:
     body, ignored = asked(tools=[FUNCTION, *HOSTED], client_metadata={"session_id": "s"})
     assert [tool.name for tool in body.served_tools] == ["f"]
     assert set(ignored) == {
@@ -111,7 +109,7 @@ def test_tools_of_a_server_then_left_out_and_named_and_the_others_served(
     assert "web_search" not in shown
 
 
-def test_tools_of_a_server_when_unknown_fields_are_rejected_then_so_are_they() -> None:
+def test_server_tools_with_strict_fields_are_rejected() -> None:
     with pytest.raises(UnsupportedParameter) as refused:
         parse(ResponseRequest, json.dumps({"model": "m", "input": "x", "tools": HOSTED}).encode())
     assert refused.value.field == "tools[0].type"
@@ -122,7 +120,7 @@ def test_tool_when_its_type_is_misspelled_then_rejected() -> None:
         asked(tools=[FUNCTION | {"type": "functon"}])
 
 
-def test_tool_choice_when_it_demands_a_tool_of_a_server_then_rejected() -> None:
+def test_tool_choice_of_a_server_tool_is_rejected() -> None:
     with pytest.raises(UnsupportedParameter, match="demands 'web_search'"):
         asked(tools=[FUNCTION, *HOSTED], tool_choice={"type": "web_search"})
 
@@ -158,9 +156,7 @@ def test_custom_tool_then_its_call_has_the_text(served: ServedModel, steps: list
     assert events[2]["item"]["input"] == ""
 
 
-def test_custom_tool_when_its_arguments_are_no_object_then_they_are_the_text(
-    served: ServedModel,
-) -> None:
+def test_custom_tool_arguments_that_are_no_object_are_text(served: ServedModel) -> None:
     (item,), _ = answered(served, call("apply_patch", "*** Begin"), [1], tools=[CUSTOM])
     assert item["input"] == "*** Begin"
 
@@ -192,17 +188,13 @@ def test_shell_then_its_call_has_an_action(served: ServedModel, steps: list[int]
 @pytest.mark.parametrize(
     "arguments", ["ls", "{}", '{"command": "ls"}', '{"command": [1]}', "[1]", ""]
 )
-def test_shell_when_the_model_writes_anything_then_the_item_is_of_its_type(
-    served: ServedModel, arguments: str
-) -> None:
+def test_shell_item_has_its_type_for_any_output(served: ServedModel, arguments: str) -> None:
     (item,), _ = answered(served, call("local_shell", arguments), [3], tools=[SHELL])
     assert all(isinstance(word, str) for word in item["action"]["command"])
 
 
 @STEPS
-def test_namespace_then_the_model_sees_qualified_names_and_the_client_both_parts(
-    served: ServedModel, steps: list[int]
-) -> None:
+def test_namespace_names_are_qualified_for_the_model(served: ServedModel, steps: list[int]) -> None:
     body, ignored = asked(tools=[FUNCTION, NAMESPACE])
     assert [tool.name for tool in body.served_tools] == ["f", "crm.f"]
     assert ignored == ["tools.mcp"]
@@ -212,9 +204,7 @@ def test_namespace_then_the_model_sees_qualified_names_and_the_client_both_parts
     assert (item["name"], "namespace" in item) == ("f", False)
 
 
-def test_tool_choice_of_a_custom_tool_or_a_function_in_a_namespace_then_its_call_is_forced(
-    served: ServedModel,
-) -> None:
+def test_tool_choice_of_custom_or_namespaced_tool_is_forced(served: ServedModel) -> None:
     for choice, name in (
         ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
         ({"type": "function", "namespace": "crm", "name": "f"}, "crm.f"),
@@ -245,9 +235,7 @@ HISTORY = [
 ]
 
 
-def test_history_with_calls_of_all_kinds_then_the_model_sees_its_calls_and_their_results(
-    served: ServedModel,
-) -> None:
+def test_history_calls_and_results_reach_the_model(served: ServedModel) -> None:
     body, ignored = asked(input=HISTORY, tools=[CUSTOM, SHELL, NAMESPACE])
     assert ignored == ["tools.mcp"]
     shown = prompt_of(served, body)

@@ -135,9 +135,7 @@ def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceD
 
 
 @given(scripts())
-def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(
-    script: list[ChoiceDelta],
-) -> None:
+def test_items_shown_again_are_complete(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
     messages = messages_of(items)
     assert [call.arguments for message in messages for call in message.tool_calls] == [

@@ -112,7 +112,7 @@ async def test_stream_then_its_deltas_add_up_to_its_items(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_stream_when_the_sdk_adds_it_up_then_it_has_the_final_response(name: str) -> None:
+async def test_sdk_accumulates_the_final_response(name: str) -> None:
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)  # type: ignore[arg-type]
     for event in await events(front(*ANSWERS[name])):
         state.handle_event(EVENT.validate_python(event))
@@ -201,7 +201,7 @@ async def test_answer_then_what_was_asked_is_echoed() -> None:
     assert response["reasoning"]["effort"] == "low"
 
 
-async def test_answer_when_the_model_has_sampling_defaults_then_they_are_echoed() -> None:
+async def test_answer_echoes_the_sampling_defaults() -> None:
     served = front(stop("x"))
     defaults = SamplingDefaults(temperature=0.5, top_p=0.75)
     card = msgspec.structs.replace(CARD, sampling_defaults=defaults)
@@ -237,7 +237,7 @@ async def test_logprobs_when_included_then_on_deltas_and_on_the_text() -> None:
     assert part["logprobs"][2]["bytes"] == []  # half a character has none that are known
 
 
-async def test_stream_when_a_worker_fails_then_error_and_failed_response() -> None:
+async def test_stream_with_failed_worker_has_error_and_response() -> None:
     found = await events(front(chunk("Hel"), errors.TransferFailed("KV was lost")))
     for event in found:
         check_unknown(EVENT.validate_json(json.dumps(event), strict=True))

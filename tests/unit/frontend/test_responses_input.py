@@ -77,9 +77,7 @@ async def test_input_items_then_the_conversation_they_are() -> None:
     assert conversation.reasoning_effort == "high"
 
 
-async def test_previous_response_when_a_tool_was_called_then_reasoning_call_and_result_are_shown() -> (
-    None
-):
+async def test_previous_response_shows_reasoning_call_and_result() -> None:
     served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
     first = await made(served, input="Is it up?", instructions="Only this time.", tools=[TOOL])
     call = first["output"][-1]
@@ -97,7 +95,7 @@ async def test_previous_response_when_a_tool_was_called_then_reasoning_call_and_
     )
 
 
-async def test_previous_response_when_the_ones_before_it_are_deleted_then_it_stands_alone() -> None:
+async def test_previous_response_survives_deleted_ancestors() -> None:
     served = front(stop("a"))
     first = await made(served, input="one")
     second = await made(served, input="two", previous_response_id=first["id"])
@@ -129,7 +127,7 @@ async def test_item_reference_then_the_item_of_a_kept_response() -> None:
     assert shown == ["hi", "kept words", "more"]
 
 
-async def test_item_reference_when_there_is_no_such_item_then_404_or_400() -> None:
+async def test_item_reference_unknown_is_404_or_400() -> None:
     served = front(stop("x"))
     first = await made(served)
     gone = first["output"][0]["id"].replace("o0000", "o0009")
@@ -183,7 +181,7 @@ async def test_tool_choice_then_the_tools_that_the_prompt_has(
     Response.model_validate_json(json.dumps(response), strict=True)
 
 
-async def test_tool_choice_when_it_names_a_tool_then_its_call_is_forced() -> None:
+async def test_tool_choice_of_named_tool_forces_its_call() -> None:
     served = front(chunk("{}"), stop())
     choice = {"type": "function", "name": "get_system_health"}
     response = await made(served, tools=[TOOL], tool_choice=choice)
@@ -199,7 +197,7 @@ async def test_tool_choice_when_it_names_no_tool_then_400() -> None:
     check_error(response, 400, "invalid_request", "tool_choice")
 
 
-async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> None:
+async def test_text_format_guides_the_engine_and_is_echoed() -> None:
     served = front(stop("{}"))
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
     wanted = {"type": "json_schema", "name": "health", "schema": schema}
@@ -218,9 +216,7 @@ async def test_long_conversation_then_rendered_off_the_loop() -> None:
     assert served.catalog.renderer.rendered_on_loop == [True, False]
 
 
-async def test_references_when_they_are_many_then_each_response_is_read_once_and_all_have_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_many_references_read_each_response_once(monkeypatch: pytest.MonkeyPatch) -> None:
     served = front(stop("Hello"))
     response = await made(served)
     get = MemoryStore.get

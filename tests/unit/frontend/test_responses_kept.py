@@ -151,16 +151,14 @@ async def test_store_when_it_is_full_then_the_oldest_goes() -> None:
 @pytest.mark.parametrize(
     "limits", [{"response_store_bytes": 64}, {"response_store_entry_bytes": 64}]
 )
-async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_kept(
-    limits: dict[str, int],
-) -> None:
+async def test_store_reports_a_response_too_large_to_store(limits: dict[str, int]) -> None:
     served = front(stop("x"), **limits)
     response = await made(served)
     assert (response["status"], response["store"]) == ("completed", False)
     assert (await ask(served, "GET", f"{PATH}/{response['id']}")).status_code == 404
 
 
-async def test_store_when_the_conversation_is_too_long_then_refused_unless_it_is_not_kept() -> None:
+async def test_store_rejects_too_long_conversation() -> None:
     served = front(stop("x"), response_store_entry_bytes=50)
     long = body(input="h" * 30, instructions="i" * 30)
     assert "set store" in check_error(
@@ -169,7 +167,7 @@ async def test_store_when_the_conversation_is_too_long_then_refused_unless_it_is
     assert (await ask(served, "POST", PATH, json=long | {"store": False})).status_code == 200
 
 
-async def test_full_store_when_one_client_asks_much_then_those_of_others_stay() -> None:
+async def test_full_store_protects_other_clients() -> None:
     served = front(stop("x"), response_store_entries=3)
     first = await made(served)
     for _ in range(5):
@@ -182,7 +180,7 @@ async def test_full_store_when_one_client_asks_much_then_those_of_others_stay() 
 @pytest.mark.parametrize(
     "query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"]
 )
-async def test_retrieve_with_what_we_do_not_honour_then_refused_by_name(query: str) -> None:
+async def test_retrieve_with_unsupported_field_is_rejected(query: str) -> None:
     served = front(stop("x"))
     response = await made(served)
     refused = await ask(served, "GET", f"{PATH}/{response['id']}?{query}")
@@ -247,7 +245,7 @@ async def test_running_stream_then_seen_and_cancelled() -> None:
     assert (await ask(served, "POST", f"{path}/cancel")).json() == cancelled
 
 
-async def test_cancel_when_it_is_not_to_be_kept_then_ended_and_forgotten() -> None:
+async def test_cancel_of_unstored_response_forgets_it() -> None:
     served = front(chunk("Hel"), asyncio.Event(), stop("lo"))
     reader = Reader(served, body(stream=True, store=False))
     task = asyncio.create_task(reader.run())
@@ -267,7 +265,7 @@ async def test_cancel_when_it_has_ended_then_the_response_as_it_is() -> None:
     check_error(await ask(served, "POST", f"{PATH}/resp_1/cancel"), 404, "response_not_found")
 
 
-async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() -> None:
+async def test_stream_of_gone_client_is_forgotten() -> None:
     served = front(chunk("Hel"), asyncio.Event(), stop("lo"))
     reader = Reader(served, body(stream=True))
     task = asyncio.create_task(reader.run())
@@ -314,7 +312,7 @@ def over(store: SlowStore, **config: Any) -> FakeFrontend:
     return served
 
 
-async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response_is_found() -> None:
+async def test_stream_ends_and_is_found_despite_slow_store() -> None:
     store = SlowStore()
     served = over(store)
     final = (await events(served))[-1]["response"]
@@ -333,7 +331,7 @@ async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
 
 
-async def test_responses_when_addresses_are_of_one_network_then_they_have_one_share() -> None:
+async def test_responses_of_one_network_share_a_quota() -> None:
     store = SlowStore()
     store.go.set()
     served = over(store)
@@ -349,7 +347,7 @@ async def test_responses_when_addresses_are_of_one_network_then_they_have_one_sh
     ("error", "code"),
     [(Disconnected("away"), "disconnected"), (RuntimeError("a fault of ours"), "internal")],
 )
-async def test_response_when_its_write_fails_then_logged_counted_and_gone(
+async def test_response_with_failed_write_is_logged_and_gone(
     caplog: pytest.LogCaptureFixture, error: Exception, code: str
 ) -> None:
     store = SlowStore()
@@ -365,9 +363,7 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
 
 
-async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_store_with_endless_write_closes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
@@ -375,9 +371,7 @@ async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(
     assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
 
 
-async def test_answer_when_many_bytes_are_being_written_then_it_waits_for_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_answer_waits_for_its_own_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "_PENDING_BYTES", 1)
     store = SlowStore()
     making = asyncio.create_task(made(over(store)))
@@ -389,7 +383,7 @@ async def test_answer_when_many_bytes_are_being_written_then_it_waits_for_its_ow
     assert (await making)["status"] == "completed"
 
 
-async def test_response_when_another_frontend_is_writing_it_then_found_once_it_is_there() -> None:
+async def test_response_written_by_another_frontend_is_found() -> None:
     store = SlowStore()
     here = over(store, response_store="jetstream")
     there = over(store, response_store="jetstream")
@@ -402,7 +396,7 @@ async def test_response_when_another_frontend_is_writing_it_then_found_once_it_i
     assert store.gets > 1
 
 
-async def test_long_body_when_the_store_of_another_request_hangs_then_planned_meanwhile() -> None:
+async def test_long_body_is_planned_while_another_store_hangs() -> None:
     class HangingStore(SlowStore):
         async def get(self, key: str) -> bytes | None:
             self.gets += 1

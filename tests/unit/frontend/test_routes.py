@@ -47,7 +47,7 @@ async def test_ready_when_something_is_lacking_then_503_says_what() -> None:
     assert "decode worker" in response.json()["message"]
 
 
-async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() -> None:
+async def test_health_with_all_roles_has_the_guides_form() -> None:
     served = front()
     served.catalog.up = [make_instance(2), make_instance(27, role=Role.PREFILL), make_instance(3)]
     body = (await ask(served, "GET", "/health")).json()
@@ -70,9 +70,7 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
     assert "message" not in body
 
 
-async def test_health_when_there_are_more_workers_than_the_limit_then_their_number_and_the_first_ones() -> (
-    None
-):
+async def test_health_lists_a_limited_number_of_workers() -> None:
     served = front()
     served.catalog.up = [make_instance(number) for number in range(1, 201)]
     body = (await ask(served, "GET", "/health")).json()
@@ -82,7 +80,7 @@ async def test_health_when_there_are_more_workers_than_the_limit_then_their_numb
     assert (await ask(served, "GET", "/health?limit=0")).json()["error"]["param"] == "limit"
 
 
-async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
+async def test_health_when_not_ready_says_what_is_missing() -> None:
     served = front()
     served.catalog.lacks = "model lab/tiny has no worker"
     rejected: list[RejectedRecord] = [
@@ -104,9 +102,7 @@ async def test_health_when_no_worker_is_registered_then_not_ready() -> None:
     assert (await ask(served, "GET", "/health")).json()["status"] == "not_ready"
 
 
-async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_with_the_reason() -> (
-    None
-):
+async def test_ready_awaiting_other_processes_is_503() -> None:
     served = front()
     served.not_ready_reason = "other processes of this frontend are starting"
     before = await ask(served, "GET", "/ready")

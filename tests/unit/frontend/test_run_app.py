@@ -27,7 +27,7 @@ from tests.kit.instances import make_instance
 from tests.unit.frontend.test_pair_probe import PREFILL_END, Bench, answer
 
 
-async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_probe() -> None:
+async def test_breakers_forget_pairs_of_a_gone_instance() -> None:
     view = ClusterView()
     breakers = PairBreakers(BreakerLimits(failures=1))
     for instance in (make_instance(1, role=Role.PREFILL), make_instance(2), make_instance(3)):
@@ -44,7 +44,7 @@ async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_n
     await asyncio.gather(forgetting, return_exceptions=True)
 
 
-async def test_loads_when_workers_report_and_leave_then_they_are_known_until_then() -> None:
+async def test_loads_are_known_until_workers_leave() -> None:
     view = ClusterView()
     loads = ClusterLoad()
     plane = InprocPlane()
@@ -74,9 +74,7 @@ async def test_loads_when_workers_report_and_leave_then_they_are_known_until_the
     await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_probes_when_there_are_very_many_pairs_then_few_are_probed_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_probes_of_many_pairs_run_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_probe, "_MAX_ALL", 2)
     bench = Bench()
     async with bench.running():
@@ -87,9 +85,7 @@ async def test_probes_when_there_are_very_many_pairs_then_few_are_probed_at_the_
         assert sum(len(decode.asked) for decode in decodes) == 2
 
 
-async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_blamed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_probes_without_request_plane_blame_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_probe, "_UNAVAILABLE_S", 0.01)
     bench = Bench()
     reasons = ["away"]
@@ -113,7 +109,7 @@ async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_
         ({"router_mode": "kv", "router_kv_events": False}, {"pairs", "loads", "kv-events"}),
     ],
 )
-async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_date(
+async def test_routing_work_updates_what_its_mode_reads(
     settings: dict[str, Any], work: set[str]
 ) -> None:
     config = FrontendConfig(**settings)

@@ -17,7 +17,5 @@ schema = described(coverage=True)
 @pytest.mark.timeout(900)
 @schema.parametrize()
 @bounded(400)
-def test_generated_requests_when_many_then_each_answer_as_described(
-    case: schemathesis.Case,
-) -> None:
+def test_generated_requests_are_answered_as_described(case: schemathesis.Case) -> None:
     check_answer(case)

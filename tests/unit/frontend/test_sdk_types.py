@@ -131,7 +131,7 @@ async def test_chat_when_streamed_then_each_chunk_the_sdks_type(name: str, n: in
         check_conforms(ChatCompletionChunk, line)
 
 
-async def test_calls_when_streamed_then_their_fields_come_in_the_sdks_order() -> None:
+async def test_streamed_call_fields_have_the_sdk_order() -> None:
     asked = chat("", stream=True)
     chunks = [
         json.loads(line)
@@ -158,9 +158,7 @@ async def test_text_when_whole_then_the_sdks_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-async def test_text_when_streamed_then_each_chunk_the_sdks_type_but_for_the_reason_still_to_come(
-    name: str,
-) -> None:
+async def test_streamed_text_chunks_have_the_sdk_type(name: str) -> None:
     asked = text(name, stream=True, stream_options={"include_usage": True})
     for line in lines(await ask(front(*answers()[name]), "POST", TEXT, json=asked, headers=STATS)):
         chunk = json.loads(line)

@@ -33,7 +33,7 @@ async def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], *, end
         parent[1].close()
 
 
-async def test_serve_when_the_parent_ends_then_the_application_is_cancelled_and_the_process_ends(
+async def test_serve_ends_with_its_parent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = asyncio.Event()
@@ -50,9 +50,7 @@ async def test_serve_when_the_parent_ends_then_the_application_is_cancelled_and_
     assert "parent process exited" in caplog.text
 
 
-async def test_serve_when_the_application_fails_then_its_error_is_raised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_serve_raises_the_application_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(*_: Any) -> None:
         raise Unreachable("etcd is away")
 

@@ -107,7 +107,7 @@ class Frontend:
         (4096, 16 * NUM_BLOCKS, 1, 4),  # two at each prefill worker
     ],
 )
-async def test_start_window_when_no_choice_has_a_token_then_it_is_limited(
+async def test_start_window_is_limited_until_a_token(
     batch_size: int, prompt_tokens: int, num_processes: int, expected: int
 ) -> None:
     frontend = Frontend(batch_size, num_processes)
@@ -119,7 +119,7 @@ async def test_start_window_when_no_choice_has_a_token_then_it_is_limited(
     await frontend.close()
 
 
-async def test_start_window_when_one_client_floods_it_then_another_is_next() -> None:
+async def test_start_window_flooded_by_one_client_lets_another_next() -> None:
     frontend = Frontend()
     for _ in range(50):
         await frontend.send("a", 128)
@@ -131,7 +131,7 @@ async def test_start_window_when_one_client_floods_it_then_another_is_next() -> 
     await frontend.close()
 
 
-async def test_start_window_when_a_request_has_many_choices_then_they_start_in_groups() -> None:
+async def test_start_window_starts_many_choices_in_groups() -> None:
     frontend = Frontend()
     await frontend.send("a", 128)
     assert 12 <= frontend.started["a"] <= 12 + GROUP  # the share of one of two workers
@@ -141,7 +141,7 @@ async def test_start_window_when_a_request_has_many_choices_then_they_start_in_g
     await frontend.close()
 
 
-async def test_group_when_its_workers_hang_then_requests_to_others_begin() -> None:
+async def test_group_of_hanging_workers_lets_other_requests_begin() -> None:
     frontend = Frontend()
     await frontend.send("a", 128, worker=PREFILL)
     await frontend.send("b", 1, worker=OTHER_PREFILL)
@@ -150,7 +150,7 @@ async def test_group_when_its_workers_hang_then_requests_to_others_begin() -> No
     await frontend.close()
 
 
-async def test_group_when_its_workers_have_free_places_then_it_starts_before_requests() -> None:
+async def test_group_with_free_places_starts_before_requests() -> None:
     frontend = Frontend()
     await frontend.send("a", 128, worker=PREFILL)
     for _ in range(20):
@@ -162,7 +162,7 @@ async def test_group_when_its_workers_have_free_places_then_it_starts_before_req
     await frontend.close()
 
 
-async def test_start_window_when_a_worker_hangs_then_requests_to_others_go_on() -> None:
+async def test_start_window_with_hanging_worker_serves_others() -> None:
     frontend = Frontend()
     for _ in range(100):  # they never get a token
         await frontend.send("a", 1, worker=DECODE)
@@ -172,7 +172,7 @@ async def test_start_window_when_a_worker_hangs_then_requests_to_others_go_on() 
     await frontend.close()
 
 
-async def test_start_window_when_a_worker_has_left_then_its_cost_is_forgotten() -> None:
+async def test_start_window_forgets_workers_that_have_left() -> None:
     frontend = Frontend()
     places = await frontend.send("a", 1, worker=OTHER_DECODE)
     frontend.view.remove(OTHER_DECODE)
@@ -185,9 +185,7 @@ async def test_start_window_when_a_worker_has_left_then_its_cost_is_forgotten() 
 
 
 @pytest.mark.parametrize("ends", [StartPlace.leave, StartPlace.waits_for_workers])
-async def test_start_window_when_choices_need_no_worker_then_others_start(
-    ends: object,
-) -> None:
+async def test_start_window_skips_choices_without_worker(ends: object) -> None:
     frontend = Frontend()
     await frontend.send_until_one_waits("a")
     for _, place in frontend.waiting_places:
@@ -200,7 +198,7 @@ async def test_start_window_when_choices_need_no_worker_then_others_start(
     await frontend.close()
 
 
-async def test_start_window_when_a_request_ends_early_then_the_next_begins() -> None:
+async def test_start_window_of_ended_request_starts_the_next() -> None:
     frontend = Frontend()
     places = await frontend.send("a", 128, worker=PREFILL)
     for _ in range(20):
@@ -213,7 +211,7 @@ async def test_start_window_when_a_request_ends_early_then_the_next_begins() -> 
     await frontend.close()
 
 
-async def test_start_window_when_another_model_is_full_then_its_own_requests_start() -> None:
+async def test_start_window_of_full_model_spares_another() -> None:
     frontend = Frontend()
     await frontend.send_until_one_waits("a")
     places = frontend.windows.window("other").request(1, 1)
@@ -222,7 +220,7 @@ async def test_start_window_when_another_model_is_full_then_its_own_requests_sta
     await frontend.close()
 
 
-async def test_request_when_another_model_needs_permits_then_it_does_not_overtake() -> None:
+async def test_request_does_not_overtake_another_model() -> None:
     frontend = Frontend()
     frontend.limiter = ConcurrencyLimiter(30, max_queued=10)
     for _ in range(20):
@@ -243,7 +241,7 @@ async def test_request_when_another_model_needs_permits_then_it_does_not_overtak
     await frontend.close()
 
 
-async def test_queue_when_there_are_permits_for_all_then_it_is_never_full() -> None:
+async def test_queue_with_permits_for_all_is_never_full() -> None:
     frontend = Frontend()
     frontend.limiter = ConcurrencyLimiter(40, max_queued=0)
     for _ in range(40):
@@ -255,9 +253,7 @@ async def test_queue_when_there_are_permits_for_all_then_it_is_never_full() -> N
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_place_when_the_first_token_comes_or_the_call_fails_then_it_is_free(
-    fails: bool,
-) -> None:
+async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     cluster = Cluster()
     prefilled = asyncio.Event()
     held = asyncio.Event()

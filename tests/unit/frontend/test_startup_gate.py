@@ -22,7 +22,7 @@ def client(gate: StartupGate) -> httpx.AsyncClient:
     )
 
 
-async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:
+async def test_live_and_health_answer_before_loading() -> None:
     async with client(StartupGate()) as asking:
         live = await asking.get("/live", headers={"X-Request-Id": "mine"})
         health = await asking.get("/health")
@@ -33,9 +33,7 @@ async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() ->
     assert health.json()["instances"] == health.json()["rejected_records"] == []
 
 
-async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> (
-    None
-):
+async def test_ready_before_loading_is_503_with_reason() -> None:
     gate = StartupGate()
     async with client(gate) as asking:
         before = await asking.get("/ready")
@@ -46,9 +44,7 @@ async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_
     assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
 
 
-async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> (
-    None
-):
+async def test_other_paths_wait_for_the_app() -> None:
     gate = StartupGate()
     async with client(gate) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))
@@ -85,7 +81,7 @@ async def test_close_when_the_door_was_opened_then_the_app_answers_on() -> None:
         assert (await asking.get("/v1/models")).status_code == 200
 
 
-async def test_waiting_request_when_its_client_leaves_then_it_waits_no_more() -> None:
+async def test_waiting_request_of_gone_client_ends() -> None:
     waiting = MemoryClient(StartupGate())
     waiting.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0)

@@ -155,7 +155,7 @@ WRITTEN = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 @pytest.mark.parametrize(("reasoning", "calls"), HARMONY)
 @settings(max_examples=40)
 @given(case=cases(TURNS | SHORT), steps=STEPS)
-def test_harmony_when_steps_have_any_size_then_results_are_those_of_one_token_a_step(
+def test_harmony_results_are_independent_of_step_size(
     reasoning: str, calls: str, case: Case, steps: list[int]
 ) -> None:
     check_same(served(reasoning, calls), case, steps)
@@ -164,7 +164,7 @@ def test_harmony_when_steps_have_any_size_then_results_are_those_of_one_token_a_
 @pytest.mark.parametrize(("reasoning", "calls"), OTHERS)
 @settings(max_examples=15)
 @given(case=cases(WRITTEN), steps=STEPS)
-def test_chat_template_when_steps_have_any_size_then_results_are_those_of_one_token_a_step(
+def test_chat_template_results_are_independent_of_step_size(
     reasoning: str, calls: str, case: Case, steps: list[int]
 ) -> None:
     check_same(served(reasoning, calls), case, steps)
@@ -207,7 +207,7 @@ def random_case(ids: tuple[int, ...], draw: random.Random) -> Case:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_ten_thousand_splits_then_results_are_those_of_one_token_a_step() -> None:
+def test_ten_thousand_splits_give_the_same_results() -> None:
     draw = random.Random(5)
     count = 0
     failed = []

@@ -109,9 +109,7 @@ class Fleet:
 FORMAT = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
 
 
-def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused_for_a_while() -> (
-    None
-):
+def test_request_that_ended_two_workers_is_rejected_later() -> None:
     fleet = Fleet()
     deadly = fleet.start(1, prompt(1, 2))
     assert fleet.suspects.record_death(deadly.call, 1, deadly.asked) is None
@@ -133,9 +131,7 @@ def test_request_when_it_ended_two_workers_then_given_up_and_its_like_is_refused
     assert fleet.counted == ["given_up", "rejected"]
 
 
-def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refused_from_the_second_time_on() -> (
-    None
-):
+def test_requests_on_both_dead_workers_are_rejected_later() -> None:
     fleet = Fleet()
 
     def end_two_workers(first: int) -> None:
@@ -154,7 +150,7 @@ def test_requests_when_several_ran_on_both_dead_workers_then_their_like_is_refus
     assert fleet.is_refused(prompt(1))
 
 
-def test_suspect_when_new_requests_ran_beside_it_then_its_like_is_not_refused() -> None:
+def test_suspect_beside_new_requests_is_not_rejected() -> None:
     """One of the new ones may be the cause, and is charged for the first time."""
     fleet = Fleet()
     suspect = fleet.start(1, prompt(1))
@@ -166,7 +162,7 @@ def test_suspect_when_new_requests_ran_beside_it_then_its_like_is_not_refused() 
     assert not fleet.is_refused(prompt(1))
 
 
-def test_suspect_when_requests_have_just_begun_beside_it_then_its_like_is_refused() -> None:
+def test_suspect_beside_requests_just_begun_is_rejected_later() -> None:
     """They are charged as well, but it failed at the same point before."""
     fleet = Fleet()
     suspect = fleet.start(1, prompt(1))
@@ -179,9 +175,7 @@ def test_suspect_when_requests_have_just_begun_beside_it_then_its_like_is_refuse
 
 
 @pytest.mark.parametrize("is_prime", [True, False])
-def test_new_request_when_it_ends_workers_of_earlier_suspects_then_it_is_charged_with_each_death(
-    is_prime: bool,
-) -> None:
+def test_new_request_beside_suspects_is_charged_with_each_death(is_prime: bool) -> None:
     fleet = Fleet()
     suspects_of_another = [fleet.start(1), fleet.start(1)]
     fleet.die(1, dict.fromkeys(suspects_of_another, 0))
@@ -194,7 +188,7 @@ def test_new_request_when_it_ends_workers_of_earlier_suspects_then_it_is_charged
     assert deadly in fleet.die(3, {suspects_of_another[1]: 0, deadly: 0})
 
 
-def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None:
+def test_choices_given_up_together_count_once() -> None:
     fleet = Fleet()
     shared = Suspicion(is_shared=True)
     requests = [
@@ -210,7 +204,7 @@ def test_choices_when_they_are_given_up_together_then_that_counts_once() -> None
     assert not fleet.is_refused(prompt(1))
 
 
-def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() -> None:
+def test_choices_with_equal_prompts_share_one_suspicion() -> None:
     plan = text(harmony_model(), prompt=["a", "b", "a"], n=2)
     choices = [Choice(choice_request) for choice_request in plan.choices]
     share_suspicions(choices, plan.candidates)
@@ -218,9 +212,7 @@ def test_choices_when_their_prompts_are_equal_then_they_share_one_suspicion() ->
     assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]
 
 
-def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rejections_over_limit_drop_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "MAX_REFUSED", 2)
     fleet = Fleet()
     for number in range(3):
@@ -232,9 +224,7 @@ def test_refusals_when_there_are_many_then_the_oldest_are_forgotten(
 
 
 @pytest.mark.parametrize("num_tokens", [3, 30, 100])
-def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_suspect_is_given_up(
-    num_tokens: int,
-) -> None:
+def test_neighbor_of_a_prime_suspect_is_not_given_up(num_tokens: int) -> None:
     """Even if the neighbor is, by chance, at the point at which it failed before."""
     fleet = Fleet()
     deadly = fleet.start(1)
@@ -255,9 +245,7 @@ def test_neighbor_when_a_prime_suspect_ends_its_second_worker_too_then_only_the_
         pytest.param(99, 0, id="in the last step"),
     ],
 )
-def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
-    num_tokens: int, then: int
-) -> None:
+def test_suspect_that_kills_late_is_given_up_alone(num_tokens: int, then: int) -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
     neighbor = fleet.start(1)
@@ -271,7 +259,7 @@ def test_suspect_when_it_ends_workers_late_then_only_it_is_given_up(
     assert bystander.deaths == []
 
 
-def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> None:
+def test_suspects_are_all_charged_for_another_point() -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
     neighbor = fleet.start(1)
@@ -281,9 +269,7 @@ def test_suspects_when_a_worker_ends_at_another_point_then_all_are_charged() -> 
     assert fleet.die(2, {neighbor: 30, deadly: 70}) == [neighbor, deadly]
 
 
-def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighbors_as_well() -> (
-    None
-):
+def test_prime_suspect_settled_charges_its_neighbors() -> None:
     fleet = Fleet()
     settled = fleet.start(1)
     fleet.die(1, {settled: 0})
@@ -294,7 +280,7 @@ def test_prime_suspect_when_it_has_settled_then_a_death_is_charged_to_its_neighb
     assert neighbor.deaths == [2]
 
 
-def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> None:
+def test_death_is_forgotten_after_a_later_call_passes() -> None:
     fleet = Fleet()
     cleared = fleet.start(1)
     fleet.die(1, {cleared: 10})
@@ -307,9 +293,7 @@ def test_death_when_a_later_call_got_past_its_point_then_it_is_forgotten() -> No
     ("num_tokens", "expected"),
     [(0, SETTLED_TOKENS), (20, 20 + SETTLED_TOKENS), (1000, MAX_UNSETTLED_TOKENS)],
 )
-def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(
-    num_tokens: int, expected: int
-) -> None:
+def test_suspect_that_failed_settles_soon_after(num_tokens: int, expected: int) -> None:
     fleet = Fleet()
     suspect = fleet.start(1)
     assert suspect.call.suspicion.num_unsettled_tokens() == 0
@@ -317,7 +301,7 @@ def test_suspect_when_it_has_failed_then_it_settles_past_that_point_but_soon(
     assert suspect.call.suspicion.num_unsettled_tokens() == expected
 
 
-def test_death_when_a_busy_worker_had_not_sent_its_last_tokens_then_it_stays() -> None:
+def test_death_of_busy_worker_with_unsent_tokens_counts() -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
     fleet.die(1, {deadly: 0})
@@ -325,9 +309,7 @@ def test_death_when_a_busy_worker_had_not_sent_its_last_tokens_then_it_stays() -
     assert fleet.die(2, {deadly: 4}) == [deadly]
 
 
-def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_not_refuse_it() -> (
-    None
-):
+def test_completed_similar_request_prevents_rejection() -> None:
     fleet = Fleet()
     for worker in (1, 3):
         innocent = fleet.start(worker, prompt(1))
@@ -341,7 +323,7 @@ def test_request_when_one_like_it_is_completed_then_being_given_up_twice_does_no
     assert fleet.is_refused(prompt(2))
 
 
-def test_death_when_the_worker_works_again_then_it_was_only_cut_off() -> None:
+def test_death_of_worker_that_works_again_is_forgotten() -> None:
     fleet = Fleet()
     cut_off = fleet.start(1)
     fleet.die(1, {cut_off: 0})
@@ -351,7 +333,7 @@ def test_death_when_the_worker_works_again_then_it_was_only_cut_off() -> None:
     assert cut_off.deaths == [2]
 
 
-def test_death_when_an_answer_of_before_arrives_late_then_it_stays() -> None:
+def test_death_is_not_forgotten_by_a_late_answer() -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
     late = fleet.start(1)
@@ -361,7 +343,7 @@ def test_death_when_an_answer_of_before_arrives_late_then_it_stays() -> None:
     assert fleet.die(2, {deadly: 0}) == [deadly]
 
 
-def test_call_when_its_worker_had_died_before_then_it_is_not_charged() -> None:
+def test_call_to_an_already_dead_worker_is_not_charged() -> None:
     fleet = Fleet()
     fleet.die(1, {fleet.start(1): 0})
     late = fleet.start(1)
@@ -369,9 +351,7 @@ def test_call_when_its_worker_had_died_before_then_it_is_not_charged() -> None:
     assert late.deaths == []
 
 
-def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from_it_are_charged() -> (
-    None
-):
+def test_dead_prefill_worker_charges_requests_that_read_kv() -> None:
     fleet = Fleet()
     reading = fleet.start(2, kv_holder=1)
     finished = fleet.start(2, kv_holder=1)
@@ -382,7 +362,7 @@ def test_prefill_worker_when_it_dies_then_requests_that_still_read_their_kv_from
     assert fleet.die(3, {reading: 0}) == [reading]
 
 
-def test_suspects_when_all_calls_have_ended_then_nothing_of_them_is_kept() -> None:
+def test_suspects_are_forgotten_when_all_calls_ended() -> None:
     fleet = Fleet()
     requests = [fleet.start(1) for _ in range(3)]
     fleet.die(1, dict.fromkeys(requests[:2], 0))

@@ -56,12 +56,12 @@ async def test_prompt_then_its_tokens_and_no_generation() -> None:
     assert "dynamo_trtllm_inflight 0.0" in metrics
 
 
-async def test_prompt_when_its_texts_are_wanted_then_one_for_each_token() -> None:
+async def test_prompt_texts_are_one_per_token() -> None:
     response = await post(front(), "/tokenize", prompt="hi", return_token_strs=True)
     assert response.json()["token_strs"] == ["<104>", "<105>"]
 
 
-async def test_prompt_when_it_is_longer_than_the_context_then_it_is_counted() -> None:
+async def test_prompt_longer_than_context_is_counted() -> None:
     assert (await post(front(), "/tokenize", prompt="x" * 1000)).json()["count"] == 1000
 
 
@@ -83,7 +83,7 @@ async def test_messages_then_the_tokens_of_the_same_chat_request(fields: dict[st
     assert counted.json()["tokens"] == served.router.requests[0].token_ids.tolist()
 
 
-async def test_messages_without_the_start_of_an_answer_then_the_prompt_ends_before_it() -> None:
+async def test_messages_without_answer_start_end_the_prompt() -> None:
     served = front()
     choice = {"type": "function", "function": {"name": "get_weather"}}
     response = await post(
@@ -128,7 +128,7 @@ async def test_tokenize_when_the_model_is_unknown_then_404() -> None:
     )
 
 
-async def test_tokenize_when_unknown_fields_are_warned_of_then_a_header() -> None:
+async def test_tokenize_warns_of_unknown_fields_in_a_header() -> None:
     response = await post(front(unknown_fields="warn"), "/tokenize", prompt="hi", odd=1)
     assert response.headers["x-dynamo-ignored-fields"] == "odd"
 
@@ -196,7 +196,7 @@ async def test_input_tokens_then_as_many_as_the_same_response_has() -> None:
     assert len(served.router.requests) == 1
 
 
-async def test_input_tokens_when_the_response_before_is_unknown_then_404() -> None:
+async def test_input_tokens_of_unknown_response_are_404() -> None:
     fields = {"input": "hi", "previous_response_id": "resp_x"}
     response = await post(front(), "/v1/responses/input_tokens", **fields)
     check_error(response, 404, "response_not_found", "previous_response_id")

@@ -109,7 +109,7 @@ def ended(traceparent: str | None) -> EndedRequest:
     return EndedRequest("POST /v1/completions", traceparent, spans, 14.5, prefill, decode, {}, "")
 
 
-def test_intervals_when_workers_report_then_they_are_adjacent_and_of_their_roles() -> None:
+def test_intervals_of_workers_are_adjacent() -> None:
     assert list(phase_intervals(ended(None))) == [
         ("frontend", "tokenize", 10.0, 11.0),
         ("prefill", "send", 11.0, 11.25),
@@ -121,9 +121,7 @@ def test_intervals_when_workers_report_then_they_are_adjacent_and_of_their_roles
     ]
 
 
-async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases_continue_it(
-    collector: Collector,
-) -> None:
+async def test_trace_continues_the_clients(collector: Collector) -> None:
     served, exporter = exporting(collector.url, ratio=0.0)
     begun_ns = time.time_ns()
     response = await chat(served, {"traceparent": f"00-{TRACE}-{PARENT}-01"})
@@ -160,7 +158,7 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
         ("x" * 1000, True, None),
     ],
 )
-async def test_traceparent_when_it_is_valid_then_workers_get_it_also_from_a_frontend_that_exports_no_traces(
+async def test_traceparent_reaches_workers_without_export(
     collector: Collector, header: str, exports: bool, passed: str | None
 ) -> None:
     served = exporting(collector.url)[0] if exports else front(chunk("ok"), stop())
@@ -169,9 +167,7 @@ async def test_traceparent_when_it_is_valid_then_workers_get_it_also_from_a_fron
     assert request.traceparent == passed
 
 
-async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(
-    collector: Collector,
-) -> None:
+async def test_trace_of_failed_request_has_error_status(collector: Collector) -> None:
     served, exporter = exporting(f"{collector.url}/")
     await chat(served, {}, model="other")
     await flush(exporter)
@@ -202,7 +198,7 @@ async def test_trace_when_it_is_sampled_then_it_is_sent(
     assert len([span for span in collector.spans() if span["kind"] == 2]) == count
 
 
-async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queue_stays_short(
+async def test_trace_without_collector_keeps_a_short_queue(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_MAX_QUEUED", 3)
@@ -254,7 +250,7 @@ LONG = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5000 + b"\r\nContent-Length: 0\r\n\r\n
 @pytest.mark.parametrize(
     ("answer", "reason"), [(LONG, "did not take all traces"), (MOVED, "HTTP status 302")]
 )
-async def test_trace_when_the_collector_answers_slowly_or_redirects_then_all_traces_are_counted_as_dropped(
+async def test_trace_with_bad_collector_counts_dropped_ones(
     answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_MAX_SENT", 1)
@@ -269,7 +265,7 @@ async def test_trace_when_the_collector_answers_slowly_or_redirects_then_all_tra
     assert sum(int(line.rpartition("; ")[2].split()[0]) for line in warnings) == 3
 
 
-async def test_trace_when_the_collector_has_come_back_then_the_last_warning_says_why_traces_were_dropped(
+async def test_trace_warning_after_recovery_says_why_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_EVERY_S", 0.0)

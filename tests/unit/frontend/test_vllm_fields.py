@@ -31,9 +31,7 @@ from tests.unit.frontend.test_generate_endpoint import (
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text)])
-async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choice_so_far(
-    path: str, body: Any
-) -> None:
+async def test_continuous_usage_stats_are_in_each_event(path: str, body: Any) -> None:
     served = front(chunk("a\U0001d11e"), chunk('b"usage":null}'), stop())
     wanted = body(
         stream=True, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True}
@@ -63,9 +61,7 @@ def delta_text(event: dict[str, Any]) -> str:
     ("path", "body"),
     [(CHAT, chat(stream=True)), (RESPONSES, response(stream=True)), (TEXT, text(stream=True))],
 )
-async def test_continuous_usage_stats_when_there_is_no_usage_to_repeat_then_400(
-    path: str, body: Any
-) -> None:
+async def test_continuous_usage_stats_without_usage_are_400(path: str, body: Any) -> None:
     options = {"continuous_usage_stats": True, "include_usage": path == RESPONSES}
     answer = await post(front(stop("a")), path, body | {"stream_options": options})
     assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
@@ -79,9 +75,7 @@ def scored(text: str) -> Chunk:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_answer(
-    stream: bool,
-) -> None:
+async def test_echo_logprobs_of_prompt_precede_the_answer(stream: bool) -> None:
     served = front(scored("de"))
     answer = await post(
         served, TEXT, text(prompt="abc", echo=True, logprobs=1, max_tokens=2, stream=stream)
@@ -117,7 +111,7 @@ async def test_echo_when_no_token_is_wanted_then_only_the_prompt(logprobs: int |
     assert served.router.requests[0].sampling.max_tokens == 1
 
 
-async def test_logprobs_without_echo_then_none_of_the_prompt_are_asked_for() -> None:
+async def test_logprobs_without_echo_exclude_the_prompt() -> None:
     served = front(scored("d"))
     body = (await post(served, TEXT, text(logprobs=1))).json()
     assert body["choices"][0]["logprobs"]["tokens"] == ["d"]
@@ -128,9 +122,7 @@ async def test_max_tokens_0_without_echo_then_400() -> None:
     check_error(await post(front(), TEXT, text(max_tokens=0)), 400, "invalid_request", "max_tokens")
 
 
-def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(
-    harmony: ServedModel,
-) -> None:
+def test_echo_logprobs_without_engine_support_name_echo(harmony: ServedModel) -> None:
     served = generation_plans.refusing(harmony, "prompt_logprobs")
     generation_plans.text(served, echo=True)
     with pytest.raises(UnsupportedParameter) as refused:
@@ -138,15 +130,13 @@ def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_n
     assert refused.value.field == "echo"
 
 
-def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(
-    harmony: ServedModel,
-) -> None:
+def test_echo_logprobs_of_too_long_prompts_are_rejected(harmony: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match="128000 prompt tokens; at most 65536") as refused:
         generation_plans.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
     assert refused.value.field == "echo"
 
 
-async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(
+async def test_echo_logprobs_missing_from_older_worker_are_502(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frontend_app, "prompt_logprobs", lambda *_: [])
@@ -154,7 +144,7 @@ async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(
     assert "upgrade it" in check_error(answer, 502, "incomplete")
 
 
-async def test_prompt_logprobs_then_in_each_choice_of_text_and_once_for_chat_as_in_vllm() -> None:
+async def test_prompt_logprobs_are_in_each_text_choice() -> None:
     wanted = [
         None,
         {"98": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}},
@@ -177,7 +167,7 @@ async def test_prompt_logprobs_then_in_each_choice_of_text_and_once_for_chat_as_
     assert [request.sampling.prompt_logprobs for request in served.router.requests] == [1, None]
 
 
-async def test_prompt_logprobs_beside_echo_then_each_has_its_number_of_alternatives() -> None:
+async def test_prompt_logprobs_and_echo_have_own_alternatives() -> None:
     served = front(scored("d"))
     fields = {"prompt": "abc", "echo": True, "logprobs": 0, "prompt_logprobs": 1, "max_tokens": 0}
     (choice,) = (await post(served, TEXT, text(**fields))).json()["choices"]
@@ -203,9 +193,7 @@ async def test_field_of_vllm_when_its_value_is_wrong_then_400(
         )
 
 
-def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rejected(
-    harmony: ServedModel,
-) -> None:
+def test_prompt_logprobs_unsupported_or_too_long_are_rejected(harmony: ServedModel) -> None:
     for plan in (generation_plans.chat, generation_plans.text):
         with pytest.raises(UnsupportedParameter) as refused:
             plan(generation_plans.refusing(harmony, "prompt_logprobs"), prompt_logprobs=0)
@@ -217,7 +205,7 @@ def test_prompt_logprobs_when_the_engine_has_none_or_the_prompt_is_long_then_rej
 # --- prompts that are too long, and special tokens ------------------------------------------------
 
 
-async def test_truncate_prompt_tokens_then_the_end_of_the_prompt_is_used() -> None:
+async def test_truncate_prompt_tokens_uses_the_end_of_the_prompt() -> None:
     served = front(stop("x"))
     body = (
         await post(served, TEXT, text(prompt=["abcd", "e"], truncate_prompt_tokens=2, echo=True))
@@ -234,7 +222,7 @@ async def test_truncate_prompt_tokens_then_the_end_of_the_prompt_is_used() -> No
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(None, (84, 99)), (30, (70, 70)), (100, (1, 1))])
-async def test_truncate_prompt_tokens_when_minus_1_then_as_many_as_the_context_allows(
+async def test_truncate_prompt_tokens_minus_1_fits_the_context(
     max_tokens: int | None, kept: tuple[int, int]
 ) -> None:
     served = front(stop("x"))
@@ -250,7 +238,7 @@ async def test_truncate_prompt_tokens_when_minus_1_then_as_many_as_the_context_a
         assert tuple(len(request.token_ids) for request in served.router.requests) == kept
 
 
-async def test_skip_special_tokens_when_false_then_they_are_text_but_for_the_end() -> None:
+async def test_skip_special_tokens_false_shows_them() -> None:
     served = front(chunk("a", ids=[CALL]), stop("b"))
     for stream in (False, True):
         answer = await post(served, TEXT, text(skip_special_tokens=False, stream=stream))
@@ -260,15 +248,13 @@ async def test_skip_special_tokens_when_false_then_they_are_text_but_for_the_end
     assert answer.json()["choices"][0]["text"] == "ab"
 
 
-async def test_skip_special_tokens_when_harmony_chat_then_no_effect_and_named_in_a_header() -> None:
+async def test_skip_special_tokens_in_harmony_is_named_in_a_header() -> None:
     answer = await post(front(stop("a")), CHAT, chat(skip_special_tokens=False))
     assert answer.json()["choices"][0]["message"]["content"] == "a"
     assert answer.headers[IGNORED] == "skip_special_tokens"
 
 
-def test_skip_special_tokens_when_false_for_a_chat_template_then_they_are_text(
-    make_template: TemplateModels,
-) -> None:
+def test_skip_special_tokens_false_shows_them_in_a_template(make_template: TemplateModels) -> None:
     served = make_template()
     for skips, shown in ((True, ""), (False, "<|channel|>")):
         parser = generation_plans.chat(served, skip_special_tokens=skips).choices[0].make_parser()

@@ -29,9 +29,7 @@ def checksums() -> Iterator[Checksums]:
     made.close()
 
 
-async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(
-    checksums: Checksums,
-) -> None:
+async def test_hashes_of_several_blocks_are_in_order(checksums: Checksums) -> None:
     memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
     region = MemoryRegion(address_of(memory), len(memory))
     found = list[int | None]()
@@ -46,9 +44,7 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
     assert found == [combined(NOTHING, expected)]
 
 
-async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
-    checksums: Checksums,
-) -> None:
+async def test_advance_does_not_read_withdrawn_memory(checksums: Checksums) -> None:
     memory = bytearray(1000)
     found = list[int | None]()
     offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], found.append)
@@ -57,9 +53,7 @@ async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
     assert found == []
 
 
-async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(
-    checksums: Checksums,
-) -> None:
+async def test_hashes_that_cannot_be_computed_fail_the_transfer(checksums: Checksums) -> None:
     def broken(region: MemoryRegion) -> NoReturn:
         raise RuntimeError("the GPU is gone")
 
@@ -70,9 +64,7 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(
         await offer.hashes(0)
 
 
-async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_report(
-    checksums: Checksums,
-) -> None:
+async def test_stop_waits_for_a_checksum_report(checksums: Checksums) -> None:
     memory = bytearray(BLOCK_BYTES)
     found = list[int | None]()
     has_begun = threading.Event()
@@ -89,7 +81,7 @@ async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_re
     assert len(found) == 1
 
 
-def test_submit_all_when_a_piece_has_no_bytes_then_nothing_is_hashed(checksums: Checksums) -> None:
+def test_submit_all_of_empty_piece_hashes_nothing(checksums: Checksums) -> None:
     assert (
         checksums.submit_all(MemoryRegion(0, 0, "cuda:0"))
         == checksums.submit_all(MemoryRegion(0, 0))

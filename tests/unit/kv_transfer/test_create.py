@@ -22,7 +22,7 @@ def test_select_when_unnamed_then_nixl_and_one_line_says_so(
     assert [record.getMessage() for record in caplog.records] == ["KV transfer backend: nixl/ucx"]
 
 
-def test_select_when_nixl_is_missing_then_tcp_unless_it_was_named(
+def test_select_without_nixl_uses_tcp_unless_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in ("nixl", "nixl._api", "nixl._bindings"):

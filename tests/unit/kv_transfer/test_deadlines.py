@@ -91,7 +91,7 @@ async def fetch(
         (9, 9, 1, TransferTimeout, "--kv-fetch-timeout-s 1 passed"),
     ],
 )
-async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
+async def test_fetch_timeout_names_the_first_limit(
     deadline_s: float, expiry_s: float, timeout_s: float, error: type[DynamoError], said: str
 ) -> None:
     backend = Slow(TransferTimeout("late"))
@@ -106,7 +106,7 @@ async def test_fetch_when_it_fails_otherwise_then_that_is_reported() -> None:
         await fetch(Slow(TransferFailed("gone")), 9, deadline_in_s=9, timeout_s=9)
 
 
-async def test_fetch_when_all_is_well_then_the_backend_had_the_time_that_was_left() -> None:
+async def test_fetch_gives_the_backend_the_remaining_time() -> None:
     backend = Slow()
     await fetch(backend, 9, deadline_in_s=9, timeout_s=3)
     assert backend.given_s == 3
@@ -115,7 +115,7 @@ async def test_fetch_when_all_is_well_then_the_backend_had_the_time_that_was_lef
 @pytest.mark.parametrize(
     ("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)]
 )
-async def test_fetch_when_no_time_is_left_then_the_backend_is_not_asked(
+async def test_fetch_without_time_does_not_ask_the_backend(
     deadline_s: float, expiry_s: float, error: type[DynamoError]
 ) -> None:
     backend = Slow()
@@ -124,5 +124,5 @@ async def test_fetch_when_no_time_is_left_then_the_backend_is_not_asked(
     assert backend.given_s == 0
 
 
-def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:
+def test_bound_with_prefill_clock_behind_leaves_no_time() -> None:
     assert first_deadline(kv_params(-100), time.time() + 9, 9).left_s < 0

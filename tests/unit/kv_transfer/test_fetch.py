@@ -35,9 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_steps_when_the_connection_takes_long_then_the_wait_for_the_first_region_begins_after_it(
-    clock: Clock,
-) -> None:
+def test_steps_time_first_region_after_the_connection(clock: Clock) -> None:
     @contextlib.contextmanager
     def slowly_connected(_offer: Any) -> Iterator[Any]:
         clock.now += CONNECT_S

@@ -27,7 +27,7 @@ def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> N
     ctypes.memmove(place, part(reader.descriptor(own), ACK_BYTES)[0], size)
 
 
-def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
+def test_was_read_is_true_once_and_keeps_the_offer() -> None:
     holder = ValiditySlots()
     reader = ValiditySlots()
     slot = holder.acquire()
@@ -41,9 +41,7 @@ def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() ->
         assert holder.get(slot) == Validity(nonce, 3, 0)
 
 
-def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> (
-    None
-):
+def test_was_read_after_withdrawal_ignores_the_next_offer() -> None:
     holder = ValiditySlots()
     reader = ValiditySlots()
     slot = holder.acquire()

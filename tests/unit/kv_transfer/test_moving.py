@@ -49,7 +49,7 @@ def test_mover_when_one_fails_then_others_go_on() -> None:
     mover.shutdown()
 
 
-def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
+def test_mover_when_full_makes_others_wait_in_order() -> None:
     mover = TransferPoller("test")
     seen = list[str]()
     gate = threading.Event()
@@ -63,7 +63,7 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
     mover.shutdown()
 
 
-def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
+def test_shutdown_cancels_waiting_moves_only() -> None:
     mover = TransferPoller("test")
     gate = threading.Event()
     begun = threading.Semaphore(0)
@@ -82,7 +82,7 @@ def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_canc
     assert not closing.is_alive()
 
 
-def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its_thread() -> None:
+def test_submit_stepped_takes_the_first_step_at_once() -> None:
     mover = TransferPoller("test")
     threads = list[int]()
 
@@ -97,7 +97,7 @@ def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its
     mover.shutdown()
 
 
-def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> None:
+def test_submit_stepped_over_or_failed_has_its_result() -> None:
     mover = TransferPoller("test")
     assert mover.submit(iter([]), step_now=True).done()
 
@@ -110,7 +110,7 @@ def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> No
     mover.shutdown()
 
 
-def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
+def test_submit_stepped_waits_behind_others() -> None:
     mover = TransferPoller("test")
     seen = list[str]()
     gate = threading.Event()
@@ -124,7 +124,7 @@ def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> 
     mover.shutdown()
 
 
-def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
+def test_mover_continues_others_while_the_oldest_waits() -> None:
     mover = TransferPoller("test")
     seen = list[str]()
     gate = threading.Event()

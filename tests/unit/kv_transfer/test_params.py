@@ -46,7 +46,7 @@ def test_check_when_all_agree_then_accepts() -> None:
     ("field", "value"),
     [("version", TRANSFER_PARAMS_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")],
 )
-def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, value: Any) -> None:
+def test_check_names_the_different_field_and_values(field: str, value: Any) -> None:
     with pytest.raises(TransferMismatch, match=repr(value)) as caught:
         check_at(msgspec.structs.replace(TRANSFER_PARAMS, **{field: value}))
     assert caught.value.field == field
@@ -67,7 +67,7 @@ def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
     assert repr(ours) in caught.value.message
 
 
-def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
+def test_check_accepts_another_number_of_ranks() -> None:
     check_at(
         msgspec.structs.replace(
             TRANSFER_PARAMS, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)
@@ -78,9 +78,7 @@ def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours"), [({"release": "1.1"}, {"release": "1.2"}), ({}, {"release": "1.2"})]
 )
-def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
-    theirs: dict[str, str], ours: dict[str, str]
-) -> None:
+def test_check_names_a_different_pairing(theirs: dict[str, str], ours: dict[str, str]) -> None:
     kv_params = msgspec.structs.replace(TRANSFER_PARAMS, kv_compat=theirs)
     with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
         check_params(kv_params, IDENTITY._replace(kv_compat=ours), now=50.0)
@@ -94,6 +92,6 @@ def test_check_when_time_is_up_then_expired(now: float) -> None:
     assert caught.value.code == "transfer_expired"
 
 
-def test_check_when_expired_and_of_another_model_then_mismatch_first() -> None:
+def test_check_reports_mismatch_before_expiry() -> None:
     with pytest.raises(TransferMismatch):
         check_at(msgspec.structs.replace(TRANSFER_PARAMS, model="other"), now=200.0)

@@ -47,7 +47,7 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
     assert "prefill 200 ms" in text
 
 
-def test_report_when_there_was_no_prefill_worker_and_no_rate_is_known_then_it_says_so():
+def test_report_without_prefill_worker_or_rate_says_so():
     text = main.sample_report(
         answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {}
     )
@@ -56,7 +56,7 @@ def test_report_when_there_was_no_prefill_worker_and_no_rate_is_known_then_it_sa
     assert "a worker of another deployment (instance c3)" in text
 
 
-def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random():
+def test_report_of_mock_engine_says_text_is_random():
     assert "random" in main.sample_report(answer(), "m", {}, is_mock=True)
     assert "random" not in main.sample_report(answer(), "m", {})
 
@@ -64,15 +64,13 @@ def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random()
 @pytest.mark.parametrize(
     ("model", "question"), [("smollm2", "What is the capital of France?"), ("m", main.PROMPT)]
 )
-def test_question_then_the_model_can_answer_it_and_the_answer_is_the_same_each_time(
-    model, question
-):
+def test_question_has_the_same_answer_each_time(model, question):
     sent = main.sample_request(model)
     assert (sent["temperature"], sent["messages"][0]["content"]) == (0, question)
     assert f"question:   {question}" in main.sample_report(answer(), model, {})
 
 
-def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
+def test_next_step_is_the_guides_streaming_request():
     words = shlex.split(main.next_step("localhost:8000", "tiny-gpt-oss").splitlines()[-1])
     assert words[:3] == ["curl", "-N", "localhost:8000/v1/chat/completions"]
     sent = json.loads(words[-1])
@@ -119,7 +117,7 @@ class Supervised:
             await on_ready(LaunchRecord(pid=1, namespace="n"))
 
 
-def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -> None:
+def test_summary_shows_address_models_and_workers() -> None:
     data = {
         "workers": [
             {
@@ -144,9 +142,7 @@ def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -
 
 
 @pytest.mark.parametrize("once", [True, False])
-async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(
-    monkeypatch, once
-):
+async def test_run_stopped_before_serving_has_failed(monkeypatch, once):
     monkeypatch.setattr(main, "Launcher", Supervised)
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     await main.run(deployment, log_format="text", once=once)
@@ -155,10 +151,7 @@ async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do
         await main.run(deployment, log_format="text", once=once)
 
 
-async def test_run_when_a_variable_has_no_effect_then_only_the_launcher_names_it(
-    monkeypatch,
-    caplog,
-):
+async def test_run_ineffective_variable_is_named_by_launcher_only(monkeypatch, caplog):
     given = []
 
     class Recording(Supervised):

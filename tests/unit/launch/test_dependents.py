@@ -76,20 +76,18 @@ def readers(name: str, *workers: dict[str, Any]) -> list[str]:
         ),
     ],
 )
-def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_and_of_its_model(
+def test_readers_of_dead_prefill_worker_are_vllm_on_gpus(
     workers: tuple[dict[str, Any], ...], wanted: list[str]
 ) -> None:
     assert readers("prefill", *workers) == wanted
 
 
-def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
+def test_readers_of_dead_decode_worker_or_frontend_are_none() -> None:
     assert readers("decode", PREFILL, DECODE) == []
     assert readers("frontend", PREFILL, DECODE) == []
 
 
-async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> (
-    None
-):
+async def test_launcher_drains_readers_of_killed_prefill_first() -> None:
     async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
@@ -104,9 +102,7 @@ async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before
     assert "frontend exited" not in said
 
 
-async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> (
-    None
-):
+async def test_launcher_counts_only_deaths_of_prefill() -> None:
     async with run_launcher(PREFILL, DECODE, max_restarts=2) as made:
         for number in (2, 3):
             latest_child("prefill").die(KILLED)
@@ -137,7 +133,7 @@ async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_pr
         ("prefill", KILLED, {"decode_workers": False}),
     ],
 )
-async def test_launcher_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
+async def test_launcher_without_stored_memory_restarts_one_only(
     who: str, status: int, settings: dict[str, Any]
 ) -> None:
     async with run_launcher(PREFILL, DECODE, **settings):
@@ -146,7 +142,7 @@ async def test_launcher_when_no_memory_can_be_kept_then_the_dead_one_alone_is_st
         assert [child for child in ALL if child.is_terminating] == []
 
 
-async def test_launcher_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
+async def test_launcher_when_it_died_before_serving_then_no_drain() -> None:
     made = LauncherRun(deployment(PREFILL, DECODE))
     await until(lambda: len(ALL) == 3)
     latest_child("decode").serve()
@@ -156,9 +152,7 @@ async def test_launcher_when_it_dies_before_it_has_ever_served_then_no_reader_is
     await made.end()
 
 
-async def test_launcher_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> (
-    None
-):
+async def test_launcher_failed_successor_drains_readers_once() -> None:
     async with run_launcher(PREFILL, DECODE):
         latest_child("prefill").die(0)
         (await wait_for_start("prefill", 2)).die(1)
@@ -170,7 +164,7 @@ async def test_launcher_when_the_successor_of_one_that_ended_in_order_fails_then
         assert not latest_child("decode").is_terminating
 
 
-async def test_launcher_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
+async def test_launcher_does_not_drain_a_starting_reader() -> None:
     async with run_launcher(PREFILL, DECODE):
         latest_child("decode").die(KILLED)
         await wait_for_start("decode", 2)
@@ -179,9 +173,7 @@ async def test_launcher_when_the_reader_does_not_serve_yet_then_it_is_left_alone
         assert not latest_child("decode").is_terminating
 
 
-async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> (
-    None
-):
+async def test_launcher_with_another_prefill_drains_one_by_one() -> None:
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -199,9 +191,7 @@ async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_a
         assert len(children_named("decode-1")) == 2
 
 
-async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> (
-    None
-):
+async def test_launcher_second_death_keeps_the_other_reader() -> None:
     three = worker("prefill", "prefill", [0, 1, 4], count=3)
     async with run_launcher(three, TWO_EACH[1]):
         latest_child("prefill-1").die(KILLED)
@@ -221,9 +211,7 @@ async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_th
         assert not latest_child("decode-2").is_terminating  # it began after both deaths
 
 
-async def test_launcher_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> (
-    None
-):
+async def test_launcher_when_both_prefills_die_drains_all_at_once() -> None:
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -239,9 +227,7 @@ async def test_launcher_when_both_prefill_workers_die_then_all_readers_end_once_
         assert not [child for child in ALL if child.is_terminating and not child.has_ended]
 
 
-async def test_launcher_when_the_last_prefill_worker_dies_while_a_reader_loads_then_the_other_is_not_waited_for() -> (
-    None
-):
+async def test_launcher_last_prefill_death_ends_waiting_for_reader() -> None:
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -255,7 +241,7 @@ async def test_launcher_when_the_last_prefill_worker_dies_while_a_reader_loads_t
         assert not loading.is_terminating  # it began after the first death and has read nothing
 
 
-async def test_launcher_when_the_waited_for_reader_dies_by_itself_then_that_is_its_end() -> None:
+async def test_launcher_awaited_reader_that_dies_has_ended() -> None:
     async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
@@ -266,9 +252,7 @@ async def test_launcher_when_the_waited_for_reader_dies_by_itself_then_that_is_i
         assert not latest_child("decode-2").is_terminating
 
 
-async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> (
-    None
-):
+async def test_launcher_stopped_during_drain_starts_nothing() -> None:
     async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
@@ -277,9 +261,7 @@ async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once
         assert latest_child("decode").times_asked == 1
 
 
-async def test_launcher_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> (
-    None
-):
+async def test_launcher_stopped_while_reader_returns_starts_nothing() -> None:
     async with run_launcher(*TWO_EACH) as made:
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)

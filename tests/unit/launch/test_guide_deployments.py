@@ -53,9 +53,7 @@ def by_role(
 
 
 @pytest.mark.parametrize("command", of_guide("001", "dynamo.trtllm"), ids=("prefill", "decode"))
-def test_disagg_when_compared_with_the_guides_lines_then_the_same_settings_gpus_and_engine_arguments(
-    command: Command,
-) -> None:
+def test_disaggregated_settings_equal_the_guides(command: Command) -> None:
     theirs = worker(command.words, "trtllm")
     ours, devices = by_role("gpt-oss-120b-disagg.yaml", "trtllm")[theirs.disaggregation_mode]
     assert devices == command.environment["CUDA_VISIBLE_DEVICES"]
@@ -74,9 +72,7 @@ def test_disagg_when_compared_with_the_guides_lines_then_the_same_settings_gpus_
 
 
 @pytest.mark.parametrize("command", of_guide("004", "dynamo.vllm"), ids=("decode", "prefill"))
-def test_vllm_when_compared_with_the_guides_lines_then_the_same_settings_and_gpus(
-    command: Command,
-) -> None:
+def test_vllm_settings_equal_the_guides(command: Command) -> None:
     theirs = worker(command.words, "vllm")
     role = Role.PREFILL if "--is-prefill-worker" in command.words else Role.DECODE
     ours, devices = by_role("gpt-oss-120b-vllm-disagg.yaml", "vllm")[role]
@@ -103,7 +99,7 @@ def test_agg_when_read_then_the_aggregated_targets_size() -> None:
     assert trtllm_args(config, LIBRARY.newest).get("moe_config.backend") == "TRTLLM"
 
 
-def test_five_gpus_when_read_then_the_disaggregated_targets_sizes_and_quantization() -> None:
+def test_five_gpus_have_the_sizes_of_the_target() -> None:
     workers = by_role("gpt-oss-120b-disagg-5gpu.yaml", "trtllm")
     sizes = {
         role: (trtllm_args(config, LIBRARY.newest).get("tensor_parallel_size"), devices)
@@ -114,7 +110,7 @@ def test_five_gpus_when_read_then_the_disaggregated_targets_sizes_and_quantizati
         assert spec.env["OVERRIDE_QUANT_ALGO"] == "W4A8_MXFP4_MXFP8"
 
 
-def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argument_files() -> None:
+def test_hopper_flags_override_no_engine_file_size() -> None:
     workers = by_role("gpt-oss-120b-disagg-hopper.yaml", "trtllm")
     assert [devices for _, devices in workers.values()] == ["0,1,2,3", "4,5,6,7"]
     for role, (config, _) in workers.items():
@@ -132,9 +128,7 @@ def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argumen
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")), ids=lambda path: path.stem
 )
-def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(
-    path: Path,
-) -> None:
+def test_deployment_processes_have_the_guides_variables(path: Path) -> None:
     environ = {
         "MODEL_PATH": "/m",
         "SERVED_MODEL_NAME": "n",

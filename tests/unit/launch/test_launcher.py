@@ -44,9 +44,7 @@ async def started(*workers: dict[str, Any]) -> LauncherRun:
     return made
 
 
-async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the_environment() -> (
-    None
-):
+async def test_launcher_passes_addresses_in_the_environment() -> None:
     services = ServicesConfig(etcd="127.0.0.1:1", nats="nats://dynamo:secret@127.0.0.1:2")
     made = LauncherRun(deployment(WORKER).model_copy(update={"services": services}))
     await until(lambda: len(ALL) == 2)
@@ -58,9 +56,7 @@ async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the
         assert "secret" not in " ".join(child.spec.argv)
 
 
-async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> (
-    None
-):
+async def test_process_serves_only_when_it_answers_so() -> None:
     made = await started(WORKER)
     latest_child("frontend").say("listening on http://0.0.0.0:8000")
     latest_child("w").say("serving as instance ab (prefill_and_decode)")
@@ -82,7 +78,7 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
     await made.end()
 
 
-async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_it_answered_last(
+async def test_process_not_serving_in_time_reports_last_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def until_ready(ask: Any, within_s: float, on_wait: Any) -> None:
@@ -99,9 +95,7 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
         await made.running
 
 
-async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_from_the_ended_one(
-    tmp_path: Path,
-) -> None:
+async def test_record_distinguishes_a_restarted_worker(tmp_path: Path) -> None:
     def recorded() -> tuple[list[str], list[str]]:
         record = msgspec.json.decode(
             (tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord
@@ -117,9 +111,7 @@ async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_fro
         await until(lambda: recorded() == (["", "abab"], ["ab"]))
 
 
-async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_all_without_an_error() -> (
-    None
-):
+async def test_launcher_stops_cleanly_when_output_reader_exits() -> None:
     reader, writer = os.pipe()
     with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as out:
         made = LauncherRun(deployment(WORKER), out)
@@ -131,7 +123,7 @@ async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_a
     assert isinstance(made.output.failure, BrokenPipeError)
 
 
-async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
+async def test_process_that_rejects_its_configuration_ends_all() -> None:
     made = await started(WORKER)
     latest_child("w").die(BAD_CONFIG)
     await until(lambda: latest_child("frontend").is_terminating)
@@ -155,7 +147,7 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
         (0, "{}", "^w: --system-port {} can't be opened on --system-host 127.0.0.1 "),
     ],
 )
-async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not_even_etcd(
+async def test_run_with_used_port_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, frontend_port: Any, worker_port: Any, says: str
 ) -> None:
     monkeypatch.setattr(launcher, "bind", bind)
@@ -172,9 +164,7 @@ async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not
     assert not ALL
 
 
-async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_run_with_unknown_host_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "bind", bind)
     of = with_settings(
         deployment(WORKER), LaunchConfig(deployment=Path(), host="nope.invalid", port=8000)
@@ -187,9 +177,7 @@ async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_nam
     assert not ALL
 
 
-async def test_run_when_a_port_is_chosen_then_it_is_reserved_for_its_process_until_the_end() -> (
-    None
-):
+async def test_run_reserves_a_chosen_port_until_the_end() -> None:
     made = await started(WORKER)
     port = latest_child("w").port
     with socket.socket() as other, pytest.raises(OSError, match="in use"):

@@ -26,7 +26,7 @@ def typed(**settings):
     return LaunchConfig(deployment="d.yaml", **settings)
 
 
-def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
+def test_processes_have_the_settings_of_the_deployment():
     frontend, worker = processes(deployment())
     assert frontend.port == 0
     read = load(FrontendConfig, prog="p", argv=frontend.arguments(81), environ=frontend.env)
@@ -40,36 +40,36 @@ def test_processes_when_read_back_by_their_programs_then_settings_are_the_deploy
     assert config.namespace == "ns"
 
 
-def test_processes_when_frontend_is_null_then_only_workers_are_started():
+def test_processes_without_frontend_are_workers_only():
     only = deployment().model_copy(update={"frontend": None})
     assert [spec.name for spec in processes(only)] == ["w"]
 
 
-def test_processes_when_count_is_two_then_devices_are_dealt_out_and_names_numbered():
+def test_processes_with_count_two_divide_devices():
     _, first, second = processes(deployment(count=2, devices=[4, 5, 6, 7]))
     assert (first.name, second.name) == ("w-1", "w-2")
     assert (first.env["CUDA_VISIBLE_DEVICES"], second.env["CUDA_VISIBLE_DEVICES"]) == ("4,5", "6,7")
 
 
-def test_processes_when_worker_is_on_the_cpu_then_it_sees_no_gpu_unless_its_env_says_so():
+def test_processes_on_cpu_see_no_gpu_unless_set():
     assert processes(deployment())[1].env == {"CUDA_VISIBLE_DEVICES": ""}
     set_by_hand = deployment(env={"CUDA_VISIBLE_DEVICES": "3", "A": "b"})
     assert processes(set_by_hand)[1].env == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
 
 
-def test_processes_when_an_address_in_the_environment_is_wrong_then_it_does_not_matter_as_the_launcher_sets_it():
+def test_processes_ignore_wrong_address_in_environment():
     assert (
         len(processes(deployment(), {"ETCD_ENDPOINTS": "a b", "DYN_TRTLLM_NATS_SERVER": "a b"}))
         == 2
     )
 
 
-def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
+def test_processes_draining_long_are_killed_later():
     spec = processes(deployment(flags={"model_path": "m", "drain_timeout_s": 100}))[1]
     assert spec.stop_timeout_s > 100
 
 
-def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_that_only_this_machine_reaches():
+def test_processes_without_system_port_get_a_local_one():
     _, worker = processes(deployment())
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
     config = load(WorkerConfig, prog="p", argv=worker.arguments(23456), environ=worker.env)
@@ -86,9 +86,7 @@ def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_th
         ({"system_port": 9090}, {"DYN_SYSTEM_PORT": "9091"}, ("127.0.0.1", 9090)),
     ],
 )
-def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(
-    flags, environ, wanted
-):
+def test_processes_with_system_port_are_asked_there(flags, environ, wanted):
     flags = {"model_path": "m"} | flags
     _, inherits = processes(deployment(flags=flags), environ)
     _, has_its_own = processes(deployment(flags=flags, env=environ))
@@ -98,7 +96,7 @@ def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_wor
         assert (chosen.system_host, chosen.system_port) == (wanted[0], wanted[1] or 7)
 
 
-def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is_asked_there():
+def test_processes_use_http_port_of_the_environment():
     of = deployment().model_copy(update={"frontend": {}})
     assert processes(of)[0].port == 8000
     assert processes(of, {"DYN_HTTP_PORT": "81"})[0].port == 81
@@ -114,9 +112,7 @@ def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is
         ({"http_port": 9}, {"DYN_TRTLLM_HTTP_HOST": "::"}, {"host": "10.0.0.1"}, ("10.0.0.1", 9)),
     ],
 )
-def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_frontend(
-    frontend, environ, address, wanted
-):
+def test_processes_without_address_keep_frontend_local(frontend, environ, address, wanted):
     of = with_settings(deployment().model_copy(update={"frontend": frontend}), typed(**address))
     spec = processes(of, environ)[0]
     assert (spec.host, spec.port) == wanted
@@ -124,12 +120,12 @@ def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_f
     assert (read.http_host, read.http_port) == wanted
 
 
-def test_with_settings_when_no_frontend_is_started_then_it_is_refused():
+def test_with_settings_without_frontend_is_rejected():
     with pytest.raises(ConfigError, match="need a frontend"):
         with_settings(deployment().model_copy(update={"frontend": None}), typed(port=7))
 
 
-def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_by_name():
+def test_processes_with_wrong_environment_are_rejected():
     with pytest.raises(ConfigError, match="w: unknown environment variable DYN_TRTLLM_SYSTEM_PROT"):
         processes(deployment(env={"DYN_TRTLLM_SYSTEM_PROT": "1"}))
 
@@ -141,25 +137,25 @@ def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_
         ({"flags": {"model_path": "m", "system_port": 8000}}, "frontend and w"),
     ],
 )
-def test_processes_when_two_have_the_same_port_then_both_are_named(changes, names):
+def test_processes_with_the_same_port_are_named(changes, names):
     of = deployment(**changes).model_copy(update={"frontend": {}})
     with pytest.raises(ConfigError, match=f"{names} have the same port"):
         processes(of)
 
 
-def test_processes_when_two_have_the_same_port_of_other_addresses_then_they_are_taken():
+def test_processes_may_share_a_port_of_other_addresses():
     flags = {"model_path": "m", "system_port": 8000}
     of = deployment(flags=flags).model_copy(update={"frontend": {"http_host": "10.0.0.1"}})
     assert [spec.port for spec in processes(of)] == [8000, 8000]
 
 
-def test_processes_when_one_logs_only_warnings_then_it_is_taken_as_its_log_is_not_read():
+def test_processes_may_log_only_warnings():
     assert "--log-level=warning" in processes(
         deployment(flags={"model_path": "m", "log_level": "warning"})
     )[1].arguments(7)
 
 
-def test_with_settings_when_a_model_is_typed_then_every_worker_serves_it_under_its_own_name():
+def test_with_settings_model_applies_to_every_worker():
     other = with_settings(
         deployment(flags={"model_path": "m", "served_model_name": "old"}), typed(model="smollm2")
     )
@@ -167,7 +163,7 @@ def test_with_settings_when_a_model_is_typed_then_every_worker_serves_it_under_i
     assert "--served-model-name" not in " ".join(processes(other)[1].argv)
 
 
-def test_with_settings_when_another_engine_is_typed_then_arguments_of_the_old_one_go():
+def test_with_settings_engine_drops_old_arguments():
     flags = {
         "model_path": "m",
         "engine": "mock",
@@ -188,7 +184,7 @@ def test_with_settings_when_another_engine_is_typed_then_arguments_of_the_old_on
         ({"model_path": "m", "served_model_name": "n"}, "n"),
     ],
 )
-def test_processes_when_worker_has_flags_then_its_model_is_what_clients_send(flags, name):
+def test_processes_with_flags_name_the_model_for_clients(flags, name):
     assert processes(deployment(flags=flags))[1].model == name
 
 
@@ -196,5 +192,5 @@ def test_processes_when_worker_has_flags_then_its_model_is_what_clients_send(fla
     ("listening", "wanted"),
     [("0.0.0.0:80", "localhost:80"), (":::80", "localhost:80"), ("10.0.0.1:80", "10.0.0.1:80")],
 )
-def test_reachable_when_server_listens_then_address_is_one_to_connect_to(listening, wanted):
+def test_reachable_returns_an_address_to_connect_to(listening, wanted):
     assert reachable(listening) == wanted

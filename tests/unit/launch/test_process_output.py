@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_line_when_not_a_terminal_then_names_are_padded_and_plain():
+def test_line_outside_a_terminal_is_padded_and_plain():
     stream = io.StringIO()
     output = ProcessOutput(stream, ["frontend", "w"])
     output.line("w", "text")
@@ -26,7 +26,7 @@ def test_line_when_not_a_terminal_then_names_are_padded_and_plain():
 
 
 @pytest.mark.parametrize("is_json", [True, False])
-def test_line_when_the_disk_is_full_then_one_line_on_stderr_and_the_next_line_is_tried(
+def test_line_on_full_disk_gives_one_line_on_stderr(
     is_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
@@ -51,7 +51,7 @@ def test_line_when_a_terminal_then_each_name_has_its_color():
     assert first.endswith("\x1b[0m x")
 
 
-def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() -> None:
+def test_json_line_has_the_process_name() -> None:
     stream = Terminal()
     output = ProcessOutput(stream, ["frontend", "prefill-2"], is_json=True)
     output.line(
@@ -92,7 +92,7 @@ def shown(stream: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
 
 
-def test_starting_when_the_extra_cli_is_missing_then_lines_as_they_come(
+def test_starting_without_extra_cli_writes_plain_lines(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -102,9 +102,7 @@ def test_starting_when_the_extra_cli_is_missing_then_lines_as_they_come(
         assert shown(terminal) == "launch  | prefill is ready after 1.00 s as instance ab\n"
 
 
-def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(
-    terminal: Terminal,
-) -> None:
+def test_starting_on_a_terminal_shows_live_lines_and_panel(terminal: Terminal) -> None:
     output = ProcessOutput(terminal, ["frontend", "prefill"])
     with output.starting():
         output.report_phase("prefill", "loading: loading weights 43%, 3.1 GiB of GPU memory used")
@@ -126,7 +124,7 @@ def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(
     assert lines.count(f"prefill  | {ROUTINE}") == 1  # the one after the start
 
 
-def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Terminal) -> None:
+def test_starting_failure_writes_the_hidden_lines(terminal: Terminal) -> None:
     output = ProcessOutput(terminal, ["prefill"])
 
     def start() -> None:
@@ -140,9 +138,7 @@ def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Term
     assert shown(terminal).endswith(f"prefill | {ROUTINE}\n")
 
 
-def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(
-    terminal: Terminal,
-) -> None:
+def test_starting_stopped_by_the_user_hides_lines(terminal: Terminal) -> None:
     output = ProcessOutput(terminal, ["prefill"])
     with output.starting():
         output.line("prefill", ROUTINE)
@@ -151,7 +147,7 @@ def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "dumb", "json"])
-def test_starting_when_no_live_lines_can_be_shown_then_each_line_is_written(
+def test_starting_without_live_lines_writes_each_line(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
@@ -185,7 +181,7 @@ async def read(reader: asyncio.StreamReader) -> list[str]:
     return lines
 
 
-async def test_next_line_when_lines_come_in_pieces_then_they_come_out_whole() -> None:
+async def test_next_line_joins_pieces() -> None:
     text = "one\r\nzwei \u00fc\n\nlast".encode()
     assert await lines_of(*(text[i : i + 1] for i in range(len(text)))) == [
         "one",
@@ -197,9 +193,7 @@ async def test_next_line_when_lines_come_in_pieces_then_they_come_out_whole() ->
     assert await lines_of() == []
 
 
-async def test_next_line_when_a_line_is_longer_than_the_limit_then_it_is_cut_and_nothing_is_lost() -> (
-    None
-):
+async def test_next_line_over_limit_is_cut_without_loss() -> None:
     cut = await lines_of(b"x" * 30, b"y" * 30 + b"\nnext\n", limit=50)
     assert "".join(cut) == "x" * 30 + "y" * 30 + "next"
     assert cut[-1] == "next"
@@ -207,5 +201,5 @@ async def test_next_line_when_a_line_is_longer_than_the_limit_then_it_is_cut_and
     assert len(await lines_of(b"x" * 60, b"x" * 60, limit=50)) == 2
 
 
-async def test_next_line_when_bytes_are_not_utf8_then_they_are_replaced() -> None:
+async def test_next_line_replaces_bytes_that_are_not_utf8() -> None:
     assert await lines_of(b"\xff\n") == ["\ufffd"]

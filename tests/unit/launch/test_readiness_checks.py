@@ -63,16 +63,14 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
         (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is longer than 65536 bytes"),
     ],
 )
-async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_said(
-    answer: bytes, why: str
-) -> None:
+async def test_ready_reports_reason_of_another_answer(answer: bytes, why: str) -> None:
     with answering(answer) as port:
         async with asyncio.timeout(SOON_S):
             with pytest.raises((NotYet, ConnectionError), match=why):
                 await ready(HOST, port)
 
 
-async def test_until_when_it_does_not_serve_in_time_then_its_last_reason_is_said() -> None:
+async def test_until_reports_last_reason_after_its_time() -> None:
     answers = [
         http(503, f'{{"status": "{status}", "reason": ""}}') for status in ("starting", "loading")
     ]
@@ -96,15 +94,13 @@ async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
                 await until(partial(ready, HOST, held.getsockname()[1]), 1.0)
 
 
-async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_time() -> None:
+async def test_until_with_silent_server_ends_in_time() -> None:
     with answering(b"") as port:
         with pytest.raises(NotYet, match="no response"):
             await until(partial(ready, HOST, port), 0.2)
 
 
-async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_until_asks_again_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_ONE_ANSWER_S", 0.1)
     with answering(b"", http(200, '{"status": "ready"}')) as port:
         assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
@@ -118,9 +114,7 @@ async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(
         (503, '{"health":"false","reason":"RAFT NO LEADER"}', False),
     ],
 )
-async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(
-    status: int, body: str, serves: bool
-) -> None:
+async def test_etcd_serves_only_when_healthy(status: int, body: str, serves: bool) -> None:
     await check(check_etcd, serves, http(status, body))
 
 

@@ -31,9 +31,7 @@ def test_folder_when_left_then_gone() -> None:
     assert not folder.exists()
 
 
-def test_folder_when_it_can_not_be_created_then_the_error_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_folder_that_cannot_be_created_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     with pytest.raises(
         ConfigError, match=r"^no temporary folder can be created: .*; free space, or set TMPDIR"

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return said
 
 
-def test_dry_run_when_printed_then_the_file_is_one_for_the_launcher(
+def test_dry_run_prints_a_file_for_the_launcher(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [str(folder), "--dry-run", "--port", "8123", "--", "--max-seq-len", "64"]
@@ -145,9 +145,7 @@ def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
     assert says in refused(capsys, *words)
 
 
-def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker_and_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_serve_help_after_dashes_is_that_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         serve.main(["tiny-gpt-oss", "--", "--help"])
     assert ended.value.code == 0
@@ -160,7 +158,7 @@ def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker_a
     )
 
 
-def test_dry_run_when_the_model_is_on_the_hub_then_only_its_config_is_downloaded(
+def test_dry_run_of_hub_model_downloads_only_its_config(
     hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serve.main([NAME, "--dry-run"]) == 0
@@ -171,7 +169,7 @@ def test_dry_run_when_the_model_is_on_the_hub_then_only_its_config_is_downloaded
     assert not [line for line in hub.requests if "safetensors" in line]
 
 
-def test_serve_when_the_model_is_on_the_hub_then_it_is_downloaded_before_the_launcher_starts(
+def test_serve_downloads_a_hub_model_before_launching(
     hub: HubServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
@@ -187,7 +185,7 @@ def test_serve_when_the_model_is_on_the_hub_then_it_is_downloaded_before_the_lau
     assert (Path(started[0]) / "model.safetensors").read_bytes() == bytes(1000)
 
 
-def test_dry_run_when_the_engine_is_mock_then_the_hub_is_not_asked(
+def test_dry_run_of_mock_does_not_ask_the_hub(
     hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serve.main([NAME, "--dry-run", "--engine", "mock"]) == 0
@@ -221,9 +219,7 @@ def test_serve_when_interrupted_during_a_download_then_130(
     assert ended.value.code == 130
 
 
-def test_model_facts_when_weights_are_quantized_then_torch_counts_them_unpacked(
-    folder: Path,
-) -> None:
+def test_model_facts_count_quantized_weights_unpacked(folder: Path) -> None:
     _, facts = serve._model(serve.load(serve.ServeConfig, prog="", argv=[str(folder)]))
     assert facts.weight_bytes == 1000
     assert facts.torch_values is not None

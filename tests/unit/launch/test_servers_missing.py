@@ -14,7 +14,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import subprocesses as spawning
 
 
-def test_spawn_when_program_is_missing_then_config_error_names_it() -> None:
+def test_spawn_of_missing_program_is_config_error() -> None:
     with pytest.raises(ConfigError, match="no-such-program"):
         spawning.spawn(["no-such-program"])
 

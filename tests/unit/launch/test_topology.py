@@ -52,7 +52,7 @@ def options(**given: object) -> ServeConfig:
     return ServeConfig.model_validate({"model": "m", **given})
 
 
-def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_reason() -> None:
+def test_choose_without_gpu_gives_a_torch_pair_on_cpu() -> None:
     chosen = choose(LAPTOP, SMALL, options())
     assert (chosen.engine, chosen.workers, list(chosen.gpus), chosen.threads) == (
         "torch",
@@ -70,7 +70,7 @@ def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_r
     }
 
 
-def test_choose_when_memory_holds_the_weights_once_then_one_aggregated_worker() -> None:
+def test_choose_with_memory_for_one_copy_is_aggregated() -> None:
     # 8 GiB in float32, of 12.8 for weights
     chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), options())
     assert chosen.workers == {Role.AGGREGATED: 1}
@@ -81,16 +81,14 @@ def test_choose_when_memory_holds_the_weights_once_then_one_aggregated_worker() 
 
 
 @pytest.mark.parametrize(("values", "given"), [(4 * GIB, {}), (2 * GIB, {"prefill": 1})])
-def test_choose_when_memory_is_too_small_then_it_says_how_much_is_needed(
-    values: int, given: dict[str, int]
-) -> None:
+def test_choose_with_too_little_memory_says_how_much(values: int, given: dict[str, int]) -> None:
     with pytest.raises(
         ConfigError, match=r"would hold 16\.0 GiB of weights, but 16\.0 GiB of memory are available"
     ):
         choose(LAPTOP, replace(SMALL, torch_values=values), options(**given))
 
 
-def test_choose_when_there_is_one_gpu_then_aggregated_with_the_best_installed_engine() -> None:
+def test_choose_with_one_gpu_is_aggregated() -> None:
     chosen = choose(gpus(79), SMALL, options())
     assert (chosen.engine, chosen.workers, list(chosen.gpus)) == ("vllm", {Role.AGGREGATED: 1}, [0])
     assert chosen.reasons["engine"] == "vLLM: TensorRT-LLM not installed"
@@ -100,7 +98,7 @@ def test_choose_when_there_is_one_gpu_then_aggregated_with_the_best_installed_en
     )
 
 
-def test_choose_when_there_are_more_gpus_and_the_model_fits_one_then_a_pair() -> None:
+def test_choose_with_more_gpus_gives_a_pair() -> None:
     chosen = choose(gpus(79, 79, 79), SMALL, options())
     assert (chosen.workers, list(chosen.gpus), chosen.tensor_parallel_size) == (PAIR, [0, 1], 1)
     assert (
@@ -114,7 +112,7 @@ def test_choose_when_there_are_more_gpus_and_the_model_fits_one_then_a_pair() ->
     ("count", "size", "workers"),
     [(4, 4, {Role.AGGREGATED: 1}), (8, 4, PAIR), (5, 4, {Role.AGGREGATED: 1})],
 )
-def test_choose_when_the_model_needs_several_gpus_then_tensor_parallel(
+def test_choose_of_large_model_uses_tensor_parallelism(
     count: int, size: int, workers: dict[Role, int]
 ) -> None:
     chosen = choose(gpus(*[79] * count), LARGE, options())
@@ -175,7 +173,7 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
         ),
     ],
 )
-def test_choose_when_it_can_not_be_then_the_error_says_what_is_missing(
+def test_choose_that_is_impossible_says_what_is_missing(
     machine: MachineFacts, model: ModelFacts, given: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -199,7 +197,7 @@ def test_choose_when_the_model_is_gguf_then_torch_also_with_gpus() -> None:
     assert "the size of the weights is not known" in chosen.reasons["devices"]
 
 
-def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen() -> None:
+def test_deployment_data_starts_what_was_chosen() -> None:
     wanted = options(port=1234, host="0.0.0.0", namespace="n")
     chosen = Topology(
         engine="vllm",
@@ -227,7 +225,7 @@ def test_deployment_data_when_checked_then_the_launcher_starts_what_was_chosen()
     assert worker.disaggregation_mode is Role.DECODE
 
 
-def test_deployment_data_when_on_the_cpu_then_threads_are_shared_unless_they_are_given() -> None:
+def test_deployment_data_on_cpu_shares_threads() -> None:
     chosen = choose(LAPTOP, SMALL, options())
     workers = deployment_data(chosen, SMALL, options(), {})["workers"]
     assert [worker["flags"]["override-engine-args"] for worker in workers] == [

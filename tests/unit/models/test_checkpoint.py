@@ -74,14 +74,14 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
         ({"hybrid_override_pattern": "M-M-M*-"}, True),
     ],
 )
-def test_checkpoint_when_layers_keep_a_state_instead_of_kv_then_it_is_known(
+def test_checkpoint_knows_layers_with_state_instead_of_kv(
     tmp_path: Path, fields: dict[str, Any], has_recurrent_layers: bool
 ) -> None:
     found = read_checkpoint(write(tmp_path, {**LLAMA, "sliding_window": 128, **fields}))
     assert found.has_recurrent_layers is has_recurrent_layers
 
 
-def test_read_when_it_is_gpt_oss_120b_then_it_equals_the_published_shape(tmp_path: Path) -> None:
+def test_read_gpt_oss_120b_equals_the_published_shape(tmp_path: Path) -> None:
     found = read_checkpoint(
         write(tmp_path, GPT_OSS_120B, generation_config={"eos_token_id": [200002, 199999, 200012]})
     )
@@ -89,7 +89,7 @@ def test_read_when_it_is_gpt_oss_120b_then_it_equals_the_published_shape(tmp_pat
     assert found.renderer == "harmony"
 
 
-def test_read_when_the_model_is_dense_then_its_fields_and_defaults(tmp_path: Path) -> None:
+def test_read_dense_model_has_fields_and_defaults(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA, tokenizer={}, tokenizer_config={})
     assert read_checkpoint(folder) == Checkpoint(
         folder=folder,
@@ -109,45 +109,37 @@ def test_read_when_the_model_is_dense_then_its_fields_and_defaults(tmp_path: Pat
     )
 
 
-def test_read_when_there_are_no_kv_heads_then_as_many_as_attention_heads(tmp_path: Path) -> None:
+def test_read_without_kv_heads_uses_attention_heads(tmp_path: Path) -> None:
     assert (
         read_checkpoint(write(tmp_path, without(LLAMA, "num_key_value_heads"))).num_kv_heads == 32
     )
 
 
-def test_read_when_a_window_is_named_but_no_layer_slides_then_none(tmp_path: Path) -> None:
+def test_read_window_without_sliding_layers_is_none(tmp_path: Path) -> None:
     found = read_checkpoint(write(tmp_path, {**LLAMA, "sliding_window": 4096}))
     assert (found.sliding_window, found.num_sliding_layers) == (None, 0)
 
 
-def test_read_when_text_settings_are_nested_then_they_count_and_the_type_is_the_models(
-    tmp_path: Path,
-) -> None:
+def test_read_nested_text_settings_keeps_the_model_type(tmp_path: Path) -> None:
     nested = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text"}}
     found = read_checkpoint(write(tmp_path, nested))
     assert (found.model_type, found.num_layers) == ("gemma3", 32)
 
 
-def test_read_when_the_generation_config_names_no_end_then_the_models_counts(
-    tmp_path: Path,
-) -> None:
+def test_read_end_falls_back_to_the_model_config(tmp_path: Path) -> None:
     found = read_checkpoint(write(tmp_path, LLAMA, generation_config={"do_sample": True}))
     assert found.eos_token_ids == (128001, 128009)
     assert read_checkpoint(write(tmp_path, without(LLAMA, "eos_token_id"))).eos_token_ids == ()
 
 
-def test_read_eos_when_the_vocabulary_is_known_then_ids_outside_of_it_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_read_eos_omits_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, LLAMA, generation_config={"eos_token_id": [-1, 2, 100]})
     assert read_eos_token_ids(tmp_path, {}, vocab_size=100) == (2,)
     with pytest.raises(ConfigError, match="eos_token_id"):
         read_eos_token_ids(tmp_path, {})
 
 
-def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_files(
-    tmp_path: Path,
-) -> None:
+def test_read_index_total_overrides_shape_and_files(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(b"x" * 10)
     assert read_checkpoint(write(tmp_path, LLAMA)).index_bytes == 10
     write(
@@ -173,9 +165,7 @@ def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_file
         ([], "not a JSON object"),
     ],
 )
-def test_read_when_a_field_is_wrong_then_config_error_names_file_and_field(
-    tmp_path: Path, config: Any, said: str
-) -> None:
+def test_read_wrong_field_names_file_and_field(tmp_path: Path, config: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_checkpoint(write(tmp_path, config))
     assert f"{tmp_path / 'config.json'}: " in caught.value.message
@@ -183,7 +173,7 @@ def test_read_when_a_field_is_wrong_then_config_error_names_file_and_field(
     assert caught.value.field == "model_path"
 
 
-def test_read_when_files_are_missing_or_broken_then_config_error_names_them(tmp_path: Path) -> None:
+def test_read_missing_or_broken_files_names_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         read_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="no/folder does not exist"):
@@ -197,9 +187,7 @@ def test_read_when_files_are_missing_or_broken_then_config_error_names_them(tmp_
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "llama"])
-def test_read_when_transformers_wrote_the_folder_then_weights_are_counted_to_the_byte(
-    tmp_path: Path, kind: str
-) -> None:
+def test_read_transformers_folder_counts_every_byte(tmp_path: Path, kind: str) -> None:
     from safetensors import safe_open
 
     from tests.kit.tiny_models import save_tiny_gpt_oss, save_tiny_llama
@@ -234,9 +222,7 @@ def test_kv_quantization_when_modelopts_file_sets_it_then_read(
     assert read_checkpoint(tmp_path).kv_quantization is None
 
 
-def test_checkpoint_when_attention_is_latent_then_its_size_and_the_experts_are_read(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_reads_latent_attention_and_experts(tmp_path: Path) -> None:
     deepseek = {
         **LLAMA,
         "model_type": "deepseek_v3",

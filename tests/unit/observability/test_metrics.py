@@ -22,7 +22,7 @@ def samples(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 @pytest.mark.parametrize(
     ("process", "metrics"), [("frontend", FrontendMetrics()), ("worker", WorkerMetrics())]
 )
-def test_render_when_nothing_happened_then_every_name_of_the_table_is_declared(process, metrics):
+def test_render_declares_every_name_before_use(process, metrics):
     text = metrics.render().decode()
     for row in TABLE:
         assert (f"# TYPE {PREFIX}{row.name} " in text) is any(
@@ -30,7 +30,7 @@ def test_render_when_nothing_happened_then_every_name_of_the_table_is_declared(p
         )
 
 
-def test_request_when_started_and_finished_then_inflight_returns_to_zero():
+def test_finished_request_returns_inflight_to_zero():
     metrics = FrontendMetrics()
     metrics.request_started()
     metrics.request_started()
@@ -54,7 +54,7 @@ def test_itl_when_tokens_come_together_then_each_counts():
     assert found["itl_seconds_bucket", (("le", "+Inf"), ("model", "m"))] == 6
 
 
-def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_a_label_each():
+def test_placed_requests_label_the_busiest_workers():
     metrics = FrontendMetrics()
     placed = {255: 1}
     metrics.by_worker["placed_requests"] = lambda: placed
@@ -68,7 +68,7 @@ def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_
     assert sorted(found.values()) == list(range(1009, 1009 + MAX_WORKERS))
 
 
-def test_phases_when_observed_then_they_are_counted_by_model_and_role():
+def test_phases_are_counted_by_model_and_role():
     metrics = FrontendMetrics()
     metrics.observe_phases(model="m", phases={("prefill", "queue"): 0.1, ("decode", "queue"): 0.2})
     metrics.child("kv_bytes_total", "nixl/ucx").inc(100)
@@ -81,7 +81,7 @@ def test_phases_when_observed_then_they_are_counted_by_model_and_role():
     assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
 
 
-def test_kv_collections_when_they_end_then_they_are_counted_by_outcome():
+def test_kv_collections_are_counted_by_outcome():
     metrics = FrontendMetrics()
     for outcome in ("ok", "ok", "overloaded"):
         metrics.kv_collected(outcome)
@@ -90,7 +90,7 @@ def test_kv_collections_when_they_end_then_they_are_counted_by_outcome():
     assert 'dynamo_trtllm_kv_collections_total{outcome="overloaded"} 1.0' in text
 
 
-def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
+def test_worker_shows_the_numbers_of_its_engine():
     metrics = WorkerMetrics()
     metrics.child("requests_total", "prefill", "ok").inc()
     engine = {
@@ -117,7 +117,7 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     assert found["requests_total", (("code", "ok"), ("phase", "prefill"))] == 1
 
 
-def test_registries_when_two_are_made_then_they_do_not_share_numbers():
+def test_registries_do_not_share_numbers():
     one = WorkerMetrics()
     two = WorkerMetrics()
     one.child("output_tokens_total", "decode").inc(9)

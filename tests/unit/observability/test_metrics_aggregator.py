@@ -36,7 +36,7 @@ def values(page: bytes) -> dict[str, float]:
     return {sample: float(value) for sample, _, value in lines}
 
 
-def test_total_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
+def test_total_sums_only_equal_labels() -> None:
     aggregator = MetricsAggregator()
     for process, parts in (
         ("1", [counter(1, '{model="a"}')]),
@@ -56,7 +56,7 @@ def test_total_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
     ]
 
 
-def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
+def test_ledger_sums_live_processes() -> None:
     aggregator = MetricsAggregator()
     aggregator.update("frontend-1", page(counter(3), gauge(1), memory(100)))
     aggregator.update("frontend-2", page(counter(4), gauge(2), memory(200)))
@@ -69,7 +69,7 @@ def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one
     }
 
 
-def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
+def test_ledger_of_ended_process_keeps_only_counters() -> None:
     aggregator = MetricsAggregator()
     aggregator.update("frontend-1", page(counter(3), gauge(1), memory(100)))
     aggregator.update("frontend-2", page(counter(4), gauge(2)))
@@ -87,7 +87,7 @@ def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -
     assert values(aggregator.total()) == {"requests_total": 8, "inflight": 2}
 
 
-async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_sums() -> None:
+async def test_metrics_of_two_processes_are_summed() -> None:
     mine = FrontendMetrics()
     other = FrontendMetrics()
     aggregator = MetricsAggregator()
@@ -123,7 +123,7 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
     assert values(aggregator.total())['dynamo_trtllm_request_seconds_count{model="m"}'] == 5
 
 
-async def test_metrics_when_the_process_is_alone_then_the_text_is_its_own() -> None:
+async def test_metrics_of_one_process_are_its_own() -> None:
     metrics = FrontendMetrics()
     assert b"dynamo_trtllm_inflight 0.0" in await metrics.render_all()
     assert b'process="' not in await metrics.render_all()

@@ -62,9 +62,7 @@ def running(output: RelayedOutput) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_counts_them() -> (
-    None
-):
+def test_unread_output_drops_and_counts_lines() -> None:
     read_end, write_end = os.pipe()
     num_dropped: list[int] = []
     output = RelayedOutput(write_end, notice, num_dropped.append)
@@ -82,7 +80,7 @@ def test_output_when_nothing_reads_it_then_lines_are_dropped_whole_and_one_line_
     os.close(write_end)
 
 
-def test_output_when_a_dropped_line_ends_later_then_its_end_is_dropped_too() -> None:
+def test_output_drops_the_end_of_a_dropped_line() -> None:
     read_end, write_end = os.pipe()
     num_dropped: list[int] = []
     output = RelayedOutput(write_end, notice, num_dropped.append)
@@ -98,9 +96,7 @@ def test_output_when_a_dropped_line_ends_later_then_its_end_is_dropped_too() -> 
     os.close(write_end)
 
 
-def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines_are_counted(
-    tmp_path: Path,
-) -> None:
+def test_output_reports_a_full_disk_once(tmp_path: Path) -> None:
     dropped = threading.Semaphore(0)
     failures: list[str] = []
     path = tmp_path / "log"
@@ -118,7 +114,7 @@ def test_output_when_a_disk_was_full_then_the_failure_is_reported_once_and_lines
     assert path.read_bytes() == b"3 dropped: No space left on device\nlater\n"
 
 
-def test_output_when_its_reader_has_exited_then_all_lines_are_dropped() -> None:
+def test_output_with_exited_reader_drops_all_lines() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     num_dropped: list[int] = []
@@ -146,7 +142,7 @@ def test_output_when_its_reader_has_exited_then_all_lines_are_dropped() -> None:
         pytest.param("log.error('x', exc_info=ValueError('x' * 3000))", id="tracebacks"),
     ],
 )
-def test_process_when_its_output_is_a_full_pipe_then_it_does_not_wait(write: str) -> None:
+def test_process_does_not_wait_for_a_full_pipe(write: str) -> None:
     code = f"""
 while not OUTPUTS.num_dropped_lines:
     {write}
@@ -158,9 +154,7 @@ while not OUTPUTS.num_dropped_lines:
     os.close(read_end)
 
 
-def test_process_when_its_output_is_read_again_then_lines_are_in_order_and_one_line_counts_the_dropped_ones() -> (
-    None
-):
+def test_process_output_read_again_is_in_order() -> None:
     code = """
 number = 0
 while not OUTPUTS.num_dropped_lines:
@@ -218,9 +212,7 @@ def test_process_when_it_has_exited_then_its_lines_are_written() -> None:
     os.close(read_end)
 
 
-def test_process_when_its_terminal_is_not_read_then_it_does_not_wait_and_knows_that_it_is_a_terminal() -> (
-    None
-):
+def test_process_does_not_wait_for_an_unread_terminal() -> None:
     master, terminal = os.openpty()  # as after Ctrl-S
     code = """
 assert sys.stdout.isatty() and sys.stderr.isatty()
@@ -260,9 +252,7 @@ sys.stdin.readline()
 """
 
 
-def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line_names_the_restart() -> (
-    None
-):
+def test_process_with_killed_relay_logs_the_restart() -> None:
     code = f"{WRITER}\nlog.info('later')\nchild.communicate()"
     with program(
         code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -282,7 +272,7 @@ def test_process_when_its_relay_is_killed_then_later_lines_come_out_and_one_line
     assert b"of a child\n" in rest
 
 
-def test_process_when_its_relay_is_killed_with_unwritten_lines_then_they_are_counted() -> None:
+def test_process_with_killed_relay_counts_unwritten_lines() -> None:
     code = f"""{WRITER}
 for number in range(100):
     log.info("%06d" + "x" * 3000, number)
@@ -309,7 +299,7 @@ print(OUTPUTS.num_dropped_lines, flush=True)
     assert int(match[1]) == int(num_dropped) > 50
 
 
-def test_process_when_its_relay_is_not_started_again_yet_then_it_does_not_wait() -> None:
+def test_process_does_not_wait_for_its_relay() -> None:
     code = f"""{WRITER.replace("0.0", "1000.0")}
 while not OUTPUTS.num_dropped_lines:
     log.info("x" * 3000)
@@ -325,7 +315,7 @@ while not OUTPUTS.num_dropped_lines:
     os.close(read_end)
 
 
-def test_process_when_the_reader_has_exited_then_its_lines_are_dropped_and_it_goes_on() -> None:
+def test_process_continues_when_its_reader_exits() -> None:
     code = """
 while not OUTPUTS.num_dropped_lines:
     print("x", flush=True)
@@ -341,7 +331,7 @@ log.info("closed")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_dropped_line_when_it_is_formatted_then_it_is_like_a_log_line(log_format: str) -> None:
+def test_dropped_line_notice_is_like_a_log_line(log_format: str) -> None:
     line = dropped_line("w", log_format, "3 lines").decode()
     assert line.endswith("\n")
     if log_format == "json":

@@ -72,7 +72,7 @@ def slots(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
         yield
 
 
-def test_recording_when_the_ring_has_wrapped_then_the_newest_events(
+def test_recording_of_wrapped_ring_has_newest_events(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slots(monkeypatch, 16):
@@ -96,7 +96,7 @@ def test_recording_when_a_slot_is_torn_then_the_other_events(memory_path: Path) 
     assert [entry.a for entry in read_process(path).entries if entry.key] == [0, 1, 3, 4]
 
 
-def test_unchanged_slots_when_one_is_written_between_two_reads_then_the_others() -> None:
+def test_unchanged_slots_exclude_one_written_between_reads() -> None:
     def slots(middle: int) -> bytes:
         values = ((1, 7), (2, middle), (3, 9))
         return b"".join(
@@ -108,7 +108,7 @@ def test_unchanged_slots_when_one_is_written_between_two_reads_then_the_others()
     assert [(number, entry.a) for number, entry in found] == [(1, 7), (3, 9)]
 
 
-def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
+def test_recording_read_during_writes_mixes_no_events(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def act(recorder: Recorder) -> None:
@@ -136,9 +136,7 @@ def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
         recording(memory_path, act)
 
 
-def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(
-    memory_path: Path,
-) -> None:
+def test_recording_of_killed_process_with_fork_is_read(memory_path: Path) -> None:
     code = f"""
 import asyncio, os, signal, pathlib, time
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -175,7 +173,7 @@ asyncio.run(run())
     )
 
 
-def test_recording_when_the_event_loop_does_not_run_then_the_process_is_blocked(
+def test_recording_shows_a_blocked_event_loop(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recordings, "BLOCKED_S", -TICK_S)
@@ -205,7 +203,7 @@ def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(
 
 
 @pytest.mark.parametrize("limit", ["number", "size of the file system"])
-def test_start_when_many_processes_have_ended_then_the_newest_recordings_stay(
+def test_start_keeps_the_newest_recordings(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     with slots(monkeypatch, 16), monkeypatch.context() as patch:
@@ -221,7 +219,7 @@ def test_start_when_many_processes_have_ended_then_the_newest_recordings_stay(
     assert list(Recordings.read(memory_path).requests) == [3, 4, 5, 6]
 
 
-def test_start_when_the_folder_cannot_be_written_then_a_warning_and_no_recording(
+def test_start_in_unwritable_folder_warns_only(
     memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = memory_path / "file"
@@ -231,7 +229,7 @@ def test_start_when_the_folder_cannot_be_written_then_a_warning_and_no_recording
     assert "--recorder-dir" in caplog.text
 
 
-def test_start_when_the_folder_is_on_a_disk_then_a_warning_and_no_recording(
+def test_start_in_folder_on_disk_warns_only(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "file_system", lambda folder: "ext4")
@@ -266,7 +264,7 @@ asyncio.run(run())
 
 
 @pytest.mark.parametrize(("size", "num_files"), [("5M", 1), ("3M", 0)])
-def test_recording_when_its_file_system_is_full_then_the_process_goes_on(
+def test_recording_on_full_file_system_spares_the_process(
     memory_path: Path, size: str, num_files: int
 ) -> None:
     private = ["unshare", "--map-root-user", "--mount"]  # only this process sees the mount
@@ -353,9 +351,7 @@ def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(
     assert request_key(request_id) == key
 
 
-def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(
-    memory_path: Path,
-) -> None:
+def test_recorded_prompt_has_lengths_and_hashes_only(memory_path: Path) -> None:
     ids = token_ids(range(1_000_000, 1_001_300))
 
     def act(recorder: Recorder) -> None:
@@ -389,7 +385,7 @@ def test_folder_when_it_is_not_set_then_one_of_the_user(memory_path: Path) -> No
 @pytest.mark.parametrize(
     "kind", ["link of another user", "folder of another user", "folder in which others may write"]
 )
-def test_folder_when_another_user_chose_it_then_nothing_is_recorded(
+def test_folder_of_another_user_is_not_used(
     kind: str, memory_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = memory_path / "dynamo_trtllm-1"

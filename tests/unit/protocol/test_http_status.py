@@ -29,7 +29,7 @@ def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) 
     assert ("Retry-After" in response.headers) == (response.status in (429, 503))
 
 
-def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -> None:
+def test_docs_list_every_code_with_its_status() -> None:
     rows = [
         line.split("|")
         for line in (DOCS / "api.md").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_subclass_without_a_row_then_its_parents() -> None:
     assert to_response(Narrower("x", field="n"), openai_error).body["error"]["param"] == "n"
 
 
-def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
+def test_error_quoting_megabytes_is_cut_in_the_middle() -> None:
     quoted = "x" * 1_000_000
     error = InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)
     body = to_response(error, openai_error).body["error"]

@@ -73,7 +73,7 @@ class Reader:
         return set(unpack_hashes((await self.until(count + 1))[-1].stored))
 
 
-def test_prefix_hashes_when_a_prompt_continues_then_equal_those_of_the_whole_prompt() -> None:
+def test_prefix_hashes_of_continued_prompt_equal_the_full_one() -> None:
     assert prefix_hashes(PROMPT[4:], 4, A) == [B, C]
     assert prefix_hashes(PROMPT[:7], 4, 0) == [A]
     assert prefix_hashes(PROMPT[4:8], 4, 0) != [B]
@@ -92,9 +92,7 @@ def test_prefix_hashes_then_do_not_change_between_releases() -> None:
     ]
 
 
-async def test_events_when_published_then_updates_have_prefix_hashes_and_consecutive_numbers() -> (
-    None
-):
+async def test_events_have_prefix_hashes_and_consecutive_numbers() -> None:
     reader = Reader()
     assert await reader.blocks_after(stored(1, 2), stored(3, parent=2)) == {A, B, C}
     reader.publisher.on_events([BlocksRemoved(hashes=(3, 99))])
@@ -105,24 +103,20 @@ async def test_events_when_published_then_updates_have_prefix_hashes_and_consecu
     ]
 
 
-async def test_events_when_salted_then_prefix_hashes_are_those_of_the_salt() -> None:
+async def test_events_with_salt_have_hashes_of_the_salt() -> None:
     assert await Reader().blocks_after(stored(1, salt="a")) == set(
         prefix_hashes(PROMPT[:4], 4, root_hash("a"))
     )
 
 
-async def test_events_when_the_parent_is_unknown_or_blocks_differ_in_size_then_they_are_skipped_and_counted() -> (
-    None
-):
+async def test_events_with_unknown_parent_or_size_are_skipped() -> None:
     reader = Reader()
     odd = BlocksStored(blocks=(KvBlock(8, PROMPT[:3]),))
     assert await reader.blocks_after(stored(1), stored(3, parent=2), odd) == {A}
     assert reader.publisher.num_skipped == 2
 
 
-async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both_removed_it() -> (
-    None
-):
+async def test_events_of_two_ranks_remove_a_block_after_both() -> None:
     reader = Reader()
     other = BlocksStored(blocks=(KvBlock(7, PROMPT[:4]),), dp_rank=1)
     await reader.blocks_after(stored(1), other)
@@ -133,25 +127,21 @@ async def test_events_when_two_ranks_store_a_block_then_it_is_removed_after_both
     assert [update.removed for update in reader.updates] == [b"", b"", pack_hashes([A])]
 
 
-async def test_events_when_layers_have_windows_then_only_blocks_of_the_largest_are_published() -> (
-    None
-):
+async def test_events_of_windows_publish_the_largest_only() -> None:
     reader = Reader()
     assert await reader.blocks_after(stored(1, 2, window=128)) == {A, B}
     assert await reader.blocks_after(stored(1, window=4096), stored(3, window=128)) == {A}
     assert reader.updates[-1].cleared
 
 
-async def test_events_when_cleared_then_the_update_says_so_before_what_is_stored() -> None:
+async def test_events_cleared_are_reported_before_stored() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2))
     assert await reader.blocks_after(BlocksCleared(), stored(1)) == {A}
     assert reader.updates[-1].cleared
 
 
-async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_before_it_are_published_again() -> (
-    None
-):
+async def test_events_after_clear_publish_ancestors_again() -> None:
     """The engine still has them, and reports nothing about them while it does: such as those of a
     system prompt.
     """
@@ -167,7 +157,7 @@ async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_b
     assert reader.publisher.num_skipped == 0
 
 
-async def test_events_when_a_cleared_block_was_removed_then_what_follows_it_is_skipped() -> None:
+async def test_events_after_removed_cleared_block_are_skipped() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2))
     removed = BlocksRemoved(hashes=(1,))
@@ -177,7 +167,7 @@ async def test_events_when_a_cleared_block_was_removed_then_what_follows_it_is_s
     assert reader.publisher.num_skipped == 1
 
 
-async def test_events_when_a_larger_window_replaces_blocks_then_they_do_not_come_back() -> None:
+async def test_events_replaced_by_larger_window_stay_away() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2, window=128))
     assert await reader.blocks_after(stored(3, parent=2, window=4096), stored(1, window=4096)) == {
@@ -185,14 +175,14 @@ async def test_events_when_a_larger_window_replaces_blocks_then_they_do_not_come
     }
 
 
-async def test_events_when_a_cleared_block_names_itself_as_its_parent_then_it_is_skipped() -> None:
+async def test_events_of_self_parented_cleared_block_are_skipped() -> None:
     reader = Reader()
     itself = BlocksStored(blocks=(KvBlock(1, PROMPT[4:8]),), parent=1)
     await reader.blocks_after(stored(1), itself)
     assert await reader.blocks_after(BlocksCleared(), stored(2, parent=1), stored(1)) == {A}
 
 
-async def test_events_when_many_blocks_were_cleared_then_the_oldest_are_forgotten(
+async def test_events_of_many_cleared_blocks_drop_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_events, "_MAX_CLEARED", 1)
@@ -201,7 +191,7 @@ async def test_events_when_many_blocks_were_cleared_then_the_oldest_are_forgotte
     assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2), stored(1)) == {A}
 
 
-async def test_events_when_not_accepted_then_their_net_effect_is_sent_later() -> None:
+async def test_events_not_accepted_are_sent_later() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2, 3))
     reader.is_open = False
@@ -221,7 +211,7 @@ async def test_events_when_not_accepted_then_their_net_effect_is_sent_later() ->
     ]
 
 
-async def test_events_when_too_many_removals_wait_then_all_blocks_are_sent_instead(
+async def test_events_with_too_many_removals_send_all_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_events, "_MAX_REMOVALS", 1)
@@ -234,9 +224,7 @@ async def test_events_when_too_many_removals_wait_then_all_blocks_are_sent_inste
     ]
 
 
-async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_resync_twice_sends_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 2)
     reader = Reader()
     reader.publisher.on_events([stored(1, 2, 3)])
@@ -258,7 +246,7 @@ async def test_resync_when_asked_twice_then_one_snapshot_follows_the_changes(
     ]
 
 
-async def test_resync_when_asked_again_within_the_interval_then_the_next_snapshot_waits() -> None:
+async def test_resync_within_interval_waits() -> None:
     reader = Reader(KvEventTiming(idle_s=3600, resync_interval_s=3600))
     reader.publisher.resync()
     assert (await reader.until(1))[0].snapshot == 1
@@ -267,13 +255,13 @@ async def test_resync_when_asked_again_within_the_interval_then_the_next_snapsho
     assert [update.snapshot for update in reader.updates] == [1, 0]
 
 
-async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number() -> None:
+async def test_events_paused_send_an_empty_update() -> None:
     reader = Reader(KvEventTiming(idle_s=0.01))
     await reader.blocks_after(stored(1))
     assert (await reader.until(2))[1] == KvCacheUpdate(instance_id=5, number=1, block_tokens=4)
 
 
-def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_with_uvloop() -> None:
+def test_events_due_within_a_millisecond_work_with_uvloop() -> None:
     async def pause_and_go_on() -> None:
         reader = Reader(KvEventTiming(idle_s=1e-5, heartbeat_s=3600))
         await reader.blocks_after(stored(1))
@@ -283,9 +271,7 @@ def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_wi
     uvloop.run(pause_and_go_on())
 
 
-def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update_is_due(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_events_paused_do_not_poll_with_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     num_flushes = 0
     flush = KvEventPublisher._flush
 

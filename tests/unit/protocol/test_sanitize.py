@@ -31,9 +31,7 @@ from dynamo_trtllm.protocol.sanitize import mask_credentials
         ("-----BEGIN RSA PRIVATE KEY-----\nsecret", "-----BEGIN RSA PRIVATE KEY----- *** "),
     ],
 )
-def test_text_with_credentials_then_they_are_masked_and_the_rest_stays(
-    text: str, masked: str
-) -> None:
+def test_credentials_in_text_are_masked(text: str, masked: str) -> None:
     assert mask_credentials(text) == masked
     assert Unreachable(text).message == masked
 

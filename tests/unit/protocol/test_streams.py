@@ -75,7 +75,7 @@ async def test_cancel_when_tokens_flow_then_no_event_follows() -> None:
     assert events == [TOKEN]
 
 
-async def test_task_when_it_returns_an_event_then_it_is_the_end_and_all_is_freed_once() -> None:
+async def test_task_that_returns_an_event_frees_all_once() -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
 
@@ -109,7 +109,7 @@ async def test_task_when_it_returns_nothing_then_the_stream_goes_on() -> None:
     ("error", "expected"),
     [(Overloaded("full"), Overloaded), (ValueError("secret detail"), InternalError)],
 )
-async def test_task_when_it_fails_then_its_error_ends_the_stream_and_a_bug_shows_no_detail(
+async def test_task_that_fails_ends_the_stream_without_detail(
     error: Exception, expected: type[DynamoError], caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[StreamEvent] = []
@@ -130,9 +130,7 @@ async def test_task_when_it_fails_then_its_error_ends_the_stream_and_a_bug_shows
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only_after_it_has_ended(
-    turns: int,
-) -> None:
+async def test_cancel_frees_once_after_the_task_ended(turns: int) -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
     cleaned = []
@@ -158,7 +156,7 @@ async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only
     assert not stream.running
 
 
-async def test_cancel_when_it_comes_from_an_event_of_the_task_then_all_is_freed() -> None:
+async def test_cancel_from_an_event_of_the_task_frees_all() -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
 
@@ -172,9 +170,7 @@ async def test_cancel_when_it_comes_from_an_event_of_the_task_then_all_is_freed(
     assert (events, len(stream.freed)) == ([TOKEN], 1)
 
 
-async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_is_reported() -> (
-    None
-):
+async def test_cancel_of_task_with_another_error_reports_nothing() -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
 
@@ -207,7 +203,7 @@ class Holder:
 EXPORTED = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
 
 
-async def test_kv_when_a_stream_has_ended_then_its_handle_holds_it_until_it_is_cancelled() -> None:
+async def test_kv_of_ended_stream_is_held_until_cancel() -> None:
     holder = Holder()
     events = list[StreamEvent]()
     stream = Stream(events.append, holder)
@@ -227,9 +223,7 @@ async def test_kv_when_it_is_offered_after_a_cancel_then_it_is_freed() -> None:
     assert (events, holder.released) == ([], [("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_log_when_a_task_is_started_by_a_step_then_it_has_the_streams_request_id(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_log_of_a_task_has_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
 
     async def work() -> None:
@@ -243,7 +237,7 @@ async def test_log_when_a_task_is_started_by_a_step_then_it_has_the_streams_requ
     assert seen == ["r-42"]
 
 
-async def test_stream_when_it_has_ended_or_failed_then_no_cycle_keeps_it() -> None:
+async def test_ended_stream_is_in_no_reference_cycle() -> None:
     async def work() -> None:
         raise Overloaded("full")
 
@@ -260,7 +254,7 @@ async def test_stream_when_it_has_ended_or_failed_then_no_cycle_keeps_it() -> No
         gc.enable()
 
 
-async def test_task_when_its_owner_cancels_it_then_the_stream_ends_in_engine_failed() -> None:
+async def test_task_cancelled_by_its_owner_is_engine_failed() -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
     stream.run(asyncio.Event().wait(), "work")  # type: ignore[arg-type]  # it never returns
@@ -288,9 +282,7 @@ class Scripted(ChunkSource):
             self.closed += 1
 
 
-async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it_is_closed() -> (
-    None
-):
+async def test_chunks_of_a_generator_come_in_order() -> None:
     source = Scripted(TOKEN, TOKEN, LAST, TOKEN)
     async with aclosing(as_stream(source, make_request())) as stream:
         assert [chunk async for chunk in stream] == [TOKEN, TOKEN, LAST]
@@ -301,7 +293,7 @@ async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it
 @pytest.mark.parametrize(
     ("steps", "error"), [((TOKEN,), StreamIncomplete), ((TOKEN, Overloaded("full")), Overloaded)]
 )
-async def test_chunks_when_a_generator_has_no_end_or_fails_then_that_error(
+async def test_chunks_without_end_raise_an_error(
     steps: tuple[Chunk | Exception, ...], error: type[DynamoError]
 ) -> None:
     async with aclosing(as_stream(Scripted(*steps), make_request())) as stream:
@@ -310,9 +302,7 @@ async def test_chunks_when_a_generator_has_no_end_or_fails_then_that_error(
             await anext(stream)
 
 
-def test_chunk_of_a_token_when_it_is_asked_for_again_then_it_is_the_same_and_few_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunk_of_a_token_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_KEPT_CHUNKS", 2)
     chunks = type(streams.TOKEN_CHUNKS)()
     assert chunks[7] is chunks[7]

@@ -31,7 +31,7 @@ async def away() -> None:
         (away, Disconnected, "for good"),
     ],
 )
-async def test_task_when_it_ends_by_itself_then_its_owner_learns_why_once(
+async def test_task_that_ends_tells_its_owner_once(
     caplog: pytest.LogCaptureFixture, work, error: type[DynamoError], message: str
 ) -> None:
     seen: list[str] = []
@@ -48,7 +48,7 @@ async def test_task_when_it_ends_by_itself_then_its_owner_learns_why_once(
     assert ("a bug" in caplog.text) is (work is broken)
 
 
-async def test_task_when_cancelled_by_its_owner_then_that_is_no_failure() -> None:
+async def test_task_cancelled_by_its_owner_is_no_failure() -> None:
     tasks = BackgroundTasks()
     task = tasks.start(asyncio.sleep(3600), "t")
     await tasks.cancel(task)
@@ -65,9 +65,7 @@ async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
         await asyncio.wait_for(tasks.until_failed(), SOON_S)
 
 
-async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others_are_cancelled() -> (
-    None
-):
+async def test_first_of_returns_first_and_cancels_others() -> None:
     cancelled = asyncio.Event()
 
     async def wait() -> None:
@@ -80,9 +78,7 @@ async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others
     assert cancelled.is_set()
 
 
-async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_time_limit() -> (
-    None
-):
+async def test_first_of_raises_an_error_and_is_none_at_limit() -> None:
     async def fail() -> None:
         raise InternalError("broken")
 
@@ -91,9 +87,7 @@ async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_
     assert await wait_for_first(asyncio.Event().wait(), timeout_s=0.0) is None
 
 
-async def test_in_thread_when_much_is_run_at_once_then_few_threads_do_it_in_the_context_of_the_caller() -> (
-    None
-):
+async def test_in_thread_uses_few_threads_with_caller_context() -> None:
     caller: contextvars.ContextVar[int] = contextvars.ContextVar("caller")
     release = threading.Event()
 

@@ -86,7 +86,7 @@ async def test_request_when_the_response_is_bad_then_oserror_says_why(
             await http_client.request(server.url, "GET", max_bytes=99)
 
 
-async def test_response_when_an_informational_one_precedes_then_it_is_skipped() -> None:
+async def test_informational_response_is_skipped() -> None:
     reader = asyncio.StreamReader()
     response = http_client.Response(reader, "the response")
     reading = asyncio.create_task(response.read_head())
@@ -108,9 +108,7 @@ async def test_lines_when_the_body_goes_on_then_they_come_at_once() -> None:
         await server.lost.wait()  # the end of the context has closed the connection
 
 
-async def test_request_when_the_server_is_silent_then_a_timeout_says_how_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_request_to_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "_SILENCE_TIMEOUT_S", 0.01)
     async with answering(b"") as server:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):

@@ -47,7 +47,7 @@ from tests.kit.instances import LAYOUT
     ],
     ids=str,
 )
-def test_parsers_when_the_format_has_them_then_they_go_on_the_card(
+def test_parsers_of_the_format_go_on_the_card(
     renderer: str, flags: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     found = parsers(WorkerConfig(model_path="m", **flags), renderer)
@@ -65,7 +65,7 @@ def test_parsers_when_the_format_has_them_then_they_go_on_the_card(
         ("harmony", "tool-call", "json"),
     ],
 )
-def test_parsers_when_the_format_has_them_not_then_refused_by_flag(
+def test_parsers_of_another_format_are_rejected_by_flag(
     renderer: str, flag: str, value: str
 ) -> None:
     field = f"dyn_{flag.replace('-', '_')}_parser"
@@ -77,7 +77,7 @@ def test_parsers_when_the_format_has_them_not_then_refused_by_flag(
 
 
 @pytest.mark.parametrize(("model_type", "parser"), [("gpt_oss", "basic"), ("llama", "gpt_oss")])
-def test_check_flags_when_the_folder_tells_the_format_then_it_is_refused_before_loading(
+def test_check_flags_rejects_a_known_wrong_format(
     tmp_path: Path, model_type: str, parser: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -86,17 +86,13 @@ def test_check_flags_when_the_folder_tells_the_format_then_it_is_refused_before_
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model_type": "llama"}'])
-def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_check_flags_accepts_an_unknown_format(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"))
 
 
-def test_template_when_it_is_another_one_then_frontends_get_it_instead_of_the_models(
-    tmp_path: Path,
-) -> None:
+def test_template_replaces_that_of_the_model(tmp_path: Path) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages }}")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -110,9 +106,7 @@ def test_template_when_it_is_another_one_then_frontends_get_it_instead_of_the_mo
     assert with_template(WorkerConfig(model_path="m"), "chat_template", own) == own
 
 
-def test_template_when_the_worker_is_described_then_its_card_has_the_hash_of_the_template(
-    tmp_path: Path,
-) -> None:
+def test_template_hash_is_on_the_card(tmp_path: Path) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages }}")
     info = EngineInfo(
@@ -138,7 +132,7 @@ def test_template_when_the_worker_is_described_then_its_card_has_the_hash_of_the
         ("llama", b"\xff", "can't be read: it is not UTF-8"),
     ],
 )
-def test_template_when_it_has_no_effect_or_can_not_be_read_then_refused_before_loading(
+def test_template_without_effect_is_rejected(
     tmp_path: Path, model_type: str, content: bytes | None, problem: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -172,7 +166,7 @@ def test_template_when_it_has_no_effect_or_can_not_be_read_then_refused_before_l
     ],
     ids=str,
 )
-def test_sampling_defaults_when_the_model_has_a_generation_config_then_its_sampling_counts(
+def test_sampling_defaults_come_from_generation_config(
     tmp_path: Path, generation: Any, flags: Any, expected: dict[str, float]
 ) -> None:
     if generation is not None:
@@ -181,15 +175,13 @@ def test_sampling_defaults_when_the_model_has_a_generation_config_then_its_sampl
     assert found.given() == expected
 
 
-def test_sampling_defaults_when_the_model_is_smollm2_then_they_are_bundled(tmp_path: Path) -> None:
+def test_sampling_defaults_of_smollm2_are_bundled(tmp_path: Path) -> None:
     found = sampling_defaults(WorkerConfig(model_path=str(tmp_path)), "smollm2")
     assert found.given() == {"temperature": 0.2, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("value", ["hot", -1, 2.5, [1], True])
-def test_sampling_defaults_when_a_value_cant_be_then_file_field_and_flag_are_named(
-    tmp_path: Path, value: Any
-) -> None:
+def test_sampling_defaults_error_names_file_field_and_flag(tmp_path: Path, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with pytest.raises(
         ConfigError, match=r"generation_config\.json: .*temperature.*--generation-config none"
@@ -197,9 +189,7 @@ def test_sampling_defaults_when_a_value_cant_be_then_file_field_and_flag_are_nam
         sampling_defaults(WorkerConfig(model_path=str(tmp_path)), str(tmp_path))
 
 
-def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_rejected_drops_a_default_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     defaults = SamplingDefaults(temperature=0.6, min_p=0.1)
     assert without_unsupported(defaults, ("min_p", "seed")).given() == {"temperature": 0.6}
     assert "generation config: min_p ignored" in caplog.text
@@ -211,9 +201,7 @@ def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_wi
     )
 
 
-def test_sampling_defaults_when_top_k_is_written_as_a_float_then_it_is_a_number_of_tokens(
-    tmp_path: Path,
-) -> None:
+def test_sampling_defaults_accept_top_k_as_float(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_k": 50.0}')
     assert sampling_defaults(
         WorkerConfig(model_path=str(tmp_path)), str(tmp_path)

@@ -75,7 +75,7 @@ def error(model: CostModel, step: StepSample) -> float:
     return abs(fit.predict(step.features) / seconds(step) - 1)
 
 
-def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent() -> None:
+def test_predictions_of_unseen_loads_are_within_ten_percent() -> None:
     engine = Engine()
     fit = CostFit()
     model = feed(fit, engine.decodes(800) + engine.mixed(800))
@@ -87,7 +87,7 @@ def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent()
     )
 
 
-def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
+def test_interval_holds_nine_of_ten_noisy_times() -> None:
     outcomes: list[bool] = []
     engine = Engine(noise=0.1)
     fit = CostFit(on_outcome=lambda name, ratio, is_covered: outcomes.append(is_covered))
@@ -99,9 +99,7 @@ def test_interval_when_times_are_noisy_then_nine_of_ten_are_within_it() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 1.5])
-def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps(
-    slowdown: float,
-) -> None:
+def test_predictions_follow_a_changed_engine(slowdown: float) -> None:
     engine = Engine()
     fit = CostFit()
     feed(fit, engine.decodes(800))
@@ -117,7 +115,7 @@ def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps
         )
 
 
-def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count() -> None:
+def test_predictions_ignore_an_outlier() -> None:
     engine = Engine(noise=0.01, outliers=0.0)
     fit = CostFit()
     steps = engine.decodes(100)
@@ -126,9 +124,7 @@ def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count
     assert error(feed(fit, steps), engine.step(8, 1000)) < 0.08
 
 
-def test_predictions_when_only_one_kind_of_step_was_seen_then_they_are_right_for_that_kind_and_finite_for_others() -> (
-    None
-):
+def test_predictions_of_one_step_kind_are_finite_for_others() -> None:
     engine = Engine()
     fit = CostFit()
     model = feed(fit, engine.decodes(100, (8,)))  # all features are collinear
@@ -140,7 +136,7 @@ def test_predictions_when_only_one_kind_of_step_was_seen_then_they_are_right_for
     assert model.prefill_steps_s(100, 0, WORK) is None
 
 
-def test_prior_when_few_samples_are_there_then_it_predicts_and_later_does_not_matter() -> None:
+def test_prior_predicts_until_there_are_samples() -> None:
     prior = CostModel(decode=Fit((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.5, 2.0, 0), step_tokens=512)
     engine = Engine()
     fit = CostFit(prior)
@@ -152,9 +148,7 @@ def test_prior_when_few_samples_are_there_then_it_predicts_and_later_does_not_ma
 
 
 @pytest.mark.parametrize("scheduled_steps", [0, 1])
-def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_from_the_steps(
-    scheduled_steps: int,
-) -> None:
+def test_queued_calls_predict_the_first_token(scheduled_steps: int) -> None:
     """Every step takes 10 ms and computes 100 prompt tokens, and every call takes 5 ms besides.
 
     Some engines have already scheduled the step after the running one when a call arrives.
@@ -175,7 +169,7 @@ def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_fro
         assert predicted.low_s < 0.005 + 0.01 * steps < predicted.high_s
 
 
-def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -> None:
+def test_fetching_calls_predict_time_from_the_prompt() -> None:
     fit = CostFit()
     for number in range(60):
         tokens = 100 + 50 * number
@@ -189,7 +183,7 @@ def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -
     assert fit.model.predict_kv_transfer(5000) == predicted
 
 
-def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_next_ones() -> None:
+def test_calls_in_a_full_batch_recover_predictions() -> None:
     fit = CostFit()
     rnd = random.Random(1)
 
@@ -210,9 +204,7 @@ def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_
     assert fit.kv_transfer.num_changes == 0
 
 
-def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned_in_the_same_second() -> (
-    None
-):
+def test_fits_of_rare_kinds_are_learned_beside_frequent() -> None:
     engine = Engine()
     fit = CostFit()
     calls = [CallSample(0.05, 500, 0, WORK, fetches_kv=True)] * 40
@@ -220,7 +212,7 @@ def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned
     assert None not in (model.decode, model.prefill, model.first_token, model.kv_transfer)
 
 
-def test_learning_when_samples_are_damaged_or_a_fit_fails_then_the_last_model_stays(
+def test_learning_from_damaged_samples_keeps_last_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine()
@@ -242,7 +234,7 @@ def test_learning_when_samples_are_damaged_or_a_fit_fails_then_the_last_model_st
     assert "the cost model could not learn from 10 steps and 0 calls" in caplog.text
 
 
-def test_cost_model_when_it_is_of_another_release_or_damaged_then_it_is_not_valid() -> None:
+def test_cost_model_of_another_release_is_not_valid() -> None:
     good = Fit((0.01, *[0.0] * 8), 0.9, 1.1, 7)
     assert CostModel(prefill=good).is_valid
     for bad in (

@@ -31,9 +31,7 @@ worker_main.main(["--engine", "mock", "--model-path", "m"])
     ("end", "status"),
     [("pass", 0), ("raise EngineFailed('no executor')", 1), ("raise ConfigError('no model')", 2)],
 )
-def test_process_when_a_library_hangs_at_its_exit_then_it_ends_with_its_status(
-    end: str, status: int
-) -> None:
+def test_process_exits_though_a_library_hangs(end: str, status: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING.format(end=end)],
         capture_output=True,

@@ -48,7 +48,7 @@ def metrics() -> bytes:
         (Health("draining", "", "ab"), 503, {"status": "draining", "reason": ""}),
     ],
 )
-async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
+async def test_ready_is_200_only_while_serving(
     state: Health, status: int, said: dict[str, str]
 ) -> None:
     transport = httpx.ASGITransport(app=asgi(health_app(state, metrics)))
@@ -59,9 +59,7 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
     assert (report.status_code, report.json()["instance_id"]) == (status, "ab")
 
 
-async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_server_listens_only_on_the_given_host(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with (
         health_server("127.0.0.1", 0, health_app(Health(), metrics), BackgroundTasks()),
@@ -74,7 +72,7 @@ async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(
             await client.get(f"http://127.0.0.2:{found[1]}/live")
 
 
-async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where() -> None:
+async def test_server_on_taken_port_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -98,7 +96,7 @@ async def served(
     assert tasks.failure is None
 
 
-async def test_server_when_all_connections_are_idle_then_the_longest_silent_one_gives_way_to_a_probe(
+async def test_server_full_of_idle_connections_admits_a_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with AsyncExitStack() as stack, asyncio.timeout(SOON_S):
@@ -128,7 +126,7 @@ async def test_server_when_all_connections_are_idle_then_the_longest_silent_one_
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /live HT", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"])
-async def test_server_when_a_client_falls_silent_then_its_connection_ends(
+async def test_server_closes_a_silent_connection(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (
@@ -141,9 +139,7 @@ async def test_server_when_a_client_falls_silent_then_its_connection_ends(
         writer.close()
 
 
-async def test_server_when_a_client_does_not_read_its_answer_then_its_connection_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_server_closes_a_connection_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     large = b"# " + bytes(32 << 20)  # more than the sockets' buffers hold
     ended = asyncio.Event()
 
@@ -163,9 +159,7 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
         writer.transport.abort()
 
 
-async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_reports_each_change() -> (
-    None
-):
+async def test_broadcast_of_idle_worker_sleeps_until_a_call() -> None:
     running = 0
     num_read = 0
     sent = list[LoadReport]()
@@ -204,7 +198,7 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_broadcast_when_the_load_does_not_change_for_long_then_it_is_sent_again() -> None:
+async def test_broadcast_repeats_an_unchanged_load() -> None:
     num_sent = 0
     is_repeated = asyncio.Event()
 

@@ -89,9 +89,7 @@ async def peers_of(role: Role, **fields: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("role", "ids"), [(Role.PREFILL, [1]), (Role.DECODE, [0]), (Role.AGGREGATED, [])]
 )
-async def test_live_peers_when_several_are_there_then_only_the_other_role_of_the_namespace_is_listed(
-    role: Role, ids: list[int]
-) -> None:
+async def test_live_peers_are_of_the_other_role(role: Role, ids: list[int]) -> None:
     assert await peers_of(role) == ids
 
 
@@ -99,9 +97,7 @@ async def test_live_peers_when_they_serve_another_model_then_none() -> None:
     assert await peers_of(Role.PREFILL, model="large") == []
 
 
-async def test_preflight_when_nothing_is_an_error_then_it_passes_and_all_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_preflight_without_error_passes_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine: Any = Judging("warning", "note")
     peers = [make_instance(7)]
@@ -117,9 +113,7 @@ async def test_preflight_when_nothing_is_an_error_then_it_passes_and_all_is_logg
     )
 
 
-async def test_preflight_when_one_is_an_error_then_config_error_names_field_values_and_cure(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_preflight_error_names_field_values_and_fix(caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = Judging("note", "error", "error")
     with pytest.raises(ConfigError) as caught:
         await startup.preflight(engine, [])
@@ -139,9 +133,7 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
 POLLS_FAST = WorkerTiming(loading_poll_s=0.005)
 
 
-async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_start_shows_each_stage_in_health(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     health = Health(phase="loading")
@@ -176,7 +168,7 @@ async def test_start_when_a_stage_lasts_then_it_is_said_again(
     await starting
 
 
-async def test_start_when_the_engine_fails_then_its_error_comes_out_and_health_is_cleared() -> None:
+async def test_start_failure_clears_health() -> None:
     engine: Any = Judging()
     engine.failure = EngineFailed("no memory")
     engine.stage = "weights"

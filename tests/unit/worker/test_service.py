@@ -160,9 +160,7 @@ def request(**fields: Any) -> GenerateRequest:
 
 
 @pytest.mark.parametrize(("role", "phase"), FITTING)
-async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are_counted(
-    role: Role, phase: Phase
-) -> None:
+async def test_generate_of_own_phase_passes_and_counts(role: Role, phase: Phase) -> None:
     bench = MeteredService(PlainEngine(), role)
     assert await bench.ask(
         phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None
@@ -175,9 +173,7 @@ async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are
     ("role", "phase"),
     [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING],
 )
-async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(
-    role: Role, phase: Phase
-) -> None:
+async def test_generate_of_another_phase_is_rejected(role: Role, phase: Phase) -> None:
     bench = MeteredService(PlainEngine(), role)
     with pytest.raises(InvalidRequest) as caught:
         await bench.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None)
@@ -199,12 +195,12 @@ async def test_generate_when_transfer_and_phase_disagree_then_refused(
     assert bench.engine.asked == 0
 
 
-async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
+async def test_generate_aggregated_by_decode_worker_passes() -> None:
     bench = MeteredService(PlainEngine(), Role.DECODE, can_aggregate=True)
     assert await bench.ask(phase=Phase.AGGREGATED) == list(ANSWER)
 
 
-async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
+async def test_generate_of_another_model_names_both() -> None:
     bench = MeteredService(PlainEngine())
     with pytest.raises(ModelNotFound, match="'tiny', not 'other'") as caught:
         await bench.ask(model="other")
@@ -213,9 +209,7 @@ async def test_generate_when_the_model_is_another_then_model_not_found_names_bot
     assert bench.counted("requests_total") == {("model_not_found", "aggregated"): 1}
 
 
-async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with_its_code(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_generate_typed_error_passes_with_its_code(caplog: pytest.LogCaptureFixture) -> None:
     error = Overloaded("full")
     bench = MeteredService(PlainEngine([ANSWER[0], error]))
     with pytest.raises(DynamoError) as caught:
@@ -226,7 +220,7 @@ async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with
     assert caplog.records == []
 
 
-async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_with_traceback(
+async def test_generate_engine_bug_is_internal_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bug = ZeroDivisionError("secret detail")
@@ -244,9 +238,7 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
     assert bench.counted("requests_total") == {("internal", "aggregated"): 1}
 
 
-async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> (
-    None
-):
+async def test_generate_closed_midway_counts_cancelled() -> None:
     bench = MeteredService(PlainEngine([ANSWER[0], asyncio.Event()]))
     async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
@@ -257,7 +249,7 @@ async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and
     assert bench.counted("output_tokens_total") == {("aggregated",): 2}
 
 
-async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> None:
+async def test_generate_closed_on_terminal_chunk_counts_ok() -> None:
     bench = MeteredService(PlainEngine())
     async with aclosing(as_stream(bench.service, request())) as chunks:
         while (await anext(chunks)).finish_reason is None:
@@ -265,9 +257,7 @@ async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> N
     assert bench.counted("requests_total") == {("ok", "aggregated"): 1}
 
 
-async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observed_once_by_transport() -> (
-    None
-):
+async def test_decode_observes_transfer_once_by_transport() -> None:
     stats = PhaseTimings(queue_s=3.0, kv_transfer_s=0.5, kv_bytes=4_000_000, transport="nixl/ucx")
     chunks = [
         Chunk(token_ids=token_ids([1]), stats=stats),
@@ -290,16 +280,14 @@ async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observ
         TransferFailed("no peer"),
     ],
 )
-async def test_decode_when_no_time_of_a_transfer_is_known_then_none_is_observed(
-    last: Chunk | Exception,
-) -> None:
+async def test_decode_without_transfer_time_observes_none(last: Chunk | Exception) -> None:
     bench = MeteredService(PlainEngine([last]), Role.DECODE)
     with suppress(TransferFailed):
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
     assert bench.counted("kv_transfer_seconds_count") == {}
 
 
-async def test_prefill_when_its_chunk_has_bytes_then_no_transfer_is_observed() -> None:
+async def test_prefill_observes_no_transfer() -> None:
     stats = PhaseTimings(prefill_s=0.5, kv_bytes=7, transport="tcp")
     bench = MeteredService(
         PlainEngine([Chunk(finish_reason=FinishReason.LENGTH, stats=stats)]), Role.PREFILL
@@ -333,7 +321,7 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(
     assert chunks == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
 
 
-async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:
+async def test_file_past_its_end_gives_an_empty_piece(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     bench = MeteredService(PlainEngine(), files={"f": path})
@@ -349,13 +337,13 @@ async def test_file_when_it_is_unknown_then_rejected_by_field() -> None:
     assert caught.value.field == "sha256"
 
 
-async def test_call_when_it_resumes_more_tokens_than_it_has_then_rejected_by_field() -> None:
+async def test_call_resuming_too_many_tokens_is_rejected() -> None:
     with pytest.raises(InvalidRequest) as caught:
         await MeteredService(PlainEngine()).ask(num_resumed_output_tokens=3)
     assert caught.value.field == "resumed_tokens"
 
 
-async def test_release_when_the_engine_has_transfers_then_it_is_called_at_once() -> None:
+async def test_release_calls_the_engine_at_once() -> None:
     engine = TransferringEngine()
     assert (
         await MeteredService(engine, Role.PREFILL).service.control(
@@ -375,7 +363,7 @@ async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
     )
 
 
-async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
+async def test_generate_without_place_is_rejected_before_engine() -> None:
     go = asyncio.Event()
     bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), admission=WorkerAdmission(1))
     async with aclosing(as_stream(bench.service, request())) as chunks:
@@ -392,7 +380,7 @@ async def test_generate_when_no_place_is_left_then_refused_before_the_engine_see
     }
 
 
-async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
+async def test_generate_over_held_kv_rejects_prefill() -> None:
     class Full(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -413,16 +401,14 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
     assert bench.engine.asked == 0
 
 
-async def test_reserve_when_the_frontends_clock_is_an_hour_behind_then_the_slot_is_kept_as_long() -> (
-    None
-):
+async def test_reserve_ignores_the_frontend_clock() -> None:
     bench = MeteredService(PlainEngine(), Role.DECODE, admission=WorkerAdmission(1))
     await bench.service.control(ReserveSlot("a", time.time() - 3540, 60.0))
     with pytest.raises(Overloaded):
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
 
 
-async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:
+async def test_reserve_at_decode_worker_holds_a_slot() -> None:
     bench = MeteredService(PlainEngine(), Role.DECODE, admission=WorkerAdmission(1))
     await bench.service.control(ReserveSlot("a", time.time() + 60))
     assert bench.counted("reserved") == {(): 1}
@@ -449,9 +435,7 @@ async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
         )
 
 
-async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_one_with_the_next_number() -> (
-    None
-):
+async def test_load_read_soon_again_is_the_same_report() -> None:
     class Counted(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -487,9 +471,7 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
     assert worker.load_report() == msgspec.structs.replace(first, number=2)
 
 
-async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metrics_get_what_was_learned() -> (
-    None
-):
+async def test_load_with_cost_reaches_frontends_and_metrics() -> None:
     class Measured(PlainEngine):
         steps: ClassVar = deque([StepSample(9.0, 1)])
 

@@ -59,9 +59,7 @@ def request() -> GenerateRequest:
     )
 
 
-async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> (
-    None
-):
+async def test_stop_frees_the_place_and_counts_cancelled() -> None:
     engine = OneStreamEngine(can_stop=True)
     admission = WorkerAdmission(max_active=1)
     service = service_of(engine, admission)
@@ -78,7 +76,7 @@ async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_co
 
 
 @pytest.mark.parametrize("max_active", [1, 0])
-async def test_stop_when_the_engine_can_not_or_was_not_called_then_false(max_active: int) -> None:
+async def test_stop_unsupported_or_uncalled_is_false(max_active: int) -> None:
     stream = service_of(
         OneStreamEngine(can_stop=False), WorkerAdmission(max_active=max_active)
     ).generate(request(), lambda event: None)

@@ -164,7 +164,7 @@ async def opened(
     assert bench.registered.open == 0
 
 
-async def test_sleep_when_requests_run_then_they_end_first_and_it_serves_again_after_wake() -> None:
+async def test_sleep_finishes_requests_and_wake_serves_again() -> None:
     async with opened() as bench:
         bench.engine.may_end.clear()
         running = asyncio.create_task(bench.ask())
@@ -192,7 +192,7 @@ async def test_sleep_when_requests_run_then_they_end_first_and_it_serves_again_a
         assert bench.engine.log == ["r", "sleep-check", "sleep", "wake", "sleep-check", "r"]
 
 
-async def test_sleep_when_a_request_takes_too_long_then_the_worker_stays_awake() -> None:
+async def test_sleep_with_long_request_stays_awake() -> None:
     async with opened(drain_timeout_s=0.01) as bench:
         bench.engine.may_end.clear()
         running = asyncio.create_task(bench.ask())
@@ -216,7 +216,7 @@ async def test_sleep_when_a_request_takes_too_long_then_the_worker_stays_awake()
         (None, EngineFailed, r"answers \[8\] after its sleep and answered \[7\] before"),
     ],
 )
-async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
+async def test_wake_failure_or_changed_answers_end_the_worker(
     fault: Exception | None, error: type[Exception], said: str
 ) -> None:
     async with opened() as bench:
@@ -240,7 +240,7 @@ async def test_wake_when_the_engine_hangs_then_the_worker_ends() -> None:
             await asyncio.wait_for(bench.tasks.until_failed(), SOON_S)
 
 
-async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> None:
+async def test_sleep_twice_at_once_sleeps_once() -> None:
     async with opened() as bench:
         assert (bench.worker_sleep.sleep(), bench.worker_sleep.sleep()) == (
             "",
@@ -250,7 +250,7 @@ async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> Non
         assert bench.engine.log == ["sleep-check", "sleep"]
 
 
-async def test_verbs_when_not_allowed_then_409_with_the_reason_or_403_from_other_machines() -> None:
+async def test_verbs_not_allowed_are_409_or_403() -> None:
     async with opened() as bench:
         bench.engine.obstacle = "set sleep_config"
         assert await bench.post("/sleep") == (409, "set sleep_config")

@@ -45,7 +45,7 @@ def stats(*, pending_kv_blocks: int, total: int = 100) -> EngineStats:
     )
 
 
-def test_call_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
+def test_call_without_free_place_is_rejected(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=2, clock=clock)
     with admission.admit(call(), None):
         with admission.admit(call(), None):
@@ -83,7 +83,7 @@ def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
         admission.reserve("b", clock.now + 10)
 
 
-def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) -> None:
+def test_reservation_is_taken_by_its_call(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     with admission.admit(call("a"), None):
@@ -91,9 +91,7 @@ def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) 
     assert (admission.active(), admission.reserved_slots()) == (0, 0)
 
 
-def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_error(
-    clock: Clock,
-) -> None:
+def test_reservation_given_back_frees_the_place(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     admission.unreserve("a")
@@ -102,7 +100,7 @@ def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_erro
     assert admission.reserved_slots() == 1
 
 
-def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock: Clock) -> None:
+def test_reservation_repeated_lasts_longer(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 1)
     admission.reserve("a", clock.now + 10)
@@ -110,9 +108,7 @@ def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock:
     assert admission.reserved_slots() == 1
 
 
-def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_as_any_other(
-    clock: Clock,
-) -> None:
+def test_reservation_expired_goes_to_others(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 1)
     clock.now += 1
@@ -125,7 +121,7 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_a
         assert admission.active() == 1
 
 
-def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
+def test_prefill_over_transfer_share_is_rejected(clock: Clock) -> None:
     admission = WorkerAdmission(max_active=9, max_pending_kv_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(pending_kv_blocks=50)):
         pass
@@ -137,16 +133,14 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
     assert admission.active() == 0
 
 
-def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(
-    clock: Clock,
-) -> None:
+def test_prefill_after_one_long_prompt_is_accepted(clock: Clock) -> None:
     admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
         with admission.admit(call(), stats(pending_kv_blocks=blocks)):
             clock.now += 0.6
 
 
-def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
+def test_prefill_with_unknown_blocks_is_accepted(clock: Clock) -> None:
     admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(pending_kv_blocks=51, total=0)):
         pass

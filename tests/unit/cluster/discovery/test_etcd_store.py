@@ -52,7 +52,7 @@ def test_credentials_when_all_endpoints_are_https_then_some() -> None:
         ("https://a:1", {"etcd_ca": Path("/not/there/ca.crt")}, "etcd_ca"),
     ],
 )
-def test_credentials_when_endpoints_and_files_do_not_agree_then_refused(
+def test_credentials_that_do_not_agree_are_rejected(
     endpoints: str, files: dict[str, Path], field: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

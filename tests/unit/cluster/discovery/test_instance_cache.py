@@ -26,7 +26,7 @@ ONE, TWO, THREE = (make_instance(number) for number in (1, 2, 3))
 TWO_CHANGED = msgspec.structs.replace(TWO, version="2.0")
 
 
-def test_relist_when_some_vanished_and_some_changed_then_exactly_the_difference() -> None:
+def test_relist_reports_exactly_the_changes() -> None:
     cache = InstanceCache()
     assert cache.relist(dict([entry(ONE), entry(TWO)])) == [Added(ONE), Added(TWO)]
     assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == [
@@ -37,7 +37,7 @@ def test_relist_when_some_vanished_and_some_changed_then_exactly_the_difference(
     assert cache.relist(dict([entry(TWO_CHANGED), entry(THREE)])) == []
 
 
-def test_relist_when_one_is_missing_then_down_after_the_grace_and_news_of_others_at_once() -> None:
+def test_relist_missing_instance_is_down_after_grace() -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE), entry(TWO)]), 100.0)
     assert cache.next_list_s is None
@@ -56,7 +56,7 @@ def test_relist_when_one_is_missing_then_down_after_the_grace_and_news_of_others
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_relist_when_the_missing_came_back_within_the_grace_then_nothing(is_listed: bool) -> None:
+def test_relist_missing_instance_back_within_grace_is_unchanged(is_listed: bool) -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE)]), 0.0)
     cache.relist({}, 1.0)
@@ -75,7 +75,7 @@ def test_removed_when_missing_then_down_at_once_and_once() -> None:
     assert cache.relist({}, 20.0) == []
 
 
-def test_wait_anew_when_some_are_missing_then_the_grace_begins_with_the_next_list() -> None:
+def test_wait_anew_starts_grace_with_the_next_list() -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE)]), 0.0)
     cache.relist({}, 1.0)
@@ -123,9 +123,7 @@ def test_put_when_unreadable_then_rejected_once_with_one_warning(
     assert len(caplog.records) == 2
 
 
-def test_put_when_another_thing_is_wrong_with_it_now_then_rejected_again_with_no_second_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_put_with_another_problem_warns_no_second_time(caplog: pytest.LogCaptureFixture) -> None:
     cache = InstanceCache()
     cache.put(ODD_KEY, b"\xc1")
     ((_, reason),) = reasons(cache.put(ODD_KEY, b""))
@@ -146,7 +144,7 @@ def test_put_when_a_key_holds_anything_then_the_log_has_one_line(
     assert record.getMessage().isprintable()
 
 
-def test_put_when_known_record_becomes_unreadable_then_down_and_rejected() -> None:
+def test_put_unreadable_known_record_is_down_and_rejected() -> None:
     cache = InstanceCache()
     key, record = entry(ONE)
     cache.put(key, record)
@@ -156,14 +154,14 @@ def test_put_when_known_record_becomes_unreadable_then_down_and_rejected() -> No
     assert cache.put(key, record) == [Rejected(key, None), Added(ONE)]
 
 
-def test_removed_when_rejected_then_it_is_over_and_nothing_is_down() -> None:
+def test_removed_rejected_record_takes_nothing_down() -> None:
     cache = InstanceCache()
     cache.put(ODD_KEY, b"\xc1")
     assert cache.delete(ODD_KEY) == [Rejected(ODD_KEY, None)]
     assert cache.delete(ODD_KEY) == []
 
 
-def test_relist_when_a_rejected_key_is_listed_no_more_then_it_is_over_at_once() -> None:
+def test_relist_without_a_rejected_key_ends_the_rejection() -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist({ODD_KEY: b"\xc1", **dict([entry(TWO)])})
     assert cache.relist({ODD_KEY: b"\xc1"}, 1.0) == []
@@ -171,9 +169,7 @@ def test_relist_when_a_rejected_key_is_listed_no_more_then_it_is_over_at_once() 
     assert cache.relist({}, 11.0) == [Removed(2)]
 
 
-def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and_takes_none_down() -> (
-    None
-):
+def test_put_of_another_id_affects_no_instance() -> None:
     """The key of a ghost with the record of a real worker, and a ghost at the key of a real
     worker.
     """
@@ -194,7 +190,7 @@ def moved(instance: Instance, component: str = "zzz") -> Instance:
     )
 
 
-def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_goes() -> None:
+def test_put_of_id_under_second_key_waits_for_the_first() -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
     second_key = entry(moved(ONE))[0]
@@ -217,7 +213,7 @@ def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_g
     assert cache.delete(second_key) == [Removed(1)]
 
 
-def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stands() -> None:
+def test_put_when_first_key_is_unreadable_then_second_counts() -> None:
     cache = InstanceCache()
     first_key = entry(ONE)[0]
     second_key = entry(moved(ONE))[0]
@@ -232,9 +228,7 @@ def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stan
     assert cache.relist(listed) == [Rejected(second_key, None), Added(moved(ONE))]
 
 
-def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a_new_list_brings_the_second() -> (
-    None
-):
+def test_relist_when_first_key_is_unreadable_then_lists_again() -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
     listed = {entry(moved(ONE))[0]: entry(moved(ONE))[1], entry(ONE)[0]: b"\xc1"}
@@ -244,9 +238,7 @@ def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for_its_grace(
-    is_listed: bool,
-) -> None:
+def test_relist_when_first_key_is_missing_then_second_waits(is_listed: bool) -> None:
     cache = InstanceCache(grace_s=10)
     cache.relist(dict([entry(ONE), entry(moved(ONE))]))
     second = dict([entry(moved(ONE))])
@@ -256,7 +248,7 @@ def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for
     assert cache.relist(second if is_listed else {}, 11.0) == expected
 
 
-def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() -> None:
+def test_put_of_second_key_that_left_never_counts() -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
     cache.put(*entry(moved(ONE)))
@@ -265,7 +257,7 @@ def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() 
     assert cache.relist({}) == []
 
 
-def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_warning(
+def test_put_of_too_many_rejected_records_warns_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "MAX_REJECTED", 3)
@@ -301,7 +293,7 @@ PREFILL = make_instance(9, role=Role.PREFILL)
     ],
     ids=["vocabulary", "renderer", "tokenizer", "context", "prefill"],
 )
-def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_rejected_until_the_others_left(
+def test_record_with_unfit_card_is_rejected_until_others_leave(
     newcomer: Instance, field: str
 ) -> None:
     cache = InstanceCache()
@@ -335,9 +327,7 @@ def test_record_when_its_card_does_not_fit_its_model_then_only_this_instance_is_
     ],
     ids=["parsers", "template", "longer", "prefill", "model"],
 )
-def test_record_when_its_card_differs_but_it_can_run_the_requests_of_its_model_then_added(
-    newcomer: Instance,
-) -> None:
+def test_record_with_different_but_capable_card_is_added(newcomer: Instance) -> None:
     cache = InstanceCache()
     cache.put(*entry(ONE))
     assert cache.put(*entry(newcomer)) == [Added(newcomer)]
@@ -352,7 +342,7 @@ UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
     "writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]]
 )
 @pytest.mark.parametrize("has_followed", ["the changes", "the changes, then a list", "lists"])
-def test_record_when_it_is_written_again_then_a_frontend_that_saw_it_decides_like_a_later_one(
+def test_record_rewritten_is_judged_as_by_a_later_frontend(
     writes: list[Instance], has_followed: str
 ) -> None:
     earlier = InstanceCache()
@@ -404,13 +394,11 @@ def num_calls(count: int) -> int:
     return calls
 
 
-def test_put_when_a_model_has_many_prefill_workers_then_each_costs_the_same() -> None:
+def test_put_cost_is_independent_of_prefill_worker_count() -> None:
     assert num_calls(400) < 2.1 * num_calls(200)
 
 
-def test_record_when_it_is_overwritten_with_an_unfit_card_then_the_others_stay_and_it_returns_with_its_own() -> (
-    None
-):
+def test_record_overwritten_with_unfit_card_spares_others() -> None:
     cache = InstanceCache()
     cache.relist(dict([entry(ONE), entry(TWO)]))
     removed, rejected = cache.put(*entry(UNFIT))

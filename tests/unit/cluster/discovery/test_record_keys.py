@@ -18,7 +18,7 @@ def test_instance_key_when_parsed_then_id_comes_back(instance_id: int) -> None:
     )
 
 
-def test_instance_key_when_made_then_lies_under_its_namespace_only() -> None:
+def test_instance_key_is_under_its_namespace_only() -> None:
     key = records.instance_key(GENERATE, 7)
     assert key == "v1/instances/dynamo/tensorrt_llm/generate/7"
     assert key.startswith(records.namespace_prefix("dynamo"))
@@ -38,9 +38,7 @@ def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
-def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(
-    written: str,
-) -> None:
+def test_instance_id_of_malformed_key_is_value_error(written: str) -> None:
     """Else one id would have several keys."""
     with pytest.raises(ValueError, match=r"is not an instance key"):
         records.parse_instance_key(f"v1/instances/a/b/c/{written}")
@@ -58,7 +56,7 @@ def test_shown_key_when_short_then_escaped(key: str, shown: str) -> None:
     assert records.shown_key(key) == shown
 
 
-def test_shown_key_when_long_then_bounded_and_still_another_for_another_key() -> None:
+def test_shown_key_is_bounded_and_unique() -> None:
     shown = {records.shown_key("\U000e0001" * 100_000 + end) for end in ("", "a", "b", "\udcff")}
     assert len(shown) == 4
     assert max(map(len, shown)) < 300

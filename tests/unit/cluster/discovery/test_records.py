@@ -80,7 +80,7 @@ def test_record_when_sound_then_its_instance(instance: Instance) -> None:
     assert read_instance(*written(instance)) == instance
 
 
-def test_record_when_a_newer_version_added_fields_then_they_are_skipped() -> None:
+def test_record_fields_of_newer_version_are_skipped() -> None:
     fields = msgspec.msgpack.decode(RECORD)
     fields["card"]["later"] = [1]
     assert read_instance(KEY, msgspec.msgpack.encode(fields | {"later": {"a": 1}})) == ONE
@@ -127,14 +127,14 @@ def test_record_when_its_key_is_not_an_instances_then_rejected(key: str) -> None
         ),
     ],
 )
-def test_record_when_it_is_of_another_key_then_rejected_with_both(key: str, said: str) -> None:
+def test_record_of_another_key_is_rejected_with_both(key: str, said: str) -> None:
     assert reason(key, RECORD) == said
 
 
 @pytest.mark.parametrize(
     "name", ["", "a.b", "a*", "a>", "a b", "a\tb", "a\x1b[2J", "a\u2028b", "a\x00", "x" * 257]
 )
-def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(name: str) -> None:
+def test_record_with_unsafe_name_is_rejected(name: str) -> None:
     key, instance = named(name)
     said = reason(key, encode(instance))
     assert said.startswith("endpoint: name ")
@@ -211,9 +211,7 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_record_when_a_field_is_not_sound_then_rejected_by_its_name(
-    instance: Instance, said: str
-) -> None:
+def test_record_with_unsound_field_is_rejected_by_name(instance: Instance, said: str) -> None:
     found = reason(KEY, encode(instance))
     assert said in found
     assert len(found) < 500
@@ -246,24 +244,20 @@ def raw(**fields: Any) -> bytes:
     ],
     ids=range(10),
 )
-def test_record_when_it_is_no_instance_then_rejected_with_a_short_reason(
-    record: bytes, said: str
-) -> None:
+def test_record_that_is_no_instance_is_rejected_briefly(record: bytes, said: str) -> None:
     found = reason(KEY, record)
     assert said in found
     assert len(found) < 500
     assert found.isprintable()
 
 
-def test_written_when_readers_would_reject_it_then_config_error_says_why() -> None:
+def test_written_record_that_readers_reject_is_config_error() -> None:
     with pytest.raises(ConfigError, match=r"can't register.*\$\.card\.vocab_size"):
         written(with_card(vocab_size=0))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb"])
-def test_model_name_when_frontends_would_reject_it_then_config_error_names_the_flag(
-    name: str,
-) -> None:
+def test_model_name_that_frontends_reject_names_the_flag(name: str) -> None:
     check_model_name("org/model 7B")
     with pytest.raises(ConfigError, match="--served-model-name") as caught:
         check_model_name(name)
@@ -271,14 +265,12 @@ def test_model_name_when_frontends_would_reject_it_then_config_error_names_the_f
 
 
 @pytest.mark.parametrize("wire", [WIRE_VERSION - 1, WIRE_VERSION, WIRE_VERSION + 1])
-def test_record_when_its_worker_speaks_a_neighboring_version_then_its_instance(wire: int) -> None:
+def test_record_of_neighbor_version_gives_its_instance(wire: int) -> None:
     instance = replace(ONE, wire=wire)
     assert read_instance(*written(instance)) == instance
 
 
-def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> (
-    None
-):
+def test_record_of_distant_version_names_both_versions() -> None:
     record = encode(replace(ONE, wire=WIRE_VERSION + 2))
     assert reason(KEY, record).startswith(
         f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)"

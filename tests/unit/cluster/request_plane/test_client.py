@@ -66,7 +66,7 @@ class OneMore(Endless):
         yield Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)
 
 
-async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
+async def test_inbox_with_unreadable_messages_keeps_streams_running(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     transport = Overheard()
@@ -106,7 +106,7 @@ class Vanishing(InprocTransport):
 
 
 @pytest.mark.parametrize(("dies", "error"), [(True, WorkerDied), (False, Unreachable)])
-async def test_call_when_its_worker_does_not_acknowledge_it_then_only_a_dead_one_has_died(
+async def test_call_without_acknowledgment_blames_only_dead_worker(
     dies: bool, error: type[DynamoError]
 ) -> None:
     transport = Vanishing(dies=dies)
@@ -138,7 +138,7 @@ class Cut(InprocTransport):
         return await super().request(subject, data, timeout_s=timeout_s)
 
 
-async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
+async def test_stream_when_own_connection_is_gone_then_no_blame() -> None:
     transport = Cut()
     # also the time-out of a ping, which load may exceed
     plane = RequestPlane(transport, PlaneLimits(ping_interval_s=0.2))
@@ -158,7 +158,7 @@ async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_bla
     await plane.aclose()
 
 
-async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within_the_call() -> None:
+async def test_publish_with_too_much_unsent_is_reported_once() -> None:
     transport = NatsTransport.__new__(NatsTransport)
     transport._client = Client()
     transport._client._pending_data_size = nats._UNSENT_BYTES

@@ -105,7 +105,7 @@ def test_failure_when_code_is_unknown_then_internal() -> None:
     assert type(ErrorPayload("from_the_future", "why").error()) is InternalError
 
 
-def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> None:
+def test_outbox_sends_64_streams_in_one_message() -> None:
     (message,) = encode_frames(
         [Frame(stream, 1000, make_chunk(stream)) for stream in range(64)], LIMIT
     )
@@ -121,7 +121,7 @@ def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
     assert [frame for message in messages for frame in decode(message, Batch).frames] == frames
 
 
-def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error() -> None:
+def test_outbox_turns_only_an_oversized_frame_into_an_error() -> None:
     frames = [
         Frame(1, 0, make_chunk(1)),
         Frame(2, 7, make_chunk(*range(1000))),
@@ -136,7 +136,7 @@ def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error()
     assert got[1].failure.code == PayloadTooLarge.code
 
 
-async def test_arrivals_when_a_frame_is_missing_then_incomplete_after_what_came() -> None:
+async def test_arrivals_with_missing_frame_end_incomplete() -> None:
     arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 2, make_chunk(2)))
     assert await arrivals.get() == make_chunk(1)
     with pytest.raises(StreamIncomplete, match="frame 2 arrived instead of frame 1"):
@@ -159,7 +159,7 @@ async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None
         (1, 1, 3, ""),
     ],
 )
-async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomplete(
+async def test_check_when_acknowledged_frames_are_lost_then_incomplete(
     last_ping_before_ack: int | None, ping: int, sent: int | None, message: str
 ) -> None:
     arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 1, make_chunk(2)))
@@ -175,7 +175,7 @@ async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomp
             await arrivals.get()
 
 
-async def test_check_when_the_last_frame_has_arrived_then_the_stream_is_whole() -> None:
+async def test_check_after_last_frame_is_complete() -> None:
     last = make_chunk(1, finish=FinishReason.STOP)
     arrivals = make_arrivals(Frame(1, 0, last))
     arrivals.last_ping_before_ack = 0
@@ -188,14 +188,14 @@ async def test_arrivals_when_frame_is_empty_then_incomplete() -> None:
         await make_arrivals(Frame(1, 0)).get()
 
 
-async def test_arrivals_when_terminal_chunk_came_then_later_errors_do_not_count() -> None:
+async def test_arrivals_ignore_errors_after_the_terminal_chunk() -> None:
     last = make_chunk(1, finish=FinishReason.STOP)
     arrivals = make_arrivals(Frame(1, 0, last), Frame(1, 5, make_chunk(2)))
     arrivals.fail(Overloaded("late"))
     assert await arrivals.get() == last
 
 
-async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error() -> None:
+async def test_arrivals_wake_a_waiting_reader_by_chunk_or_error() -> None:
     arrivals = Arrivals()
     reader = asyncio.create_task(arrivals.get())
     await asyncio.sleep(0)
@@ -208,9 +208,7 @@ async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error
         await reader
 
 
-async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> (
-    None
-):
+async def test_inbox_gives_each_stream_its_frames() -> None:
     inbox = StreamDemux()
     first, first_arrivals = opened(inbox)
     second, second_arrivals = opened(inbox)
@@ -240,9 +238,7 @@ async def test_arrivals_when_they_end_then_the_owner_learns_once_how() -> None:
     assert left.events.empty()
 
 
-async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> (
-    None
-):
+async def test_fail_all_shares_no_data_among_errors() -> None:
     class Prompt:
         """The state of a reader of one stream."""
 

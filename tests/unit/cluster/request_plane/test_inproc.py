@@ -27,7 +27,7 @@ async def ask(transport: InprocTransport) -> bytes:
     return await transport.request("echo", b"x", timeout_s=SOON_S)
 
 
-async def test_transports_when_their_addresses_differ_then_they_do_not_hear_each_other() -> None:
+async def test_transports_of_different_addresses_are_separate() -> None:
     worker = InprocTransport(bus_at("inproc://a"))
     await echo(worker)
     assert await ask(InprocTransport(bus_at("inproc://a"))) == b"x"
@@ -35,14 +35,14 @@ async def test_transports_when_their_addresses_differ_then_they_do_not_hear_each
         await ask(InprocTransport(bus_at("inproc://b")))
 
 
-async def test_transport_when_all_of_its_address_are_gone_then_nothing_of_it_is_left() -> None:
+async def test_transport_without_users_leaves_nothing() -> None:
     await echo(InprocTransport(bus_at("inproc://a")))
     gc.collect()
     with pytest.raises(NoListener):
         await ask(InprocTransport(bus_at("inproc://a")))
 
 
-async def test_publish_when_two_subscribe_then_both_receive_until_one_is_closed() -> None:
+async def test_publish_reaches_both_subscribers_until_one_closes() -> None:
     bus = bus_at("inproc://a")
     receivers = [InprocTransport(bus), InprocTransport(bus)]
     received: list[tuple[int, bytes]] = []
@@ -61,7 +61,7 @@ async def test_publish_when_two_subscribe_then_both_receive_until_one_is_closed(
     assert received == [(0, b"1"), (1, b"1"), (1, b"2")]
 
 
-async def test_request_when_the_worker_runs_in_another_thread_then_it_is_answered_there() -> None:
+async def test_request_is_answered_in_the_thread_of_the_worker() -> None:
     bus = bus_at("inproc://threads")
     is_up = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ async def test_request_when_the_worker_runs_in_another_thread_then_it_is_answere
         await ask(caller)
 
 
-async def test_watch_when_an_instance_registers_in_another_thread_then_it_is_reported() -> None:
+async def test_watch_reports_an_instance_of_another_thread() -> None:
     instance = make_instance(1, namespace="ns")
     records = records_at("memory://threads")
 

@@ -34,7 +34,7 @@ class FakeSubscription:
     [(60.0, [NUM_MESSAGES]), (0.0, list(range(1, NUM_MESSAGES + 1)))],
     ids=["in-time", "over-time"],
 )
-async def test_messages_when_they_take_longer_than_the_limit_then_other_work_has_its_turn(
+async def test_long_messages_let_other_work_have_its_turn(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, caught_up_after: list[int]
 ) -> None:
     monkeypatch.setattr(nats, "RECEIVING_S", limit_s)

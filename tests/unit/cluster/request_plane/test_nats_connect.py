@@ -24,7 +24,7 @@ async def retry_for_ever(drops: int) -> None:
 
 
 @pytest.mark.parametrize("drops", [0, 1, 3])
-async def test_connect_when_the_client_drops_cancels_then_the_limit_still_ends_it(
+async def test_connect_limit_holds_when_client_drops_cancels(
     drops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", 0.001)
@@ -39,7 +39,7 @@ async def test_connect_when_the_client_drops_cancels_then_the_limit_still_ends_i
     await asyncio.sleep(0.005)  # nothing cancels it any more
 
 
-async def test_connect_when_its_caller_is_cancelled_after_the_limit_then_that_is_what_it_raises(
+async def test_connect_cancelled_after_the_limit_raises_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", SOON_S)

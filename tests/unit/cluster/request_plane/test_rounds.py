@@ -85,7 +85,7 @@ class Bench:
         return counts[:-1]
 
 
-async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() -> None:
+async def test_feed_of_little_reaches_streams_within_the_call() -> None:
     bench = Bench()
     one, other = await bench.begun(2)
     bench.feed(one.frame(), other.frame())
@@ -97,7 +97,7 @@ async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() 
 @pytest.mark.parametrize(
     ("in_all", "per_stream", "is_merged"), [(5, 2, True), (6, 2, False), (5, 3, False)]
 )
-async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_a_stream_are_one_chunk(
+async def test_pass_on_joins_tokens_of_a_stream_in_one_chunk(
     monkeypatch: pytest.MonkeyPatch, in_all: int, per_stream: int, is_merged: bool
 ) -> None:
     monkeypatch.setattr(receivers, "MERGED_FRAMES", in_all)
@@ -114,9 +114,7 @@ async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_
 
 
 @pytest.mark.parametrize("size", [1, 4, PER_TURN, 20], ids=lambda size: f"batches-of-{size}")
-async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_share(
-    size: int,
-) -> None:
+async def test_feed_of_much_limits_each_turn(size: int) -> None:
     bench = Bench()
     readers = await bench.begun(20)
     frames = [reader.frame() for reader in readers]
@@ -129,7 +127,7 @@ async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_sha
     assert bench.seen == [(reader.stream, [1]) for reader in readers]
 
 
-async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
+async def test_turn_with_receiver_bug_continues_other_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
@@ -145,7 +143,7 @@ async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
 
 
 @pytest.mark.parametrize("merged_frames", [2, 99], ids=["merged", "not-merged"])
-async def test_pass_on_when_one_receiver_has_a_bug_then_the_other_messages_come_in_order(
+async def test_pass_on_with_receiver_bug_keeps_message_order(
     monkeypatch: pytest.MonkeyPatch, merged_frames: int
 ) -> None:
     monkeypatch.setattr(receivers, "MERGED_FRAMES", merged_frames)
@@ -164,7 +162,7 @@ async def test_pass_on_when_one_receiver_has_a_bug_then_the_other_messages_come_
     assert bench.tokens_of(one) == [1, 2, 3, 4]
 
 
-async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_chunk() -> None:
+async def test_turn_joins_waiting_frames_of_a_stream() -> None:
     bench = Bench()
     readers = await bench.begun(3)
     bench.feed(*(readers[0].frame() for _ in range(PER_TURN + 1)))
@@ -177,7 +175,7 @@ async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_ch
     ]
 
 
-async def test_feed_when_little_comes_in_each_of_many_turns_then_it_never_waits() -> None:
+async def test_feed_of_little_in_many_turns_never_waits() -> None:
     bench = Bench()
     (one,) = await bench.begun(1)
     for number in range(1, 4 * PER_TURN):
@@ -197,7 +195,7 @@ async def test_first_frame_when_others_are_behind_then_it_passes_them() -> None:
     assert len(bench.seen) < 4 * PER_TURN
 
 
-async def test_first_frames_when_many_wait_then_an_iteration_passes_few_and_others_go_on() -> None:
+async def test_first_frames_are_passed_few_per_iteration() -> None:
     bench = Bench()
     running = await bench.begun(2 * PER_TURN)
     new = [Reader(bench.inbox, bench.seen) for _ in range(5 * PER_TURN)]
@@ -211,9 +209,7 @@ async def test_first_frames_when_many_wait_then_an_iteration_passes_few_and_othe
     assert len(bench.seen) == 7 * PER_TURN
 
 
-async def test_frames_when_the_first_of_a_stream_waits_then_later_ones_come_with_it_in_order() -> (
-    None
-):
+async def test_frames_after_a_waiting_first_come_in_order() -> None:
     bench = Bench()
     running = await bench.begun(2 * PER_TURN)
     new = Reader(bench.inbox, bench.seen)
@@ -228,9 +224,7 @@ async def test_frames_when_the_first_of_a_stream_waits_then_later_ones_come_with
     assert bench.tokens_of(running[0]) == [1, 2]
 
 
-async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_had_not_waited() -> (
-    None
-):
+async def test_waiting_frames_may_be_lost_or_repeated() -> None:
     for numbers, given, message in (
         ((1, 2, 2, 1, 3), [1, 2, 3], ""),
         ((1, 2, 4, 5), [1, 2], "frame 4 arrived instead of frame 3"),
@@ -246,7 +240,7 @@ async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_ha
         assert (message or "only if") in one.error.message
 
 
-async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens() -> None:
+async def test_logprobs_stay_with_tokens_of_joined_chunks() -> None:
     inbox = StreamDemux()
     stream, arrivals = opened(inbox)
     arrivals.waiting += [
@@ -258,7 +252,7 @@ async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens(
     assert list(chunk.token_ids) == [logprob.token_id for logprob in chunk.logprobs] == [0, 1, 2]
 
 
-async def test_prompt_logprobs_when_chunks_are_joined_then_they_come_alone() -> None:
+async def test_prompt_logprobs_are_not_joined() -> None:
     inbox = StreamDemux()
     stream, arrivals = opened(inbox)
     scored = Chunk(prompt_logprobs=(TokenLogprob(7, -1.0),))
@@ -269,7 +263,7 @@ async def test_prompt_logprobs_when_chunks_are_joined_then_they_come_alone() -> 
     assert list((await arrivals.get()).token_ids) == [1, 2]
 
 
-async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on() -> None:
+async def test_close_drops_only_its_waiting_frames() -> None:
     bench = Bench()
     gone, stays = await bench.begun(2)
     bench.feed(*(gone.frame() for _ in range(3 * PER_TURN)), stays.frame())
@@ -283,9 +277,7 @@ async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on
 
 
 @pytest.mark.parametrize("sent", [3, 4, None], ids=["all-arrived", "one-is-lost", "ended"])
-async def test_compare_when_frames_wait_then_it_feeds_none_and_the_next_report_decides(
-    sent: int | None,
-) -> None:
+async def test_compare_with_waiting_frames_defers_to_next_report(sent: int | None) -> None:
     arrivals = behind(*(Frame(1, n, Chunk(token_ids=token_ids([n]))) for n in range(3)))
     arrivals.last_ping_before_ack = 0
     arrivals.compare_with_worker(1, sent)

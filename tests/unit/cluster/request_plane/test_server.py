@@ -68,7 +68,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step() -> None:
+async def test_step_of_64_streams_sends_one_message() -> None:
     transport = CountingLink()
     plane = RequestPlane(transport, PlaneLimits())
     service = SteppingService()
@@ -92,9 +92,7 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
     await plane.aclose()
 
 
-async def test_steps_when_the_message_before_is_not_written_then_one_message_has_them_after_a_bounded_wait() -> (
-    None
-):
+async def test_steps_join_while_a_message_is_unwritten() -> None:
     transport = CountingLink()
     plane = RequestPlane(transport, PlaneLimits())
     service = SteppingService()

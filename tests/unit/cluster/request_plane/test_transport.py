@@ -45,7 +45,7 @@ class Failing(InprocTransport):
         ([OWN_LOSS], False, 1, True),
     ],
 )
-async def test_peer_when_it_does_not_answer_twice_and_sends_nothing_then_it_is_lost(
+async def test_peer_silent_for_two_pings_is_lost(
     failures: Sequence[PlaneError], sends_something_else: bool, asked: int, is_lost: bool
 ) -> None:
     lost: list[tuple[str, DynamoError]] = []

@@ -119,7 +119,7 @@ async def check_each_failed(streams: Sequence[asyncio.Task[list[int]]]) -> None:
     assert [type(result) for result in results] == [EngineFailed] * len(streams)
 
 
-async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_check_raises(
+async def test_dead_step_task_ends_streams_in_engine_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = mock(max_batch_size=2)
@@ -140,7 +140,7 @@ async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_chec
         await check_nothing_left(engine)
 
 
-async def test_close_when_streams_run_and_wait_then_each_ends_in_engine_failed() -> None:
+async def test_close_ends_running_and_waiting_streams() -> None:
     engine = mock(max_batch_size=1)
     async with started(engine):
         streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
@@ -170,7 +170,7 @@ async def test_close_when_a_transfer_is_held_then_it_is_withdrawn() -> None:
         ({"kv_bytes": 0}, TransferMismatch),
     ],
 )
-async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_a_fetch(
+async def test_decode_when_transfer_does_not_fit_then_no_fetch(
     change: dict[str, Any], error: type[Exception]
 ) -> None:
     backend = GatedCarrier()
@@ -190,7 +190,7 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
         await check_nothing_left(prefill)
 
 
-async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch() -> None:
+async def test_decode_when_layout_differs_then_no_fetch() -> None:
     backend = GatedCarrier()
     prefill = mock(Role.PREFILL)
     decoder = mock(Role.DECODE, backend=backend, kv_block_size=16)
@@ -204,7 +204,7 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
         assert backend.fetches == 0
 
 
-async def test_decode_when_the_backend_damages_the_kv_then_the_tokens_differ() -> None:
+async def test_decode_of_damaged_kv_gives_other_tokens() -> None:
     whole = mock()
     prefill = mock(Role.PREFILL)
     decoder = mock(Role.DECODE)
@@ -215,9 +215,7 @@ async def test_decode_when_the_backend_damages_the_kv_then_the_tokens_differ() -
         assert await decode(damaged, await prefill_params(prefill, PROMPT)) != wanted
 
 
-async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_withdrawal() -> (
-    None
-):
+async def test_drain_during_a_fetch_returns_after_withdrawal() -> None:
     backend = GatedCarrier("withdraw")
     prefill = mock(Role.PREFILL, backend=backend)
     decoder = mock(Role.DECODE)
@@ -241,7 +239,7 @@ async def cancelled(stream: asyncio.Task[Any]) -> None:
     )
 
 
-async def test_cancel_when_waiting_for_a_slot_then_the_next_one_runs_and_nothing_is_left() -> None:
+async def test_cancel_while_waiting_for_a_slot_lets_next_run() -> None:
     engine = mock(max_batch_size=1)
     async with started(engine):
         first, second = (
@@ -277,9 +275,7 @@ async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
         await check_nothing_left(engine)
 
 
-async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_transfer_still_stands() -> (
-    None
-):
+async def test_cancel_during_fetch_keeps_the_transfer() -> None:
     backend = GatedCarrier("fetch")
     prefill = mock(Role.PREFILL)
     decoder = mock(Role.DECODE, backend=backend)
@@ -294,7 +290,7 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tra
         await check_nothing_left(prefill)
 
 
-async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_takes_steps() -> None:
+async def test_prefix_cache_leaves_only_the_rest_to_compute() -> None:
     engine = mock(enable_prefix_caching=True, prefill_tokens_per_step=1)
     async with started(engine):
         for taken in (101, 106):
@@ -302,7 +298,7 @@ async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_takes_s
             assert len(engine.steps) == taken
 
 
-async def test_steps_when_they_depend_on_their_work_then_they_are_measured_with_it() -> None:
+async def test_steps_are_measured_with_their_work() -> None:
     engine = mock(
         step_s=0.001,
         prefill_token_s=1e-4,

@@ -17,7 +17,7 @@ def config(**values: Any) -> WorkerConfig:
     return WorkerConfig(model_path="m", **values)
 
 
-def test_args_when_set_in_three_places_then_override_beats_flag_beats_yaml(tmp_path: Path) -> None:
+def test_args_override_beats_flag_beats_yaml(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("max_batch_size: 2\nmax_num_tokens: 100\nprefill_chunk_tokens: 64\n")
     given = config(
@@ -33,7 +33,7 @@ def test_args_when_set_in_three_places_then_override_beats_flag_beats_yaml(tmp_p
 @pytest.mark.parametrize(
     "flag", ["tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"]
 )
-def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) -> None:
+def test_args_flag_for_several_devices_is_rejected(flag: str) -> None:
     with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
         engine_arguments(config(**{flag: 2}), TorchArgs, "torch")
     assert engine_arguments(config(**{flag: 1}), TorchArgs, "torch").max_batch_size == 16
@@ -47,8 +47,6 @@ def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) 
         ({"device": "tpu"}, "device"),
     ],
 )
-def test_args_when_a_key_or_value_is_wrong_then_config_error_names_it(
-    given: dict[str, Any], named: str
-) -> None:
+def test_args_wrong_key_or_value_is_config_error(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         engine_arguments(config(override_engine_args=given), TorchArgs, "torch")

@@ -79,7 +79,7 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
 @pytest.mark.parametrize("window", [None, 3, 6])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_batches_when_all_other_kv_is_nan_or_infinite_then_bit_for_bit_the_same(
+def test_batches_ignore_non_finite_kv_of_others(
     window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
     sinks = torch.linspace(-1, 1, HEADS) if has_sinks else None
@@ -89,7 +89,7 @@ def test_batches_when_all_other_kv_is_nan_or_infinite_then_bit_for_bit_the_same(
     assert all(torch.equal(*pair) for pair in zip(clean, poisoned, strict=True))
 
 
-def test_finite_keys_when_one_number_is_infinite_then_only_its_slot_is_named() -> None:
+def test_finite_keys_names_only_the_slot_of_infinity() -> None:
     pool = KvPool(LAYOUT, 20, windows=(None,), device=torch.device("cpu"))
     pool.keys[0, 2, 1, 1, 3] = -torch.inf
     assert pool.finite_keys(torch.tensor([8, 9, 10, 40])).tolist() == [True, False, True, True]

@@ -75,9 +75,7 @@ def write(grammar_matcher: GrammarMatcher, seed: int, most: int = 400) -> list[i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
-    compiler: FormatCompiler, seed: int
-) -> None:
+def test_random_output_is_valid_json_of_the_schema(compiler: FormatCompiler, seed: int) -> None:
     ids = write(matcher_of(compiler, guided(), STOPS), seed)
     value = json.loads(spell(ids[:-1]))
     assert set(value) == {"city", "ok", "kind"}
@@ -90,9 +88,7 @@ def test_empty_schema_then_an_object(compiler: FormatCompiler) -> None:
     assert allowed(matcher_of(compiler, guided({}), STOPS)) == {ord("{"), 256}
 
 
-def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(
-    compiler: FormatCompiler,
-) -> None:
+def test_alternatives_combine_literal_and_its_json(compiler: FormatCompiler) -> None:
     forms = (
         OutputFormat(prefix="first<|message|>", json_schema='{"const": 1}'),
         OutputFormat(prefix="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
@@ -104,9 +100,7 @@ def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(
     assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
 
 
-def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(
-    compiler: FormatCompiler,
-) -> None:
+def test_literal_with_control_token_excludes_its_text(compiler: FormatCompiler) -> None:
     grammar_matcher = matcher_of(compiler, guided(literal="<|message|>"), STOPS)
     assert allowed(grammar_matcher) == {MESSAGE}
 
@@ -144,9 +138,7 @@ def test_state_when_built_anew_from_the_tokens_then_the_same(compiler: FormatCom
     assert whole.failure is None
 
 
-def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(
-    compiler: FormatCompiler,
-) -> None:
+def test_disallowed_token_fails_the_guide(compiler: FormatCompiler) -> None:
     grammar_matcher = matcher_of(compiler, guided(), STOPS)
     grammar_matcher.accept_token(ord("x"))
     assert grammar_matcher.failure
@@ -167,7 +159,7 @@ def formatted(prefix: str = "", **content: str) -> StructuredOutput:
         ({"grammar": 'start: "a" ("b" | "c")'}, {"ab", "ac"}),
     ],
 )
-def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts(
+def test_output_matches_regex_or_grammar(
     compiler: FormatCompiler, prefix: str, content: dict[str, str], texts: set[str]
 ) -> None:
     found = set()
@@ -202,7 +194,7 @@ def test_format_that_cannot_be_read_then_refused_with_the_reason(
         ([1], "must be an object"),
     ],
 )
-def test_schema_that_cannot_be_followed_then_refused_with_the_reason(
+def test_impossible_schema_is_rejected_with_reason(
     compiler: FormatCompiler, schema: Any, reason: str
 ) -> None:
     with pytest.raises(RequestRejected, match=reason) as refused:
@@ -224,9 +216,7 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(
 
 
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
-def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(
-    tmp_path: Path, model: str
-) -> None:
+def test_vocabulary_that_is_not_byte_level_is_read(tmp_path: Path, model: str) -> None:
     path = write_tokenizer(tmp_path)
     file = json.loads(path.read_text())
     pieces = [
@@ -273,18 +263,14 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_output_when_stop_tokens_may_not_end_the_free_text_then_it_never_ends_without_the_answer(
-    compiler: FormatCompiler, seed: int
-) -> None:
+def test_output_never_ends_without_the_answer(compiler: FormatCompiler, seed: int) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=STOPS)
     ids = write(matcher_of(compiler, wanted, STOPS), seed, most=5000)
     answer = spell(ids[ids.index(CHANNEL) + 1 : -1])
     assert set(json.loads(answer)) == {"city", "ok", "kind"}
 
 
-def test_free_text_when_a_call_may_end_it_then_its_stop_token_only(
-    compiler: FormatCompiler,
-) -> None:
+def test_free_text_ended_by_a_call_has_its_stop_token_only(compiler: FormatCompiler) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=(END,))
     assert set(STOPS) & allowed(matcher_of(compiler, wanted, STOPS)) == {CALL}
 
@@ -312,9 +298,7 @@ def test_two_triggers_then_the_form_of_the_one_that_comes_first(
         ({"type": "object"}, False),
     ],
 )
-def test_schema_when_it_names_properties_then_objects_have_no_others(
-    schema: Any, is_closed: bool
-) -> None:
+def test_schema_with_properties_allows_no_others(schema: Any, is_closed: bool) -> None:
     assert (closed(schema).get("additionalProperties") is False) == is_closed
     inner = closed({"items": schema, "anyOf": [schema], "$defs": {"x": schema}})
     for place in (inner["items"], inner["anyOf"][0], inner["$defs"]["x"]):
@@ -322,9 +306,7 @@ def test_schema_when_it_names_properties_then_objects_have_no_others(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_output_when_the_schema_does_not_forbid_more_properties_then_there_are_none(
-    compiler: FormatCompiler, seed: int
-) -> None:
+def test_output_has_no_additional_properties(compiler: FormatCompiler, seed: int) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     ids = write(matcher_of(compiler, guided(schema), STOPS), seed)
     assert set(json.loads(spell(ids[:-1]))) == {"ok"}

@@ -134,9 +134,7 @@ async def wait_for_end(pid: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_trial_when_it_ends_badly_then_a_named_error_of_its_request_and_the_next_one_is_served(
-    tokenizer: Path,
-) -> None:
+async def test_failed_trial_is_an_error_of_its_request_only(tokenizer: Path) -> None:
     async with running(tokenizer) as (compiler, _):
         await compiler.compile(regex("x"), (END,))
         process = compiler._trials._child
@@ -154,9 +152,7 @@ async def test_trial_when_it_ends_badly_then_a_named_error_of_its_request_and_th
         assert compiler._trials._child is process  # only the trials ended
 
 
-async def test_trial_when_another_one_hangs_then_it_is_not_delayed_and_a_client_that_leaves_ends_the_other(
-    tokenizer: Path,
-) -> None:
+async def test_trial_is_not_delayed_by_a_hanging_one(tokenizer: Path) -> None:
     async with running(tokenizer) as (compiler, pid_file):
         clients = [asyncio.create_task(compiler.compile(regex("hang"), (END,))) for _ in range(2)]
         pid = await pid_in(pid_file)
@@ -184,7 +180,7 @@ def test_trial_when_its_worker_dies_then_both_processes_end(tokenizer: Path) -> 
     asyncio.run(wait_for_end(pid))
 
 
-async def test_trial_process_when_it_is_killed_then_it_is_started_again(tokenizer: Path) -> None:
+async def test_killed_trial_process_is_restarted(tokenizer: Path) -> None:
     async with running(tokenizer) as (compiler, _):
         await compiler.compile(regex("x"), (END,))
         child = compiler._trials._child
@@ -194,9 +190,7 @@ async def test_trial_process_when_it_is_killed_then_it_is_started_again(tokenize
         assert allowed(await compiler.compile(regex("y"), (END,))) == {"y"}
 
 
-async def test_trial_process_when_it_cannot_start_then_an_error_that_may_be_retried(
-    tokenizer: Path,
-) -> None:
+async def test_trial_process_that_cannot_start_is_retryable(tokenizer: Path) -> None:
     async with running(tokenizer, program="raise SystemExit(1)") as (compiler, _):
         with pytest.raises(EngineNotReady, match="did not start"):
             await compiler.compile(regex("x"), (END,))
@@ -224,9 +218,7 @@ def cached(tokenizer: Path) -> tuple[GrammarCompiler, list[str]]:
     return compiler, trials.texts
 
 
-async def test_format_when_it_comes_again_then_neither_it_nor_its_error_needs_a_trial(
-    cached: tuple[GrammarCompiler, list[str]],
-) -> None:
+async def test_repeated_format_needs_no_trial(cached: tuple[GrammarCompiler, list[str]]) -> None:
     compiler, trials = cached
     first = await compiler.compile(regex("xy"), (END,))
     first.accept_token(ord("x"))
@@ -238,7 +230,7 @@ async def test_format_when_it_comes_again_then_neither_it_nor_its_error_needs_a_
     assert trials == ["xy", "("]
 
 
-async def test_cache_when_formats_exceed_its_memory_then_it_drops_the_one_that_was_not_used_for_longest(
+async def test_cache_over_its_memory_drops_least_recently_used(
     cached: tuple[GrammarCompiler, list[str]],
 ) -> None:
     compiler, trials = cached
@@ -247,7 +239,7 @@ async def test_cache_when_formats_exceed_its_memory_then_it_drops_the_one_that_w
     assert trials == ["a", "b", "c", "b"]
 
 
-async def test_format_when_a_matcher_of_it_failed_then_it_is_compiled_again(
+async def test_format_with_failed_matcher_is_compiled_again(
     cached: tuple[GrammarCompiler, list[str]],
 ) -> None:
     compiler, trials = cached
@@ -258,7 +250,7 @@ async def test_format_when_a_matcher_of_it_failed_then_it_is_compiled_again(
     assert trials == ["x", "x"]
 
 
-async def test_requests_with_one_format_at_the_same_time_then_one_trial(
+async def test_simultaneous_requests_of_one_format_share_a_trial(
     cached: tuple[GrammarCompiler, list[str]],
 ) -> None:
     compiler, trials = cached

@@ -125,7 +125,7 @@ def test_generated_schema_then_what_ends_is_json_of_it(
 @pytest.mark.timeout(300)
 @_examples(2000)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-def test_generated_schema_when_very_many_then_what_ends_is_json_of_it(
+def test_generated_schemas_give_valid_json(
     compiler: FormatCompiler, schema: dict[str, Any], seed: int
 ) -> None:
     check_output(compiler, schema, seed)

@@ -24,7 +24,7 @@ def sequence() -> TorchSequence:
     return sequence_of(ask(token_ids(range(16))), max_new_tokens=9)
 
 
-def test_rows_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -> None:
+def test_rows_of_sliding_layer_move_only_its_window() -> None:
     pool = make_pool()
     blocks = torch.arange(10)
     # at 40, a sliding layer sees 33 to 39
@@ -32,7 +32,7 @@ def test_rows_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -
     assert pool.moved_bytes(40) == 2 * 14 * 4 * 2 * 3 * 4
 
 
-def test_rows_when_read_and_written_then_they_are_the_blocks_of_keys_and_values() -> None:
+def test_rows_are_the_blocks_of_keys_and_values() -> None:
     pool = make_pool()
     blocks = torch.tensor([0, 1])
     pool.all_rows[pool.rows(blocks, 6)] = torch.full((16,), 1, dtype=torch.uint8).view(pool.width)
@@ -43,7 +43,7 @@ def test_rows_when_read_and_written_then_they_are_the_blocks_of_keys_and_values(
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7, 8, 9, 16, 40])
-def test_most_bytes_when_prompts_are_shorter_then_none_moves_more(tokens: int) -> None:
+def test_most_bytes_bounds_shorter_prompts(tokens: int) -> None:
     pool = make_pool()
     assert most_bytes(LAYOUT, WINDOWS, tokens) >= max(
         pool.moved_bytes(n) for n in range(1, tokens + 1)
@@ -53,9 +53,7 @@ def test_most_bytes_when_prompts_are_shorter_then_none_moves_more(tokens: int) -
 @pytest.mark.parametrize(
     ("head_dim", "width"), [(4, torch.complex128), (1, torch.complex128), (3, torch.int64)]
 )
-def test_pool_when_blocks_have_odd_sizes_then_rows_are_made_of_the_widest_elements(
-    head_dim: int, width: torch.dtype
-) -> None:
+def test_pool_of_odd_blocks_uses_widest_elements(head_dim: int, width: torch.dtype) -> None:
     block_tokens = 4 if head_dim != 3 else 1
     layout = KvLayout(
         dtype="float32", block_tokens=block_tokens, num_layers=1, num_kv_heads=2, head_dim=head_dim
@@ -65,7 +63,7 @@ def test_pool_when_blocks_have_odd_sizes_then_rows_are_made_of_the_widest_elemen
     assert pool.all_rows.shape[0] == 6
 
 
-def test_keys_when_one_is_not_finite_then_only_its_block_is_found() -> None:
+def test_non_finite_key_is_found_in_its_block() -> None:
     pool = make_pool()
     pool.keys[2, 7, 3, 1, 2] = -torch.inf
     assert [bool(pool.keys_are_finite(torch.tensor(blocks))) for blocks in ([3, 6, 8], [3, 7])] == [
@@ -79,9 +77,7 @@ def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: 
     assert make_pool().holds_all(tokens) is is_whole
 
 
-def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> (
-    None
-):
+def test_shared_blocks_of_waiting_prompts_count_once() -> None:
     awaiting = AwaitingFetch()
     first = sequence()
     second = sequence()

@@ -78,9 +78,7 @@ async def exported(holder: Side, copies: list[Any]) -> Chunk:
     return await holder.kv_connector.export_kv(seq, holder.allocation, copies)
 
 
-async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> (
-    None
-):
+async def test_transfer_during_copies_sends_regions_one_by_one() -> None:
     holder = Side()
     reader = Side()
     await holder.kv_connector.start(holder.transfer_buffer)
@@ -110,9 +108,7 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     assert len(holder.retired) == 1
 
 
-async def test_transfer_when_a_copy_fails_then_it_is_logged_and_the_transfer_can_still_be_let_go(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_transfer_with_failed_copy_can_be_released(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def synchronize(self) -> None:
             raise RuntimeError("no such memory")
@@ -125,7 +121,7 @@ async def test_transfer_when_a_copy_fails_then_it_is_logged_and_the_transfer_can
     assert len(holder.retired) == 1
 
 
-async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(
+async def test_redeem_of_impossible_piece_size_is_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holder = Side()
@@ -138,7 +134,7 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(
     await holder.kv_connector.aclose()
 
 
-async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
+async def test_start_uses_host_memory_when_gpu_memory_cannot_move(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class HostOnly(LoopbackBackend):

@@ -8,9 +8,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize("requested", ["0", "0, 1", "GPU-8f2e"])
-def test_load_when_gpus_are_requested_and_torch_can_use_none_then_it_does_not_load_on_the_cpu(
-    monkeypatch, requested
-):
+def test_load_for_unusable_gpus_does_not_use_the_cpu(monkeypatch, requested):
     from dynamo_trtllm.engines.torch.load import load  # takes seconds: it imports transformers
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", requested)

@@ -53,7 +53,7 @@ def conversion(load: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Conversion:
     return made
 
 
-def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_uses_it(
+def test_gguf_is_converted_once_by_two_workers(
     load: ModuleType, gguf: Path, conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Waits(logging.Handler):
@@ -77,7 +77,7 @@ def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_use
     assert len(conversion.targets) == 1
 
 
-def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_error(
+def test_gguf_wait_for_another_worker_is_bounded(
     load: ModuleType, gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_CONVERSION_S", 0.01)
@@ -93,9 +93,7 @@ def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_erro
             conversion.go_on.set()
 
 
-def test_gguf_when_it_is_broken_then_the_file_is_named_and_the_next_worker_is_free_to_try(
-    load: ModuleType, gguf: Path
-) -> None:
+def test_broken_gguf_is_named_and_releases_the_lock(load: ModuleType, gguf: Path) -> None:
     # transformers 4 looks for the package gguf before it opens the file
     says = r"tiny\.gguf can't be converted|needs the package gguf"
     for _ in range(2):

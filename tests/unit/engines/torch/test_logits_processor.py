@@ -50,7 +50,7 @@ def test_request_that_changes_nothing_then_no_shaping() -> None:
     assert logits_processor_for(request, None) is None
 
 
-def test_frequency_penalty_then_taken_off_per_occurrence_in_the_answer_only() -> None:
+def test_frequency_penalty_counts_answer_occurrences_only() -> None:
     assert shaped(logits_processor((3, 3), frequency_penalty=0.5), 0, 2, 0) == [
         1.0,
         -1.0,
@@ -75,7 +75,7 @@ def test_negative_penalties_then_added_and_both_add_up() -> None:
     assert shaped(by, 1, 1, 4) == [2.0, 0.75, 0.5, 3.0, 0.75]
 
 
-def test_repetition_penalty_then_prompt_and_answer_become_less_likely_whatever_the_sign() -> None:
+def test_repetition_penalty_lowers_prompt_and_answer_tokens() -> None:
     assert shaped(logits_processor((3, 1), repetition_penalty=2.0), 2) == [
         2.0,
         -2.0,
@@ -115,7 +115,7 @@ def test_answer_that_another_worker_began_then_it_counts(fields: dict[str, Any])
     )
 
 
-def test_choose_when_shaped_then_others_and_log_probabilities_are_untouched() -> None:
+def test_choose_with_shaping_leaves_others_untouched() -> None:
     logits = torch.tensor([LOGITS] * 2)
     rows = [row(temperature=0.0, logprobs=1), row(temperature=0.0, logprobs=1)]
     rows[0].logits_processor = logits_processor(logit_bias=((3, -100.0),))

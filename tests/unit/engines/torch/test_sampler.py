@@ -37,7 +37,7 @@ def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:
     return [choice.token_id for choice in sample(torch.tensor([logits] * count), rows)]
 
 
-def test_uniform_when_drawn_often_then_spread_evenly_and_repeatable() -> None:
+def test_uniform_draws_are_even_and_repeatable() -> None:
     draws = [uniform(7, n) for n in range(20_000)]
     assert all(0 <= value < 1 for value in draws)
     assert abs(sum(draws) / len(draws) - 0.5) < 0.01
@@ -66,14 +66,14 @@ def test_choose_when_top_p_then_the_smallest_set_that_reaches_it() -> None:
     assert set(draw(logits, 50, temperature=1.0, top_p=0.01)) == {1}
 
 
-def test_choose_when_min_p_then_only_what_is_likely_beside_the_likeliest() -> None:
+def test_choose_with_min_p_drops_unlikely_tokens() -> None:
     logits = [math.log(value) for value in (0.05, 0.6, 0.3, 0.05)]
     assert set(draw(logits, 400, temperature=1.0, min_p=0.4)) == {1, 2}
     assert set(draw(logits, 400, temperature=1.0, min_p=0.6)) == {1}
     assert set(draw(logits, 800, temperature=1.0)) == {0, 1, 2, 3}
 
 
-def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
+def test_choose_with_min_p_in_one_row_leaves_others() -> None:
     logits = torch.tensor([[0.0, 0.1, 0.2]] * 400)
     rows = [row(index=n, min_p=1.0 if n % 2 else 0.0) for n in range(400)]
     picked = [choice.token_id for choice in sample(logits, rows)]
@@ -81,9 +81,7 @@ def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
     assert set(picked[::2]) == {0, 1, 2}
 
 
-def test_choose_when_another_worker_began_the_answer_then_min_tokens_counts_the_rest_and_draws_go_on() -> (
-    None
-):
+def test_choose_resumed_continues_min_tokens_and_draws() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
     rows = [row(index, stop_ids=(2,), resumed=5, min_tokens=2, temperature=0.0) for index in (1, 2)]
     assert [choice.token_id for choice in sample(logits, rows)] == [1, 2]
@@ -103,7 +101,7 @@ def test_choose_when_rows_differ_then_each_has_its_own_rules() -> None:
     assert [choice.token_id for choice in sample(logits, rows)] == [2, 2, 1]
 
 
-def test_choose_when_min_tokens_is_reached_then_stop_ids_are_free_again() -> None:
+def test_choose_after_min_tokens_allows_stop_ids() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     assert (
         sample(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id
@@ -111,7 +109,7 @@ def test_choose_when_min_tokens_is_reached_then_stop_ids_are_free_again() -> Non
     )
 
 
-def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> None:
+def test_choose_logprobs_are_of_raw_logits() -> None:
     logits = [math.log(value) for value in (0.1, 0.5, 0.4)]
     (choice,) = sample(torch.tensor([logits]), [row(temperature=0.1, top_k=1, logprobs=2)])
     assert choice.logprob is not None
@@ -123,9 +121,7 @@ def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> No
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
-def test_choose_when_a_row_has_no_finite_output_then_none_and_others_as_ever(
-    bad: list[float], temperature: float
-) -> None:
+def test_choose_with_non_finite_row_leaves_others(bad: list[float], temperature: float) -> None:
     good = [-math.inf, 1.0, 0.0]
     rows = [row(temperature=temperature, top_k=2, logprobs=1, index=n) for n in range(3)]
     alone = sample(torch.tensor([good] * 3), rows)
@@ -137,8 +133,6 @@ def test_choose_when_a_row_has_no_finite_output_then_none_and_others_as_ever(
     ]
 
 
-def test_choose_when_the_request_rules_all_tokens_out_then_it_is_not_the_models_output_that_is_not_finite() -> (
-    None
-):
+def test_choose_with_all_tokens_excluded_is_not_non_finite() -> None:
     held = row(temperature=0.0, min_tokens=1, stop_ids=(0, 1, 2))
     assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]

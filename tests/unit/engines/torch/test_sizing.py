@@ -54,7 +54,7 @@ def model(device: str = "cuda", longest: int = 131072) -> LoadedModel:
 
 @pytest.mark.parametrize("memory_gib", [1.0, 6.0, 20.0, 60.0])
 @pytest.mark.parametrize("max_seq_len", [None, 2000, 131072])
-def test_blocks_when_kv_is_transferred_on_a_gpu_then_staging_fits_beside_them(
+def test_blocks_for_gpu_transfer_leave_space_for_staging(
     load: ModuleType, memory_gib: float, max_seq_len: int | None
 ) -> None:
     args = TorchArgs(kv_cache_gib=memory_gib, max_seq_len=max_seq_len, max_batch_size=1000)
@@ -68,9 +68,7 @@ def test_blocks_when_kv_is_transferred_on_a_gpu_then_staging_fits_beside_them(
     assert load.plan_memory(made, args, has_transfer_buffer=False).num_blocks >= blocks
 
 
-def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(
-    load: ModuleType,
-) -> None:
+def test_staging_when_set_holds_the_longest_request(load: ModuleType) -> None:
     made = model()
     args = TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     plan = load.plan_memory(made, args, has_transfer_buffer=True)

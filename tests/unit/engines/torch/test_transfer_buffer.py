@@ -30,9 +30,7 @@ def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 <<
 
 @pytest.mark.parametrize("region_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
-def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(
-    tokens: int, region_bytes: int
-) -> None:
+def test_gather_and_scatter_keep_all_visible_kv(tokens: int, region_bytes: int) -> None:
     source = make_pool()
     target = make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
@@ -71,9 +69,7 @@ class Copying:
         self.is_done = True
 
 
-def test_take_when_given_back_then_free_as_soon_as_copies_are_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_take_after_return_is_free_once_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     copying = Copying()
     allocation = taken(transfer_buffer, 4)
@@ -84,9 +80,7 @@ def test_take_when_given_back_then_free_as_soon_as_copies_are_done(
     assert taken(transfer_buffer, 4).begin == allocation.begin
 
 
-def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_take_waits_for_the_oldest_copies_only(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     marks = [Copying() for _ in range(3)]
     allocations = [taken(transfer_buffer, 4) for _ in range(3)]
@@ -106,7 +100,7 @@ def test_allocate_when_full_then_none_until_memory_is_freed() -> None:
     assert transfer_buffer.allocate(4, 4096) is None
 
 
-def test_allocate_when_all_was_freed_in_any_order_then_it_is_one_region_again() -> None:
+def test_allocate_after_freeing_all_is_one_region() -> None:
     pool = make_pool(400)
     transfer_buffer = TransferBuffer(pool, 8 * 4096)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):
@@ -119,7 +113,7 @@ def test_allocate_when_all_was_freed_in_any_order_then_it_is_one_region_again() 
         transfer_buffer.free(whole)
 
 
-def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again() -> None:
+def test_take_reuses_memory_for_following_prompts() -> None:
     transfer_buffer = TransferBuffer(make_pool(), 1 << 20)
     first = taken(transfer_buffer, 40)
     transfer_buffer.free(first)
@@ -127,9 +121,7 @@ def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 4096, 32_768 * 3 + 5])
-def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(
-    num_bytes: int,
-) -> None:
+def test_checksum_changes_with_bits_and_not_with_place(num_bytes: int) -> None:
     chance = random.Random(num_bytes)
     memory = torch.frombuffer(bytearray(chance.randbytes(num_bytes + 8)), dtype=torch.uint8)
     part = memory[4 : 4 + num_bytes]
@@ -149,7 +141,7 @@ def test_checksum_when_computed_by_another_version_then_the_same() -> None:
     assert checksum(words.view(torch.uint8)) == -3381459360522869011
 
 
-def test_checksum_when_given_a_region_then_that_of_its_part_of_the_region() -> None:
+def test_checksum_of_region_equals_that_of_its_part() -> None:
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     transfer_buffer.memory.copy_(torch.arange(3 * 4096) % 251)
     part = transfer_buffer.memory[4096:5096]

@@ -26,7 +26,7 @@ def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str
 
 
 @pytest.mark.parametrize("owner", sorted(LIBRARY.needed))
-def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner: str) -> None:
+def test_needed_name_that_is_gone_prevents_the_start(owner: str) -> None:
     has = {class_name: frozenset(names) for class_name, names in LIBRARY.needed.items()}
     check_needed(has, "1.2.1")
     gone = LIBRARY.needed[owner][0]
@@ -35,9 +35,7 @@ def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner
 
 
 @pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
-def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(
-    release: object,
-) -> None:
+def test_needed_names_are_not_known_to_be_absent(release: object) -> None:
     absent = [
         f"{owner}.{name}"
         for owner, names in LIBRARY.needed.items()
@@ -59,7 +57,7 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
         }
 
 
-def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> None:
+def test_load_names_the_place_of_a_missing_class() -> None:
     with fake_tensorrt_llm() as package:
         del package.LLM
         import tensorrt_llm.llmapi  # type: ignore[import-not-found, unused-ignore]
@@ -69,7 +67,7 @@ def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> 
             TrtllmBindings()
 
 
-async def test_read_of_1_1_when_its_cancel_is_dropped_then_it_ends_with_the_row_that_came() -> None:
+async def test_read_of_1_1_ends_when_its_cancel_is_dropped() -> None:
     async def rows(timeout: float) -> AsyncIterator[dict[str, int]]:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(timeout)

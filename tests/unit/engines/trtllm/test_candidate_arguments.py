@@ -64,9 +64,7 @@ def args_of(values: dict[str, Any], version: str) -> TrtllmArgs:
         ({"sleep_config": {"restore_modes": {"model": "CPU"}}}, "1.4.0rc4"),
     ],
 )
-def test_args_when_a_candidate_is_known_to_have_them_then_passed_on_without_a_note(
-    values: dict[str, Any], name: str
-) -> None:
+def test_args_known_of_a_candidate_pass_without_note(values: dict[str, Any], name: str) -> None:
     args = args_of(values, name)
     (section,) = values
     assert args.values[section] == values[section]
@@ -86,9 +84,7 @@ def test_args_when_a_candidate_is_known_to_have_them_then_passed_on_without_a_no
         ("guided_decoding_backend", "outlines", "1.3.0rc29"),
     ],
 )
-def test_args_when_an_enumeration_was_read_in_part_then_another_word_is_passed_on_and_said(
-    key: str, value: str, version: str
-) -> None:
+def test_args_of_partly_read_enumeration_pass_with_note(key: str, value: str, version: str) -> None:
     section, _, name = key.partition(".")
     args = args_of({section: {name: value} if name else value}, version)
     assert args.get(key) == value
@@ -138,14 +134,14 @@ def test_args_when_an_enumeration_was_read_in_part_then_another_word_is_passed_o
         ),
     ],
 )
-def test_args_when_the_candidate_was_read_or_the_type_is_wrong_then_refused(
+def test_args_wrong_for_a_read_candidate_are_rejected(
     values: dict[str, Any], version: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         args_of(values, version)
 
 
-def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> None:
+def test_args_of_the_new_graph_class_are_known() -> None:
     assert (
         args_of({"cuda_graph_config": {"mode": "decode"}}, "1.3.0rc27").values["cuda_graph_config"][
             "mode"
@@ -157,9 +153,7 @@ def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> Non
 
 
 @pytest.mark.parametrize("version", ["1.3.0rc13", "1.3.0rc26"])
-def test_args_when_an_older_candidate_may_still_have_them_then_passed_on_and_said(
-    version: str,
-) -> None:
+def test_args_possible_in_older_candidate_pass_with_note(version: str) -> None:
     args = args_of({"sampler_type": "auto"}, version)
     assert args.values["sampler_type"] == "auto"
     assert args.notes == (

@@ -60,9 +60,7 @@ def test_args_when_nothing_is_set_then_no_default_is_passed_on(release: str, sm:
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("text", VALUES)
-def test_args_when_a_profile_has_a_default_of_the_release_then_it_is_left_out_and_that_is_noted(
-    text: str, release: str, tmp_path: Path
-) -> None:
+def test_args_equal_to_release_default_are_omitted(text: str, release: str, tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(f"engine_args: {{{text}}}\n")
     args = merged(release_for(release), kernels_profile=str(path))
@@ -81,9 +79,7 @@ def test_args_when_a_user_sets_a_default_then_it_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(("ttl_s", "is_passed_on"), [(54.5454, False), (60.0, True)])
-def test_args_when_the_timeout_is_the_releases_own_then_it_applies_without_being_passed_on(
-    ttl_s: float, is_passed_on: bool
-) -> None:
+def test_args_timeout_default_of_release_is_not_passed(ttl_s: float, is_passed_on: bool) -> None:
     args = merged(
         release_for("1.3.0rc29"),
         disaggregation_mode=Role.PREFILL,
@@ -96,9 +92,7 @@ def test_args_when_the_timeout_is_the_releases_own_then_it_applies_without_being
 
 
 @pytest.mark.parametrize("folder", PAIRS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
-def test_pair_when_its_tensor_parallel_sizes_differ_then_its_own_files_set_the_attention_backend(
-    folder: Path,
-) -> None:
+def test_pair_of_different_sizes_sets_attention_backend(folder: Path) -> None:
     prefill, decode = (
         read_yaml(find_file(folder / f"{role}.yaml")) for role in ("prefill", "decode")
     )
@@ -110,9 +104,7 @@ def test_pair_when_its_tensor_parallel_sizes_differ_then_its_own_files_set_the_a
         assert file.get("attn_backend") == ("TRTLLM" if differ else None)
 
 
-def test_args_when_a_user_overrides_a_profiles_default_then_nothing_is_noted(
-    tmp_path: Path,
-) -> None:
+def test_args_overridden_by_the_user_are_not_noted(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("engine_args: {attn_backend: TRTLLM}\n")
     chosen = {"attn_backend": "FLASHINFER"}

@@ -59,13 +59,11 @@ def chained(text: str, cause: str) -> Exception:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_error_text_when_its_kind_is_known_then_it_says_what_to_do(
-    error: Exception, advice: str
-) -> None:
+def test_error_text_of_known_kind_says_what_to_do(error: Exception, advice: str) -> None:
     text = error_text(error)
     assert text.startswith(f"{type(error).__name__}: {error}; ")
     assert advice in text
 
 
-def test_error_text_when_its_kind_is_unknown_then_it_is_only_the_error() -> None:
+def test_error_text_of_unknown_kind_is_the_error() -> None:
     assert error_text(KeyError("x")) == "KeyError: 'x'"

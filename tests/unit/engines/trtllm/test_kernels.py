@@ -42,14 +42,12 @@ def test_choose_when_a_name_is_given_then_it_beats_the_gpus() -> None:
 
 
 @pytest.mark.parametrize("sms", [(90, 100), (90, 80)])
-def test_choose_when_gpus_differ_then_refused_with_the_profiles_to_name(
-    sms: tuple[int, ...],
-) -> None:
+def test_choose_with_different_gpus_names_the_profiles(sms: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"different kernel profiles \(GPU of .*hopper"):
         choose_profile(None, gpus(*sms))
 
 
-def test_choose_when_the_name_is_unknown_then_the_known_are_listed() -> None:
+def test_choose_of_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="one of blackwell, blackwell-rtx, hopper, fallback"):
         choose_profile("hoper", [])
 
@@ -86,7 +84,7 @@ def test_choose_when_the_file_is_bad_then_refused_with_the_key(
         choose_profile(str(path), [])
 
 
-def test_choose_when_the_working_directory_is_another_then_the_shipped_ones_are_found(
+def test_choose_finds_shipped_profiles_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -94,7 +92,7 @@ def test_choose_when_the_working_directory_is_another_then_the_shipped_ones_are_
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: str) -> None:
+def test_shipped_profile_fits_the_newest_release(name: str) -> None:
     profile = args.load_profile(name)
     assert schema.check(profile.engine_args, LIBRARY.newest, name) == []
     assert schema.check(profile.mxfp4_args, LIBRARY.newest, name) == []
@@ -102,14 +100,14 @@ def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: 
     assert backend == next(iter(profile.quantization), None)  # the first is the default
 
 
-def test_profiles_when_listed_then_each_file_is_one_and_no_gpu_has_two() -> None:
+def test_profiles_have_one_file_per_gpu() -> None:
     folder = layers.find_file(args.FOLDER)
     assert {path.stem for path in folder.glob("*.yaml")} == set(SHIPPED)
     sms = [sm for name in SHIPPED for sm in args.load_profile(name).sm]
     assert len(sms) == len(set(sms))
 
 
-def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
+def test_apply_keeps_an_exported_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("UCX_MEMTYPE_CACHE", "y")

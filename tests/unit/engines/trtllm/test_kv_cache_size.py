@@ -27,16 +27,14 @@ from tests.unit.engines.trtllm.fake_bindings import make
         (None, KvCacheSize()),
     ],
 )
-def test_size_when_a_value_is_missing_or_of_another_kind_then_it_is_not_reported(
+def test_size_of_missing_or_wrong_value_is_not_reported(
     reported: dict[str, Any] | None, size: KvCacheSize
 ) -> None:
     assert kv_cache_size(reported) == size
 
 
 @pytest.mark.parametrize(("reported", "changed"), [(0, False), (32, False), (64, True)])
-def test_change_when_the_reported_size_differs_from_the_registered_one_then_both_are_named(
-    reported: int, changed: bool
-) -> None:
+def test_changed_size_names_both_values(reported: int, changed: bool) -> None:
     text = size_change(32, KvCacheSize(block_tokens=reported))
     assert bool(text) is changed
     assert (
@@ -44,7 +42,7 @@ def test_change_when_the_reported_size_differs_from_the_registered_one_then_both
     )
 
 
-async def test_first_size_when_statistics_come_then_it_is_returned_and_without_them_after_the_limit(
+async def test_first_size_returns_with_statistics_or_at_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StatsPoller, "pause_s", 0.001)
@@ -79,7 +77,7 @@ async def test_first_size_when_statistics_come_then_it_is_returned_and_without_t
         ),
     ],
 )
-async def test_size_when_there_are_no_statistics_then_the_engines_own_call_is_asked(
+async def test_size_without_statistics_asks_the_engine(
     answer: dict[str, Any],
     size: KvCacheSize,
     logged: str,

@@ -66,7 +66,7 @@ def test_read_when_ids_are_cumulative_then_each_is_given_once() -> None:
     ) == [1, 2, 3, 4]
 
 
-def test_read_when_the_object_changes_in_place_then_earlier_steps_stay() -> None:
+def test_read_keeps_earlier_steps_of_a_changing_object() -> None:
     same = output(1)
     read = reader()
     first = read.read(same)
@@ -75,7 +75,7 @@ def test_read_when_the_object_changes_in_place_then_earlier_steps_stay() -> None
     assert (first.token_ids, second.token_ids) == ([1], [2])
 
 
-def test_read_when_the_stop_token_is_there_then_it_is_not_added_twice() -> None:
+def test_read_does_not_repeat_the_stop_token() -> None:
     assert all_ids(output(1), output(1, 91, finish="stop", stop=91)) == [1, 91]
 
 
@@ -83,11 +83,11 @@ def test_read_when_the_stop_token_was_cut_then_it_is_put_back() -> None:
     assert all_ids(output(1), output(1, 2, finish="stop", stop=91)) == [1, 2, 91]
 
 
-def test_read_when_the_stop_token_was_shown_and_then_cut_then_it_is_there_once() -> None:
+def test_read_stop_token_that_was_cut_appears_once() -> None:
     assert all_ids(output(1), output(1, 91), output(1, finish="stop", stop=91)) == [1, 91]
 
 
-def test_read_when_a_stop_word_is_the_last_allowed_token_then_the_finish_is_stop() -> None:
+def test_read_stop_word_as_last_token_finishes_with_stop() -> None:
     found = [reader().read(output(1, token, finish="length")).finish for token in (2, 90, 91)]
     assert found == ["length", "stop", "stop"]
     same = reader()
@@ -99,7 +99,7 @@ def test_read_when_the_end_id_is_not_shown_then_it_is_put_back() -> None:
     assert all_ids(output(1), output(1, finish="stop")) == [1, 90]
 
 
-def test_read_when_nothing_but_the_end_comes_then_it_is_the_only_token() -> None:
+def test_read_of_only_the_end_gives_one_token() -> None:
     assert all_ids(output(finish="stop")) == [90]
 
 
@@ -118,7 +118,7 @@ def test_logprobs_when_mapped_then_own_value_and_the_likeliest() -> None:
     assert step.logprobs == (TokenLogprob(5, -2.0, ((7, -0.5),)),)
 
 
-def test_logprobs_when_no_alternatives_are_wanted_then_the_surplus_is_dropped() -> None:
+def test_logprobs_without_alternatives_drop_the_surplus() -> None:
     assert reader(logprobs=0).read(output(5, logprobs=[entry(t5=-2.0)])).logprobs == (
         TokenLogprob(5, -2.0),
     )
@@ -131,32 +131,30 @@ def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [-0.1]])
-def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(
-    given: Any,
-) -> None:
+def test_logprobs_of_decode_begin_with_the_transfers(given: Any) -> None:
     first = TokenLogprob(5, -9.0, ((5, -9.0),))
     read = reader(logprobs=1, first=(first,))
     assert read.read(output(5, logprobs=given)).logprobs == (first,)
     assert read.read(output(5, 6, logprobs=[*given, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
 
 
-def test_logprobs_when_decode_starts_with_two_tokens_then_they_are_aligned_at_the_end() -> None:
+def test_logprobs_of_two_first_tokens_align_at_the_end() -> None:
     first = TokenLogprob(5, -9.0)
     step = reader(logprobs=0, first=(first,)).read(output(5, 6, logprobs=[-0.25]))
     assert step.logprobs == (first, TokenLogprob(6, -0.25))
 
 
-def test_logprobs_when_only_the_stop_token_is_cut_then_its_value_is_kept() -> None:
+def test_logprobs_stay_when_only_the_stop_token_is_cut() -> None:
     step = reader(logprobs=0).read(output(1, finish="stop", stop=91, logprobs=[-1.0, -2.0]))
     assert step.logprobs == (TokenLogprob(1, -1.0), TokenLogprob(91, -2.0))
 
 
-def test_logprobs_when_cut_with_the_stop_token_then_it_is_unknown() -> None:
+def test_logprobs_cut_with_the_stop_token_are_unknown() -> None:
     step = reader(logprobs=0).read(output(1, finish="stop", stop=91, logprobs=[-1.0]))
     assert step.logprobs == (TokenLogprob(1, -1.0), TokenLogprob(91, -math.inf))
 
 
-def test_logprobs_when_missing_for_a_token_then_the_field_is_named() -> None:
+def test_missing_logprobs_name_the_field() -> None:
     read = reader(logprobs=0)
     read.read(output(1, logprobs=[-1.0]))
     with pytest.raises(RequestRejected) as caught:

@@ -32,9 +32,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_corpus_when_a_case_is_checked_then_its_findings_are_exactly_the_right_ones(
-    path: Path, tmp_path: Path
-) -> None:
+def test_corpus_case_has_exactly_its_problems(path: Path, tmp_path: Path) -> None:
     case = read_case(path)
     if case.refused:
         with pytest.raises(ConfigError) as refusal:
@@ -51,6 +49,6 @@ def test_corpus_when_a_case_is_checked_then_its_findings_are_exactly_the_right_o
         assert {key: given.get(key) for key in arguments} == arguments, case.right
 
 
-def test_corpus_when_it_is_read_then_every_model_of_the_list_is_in_use() -> None:
+def test_corpus_uses_every_listed_model() -> None:
     used = {read_case(path).model for path in PATHS}
     assert set(MODELS) - used == set()

@@ -19,7 +19,7 @@ from tests.unit.engines.trtllm.preflight_pairs import facts, gpu
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
-def test_check_when_moe_kernels_are_not_chosen_then_it_is_noted_with_the_gpu() -> None:
+def test_check_notes_the_default_moe_kernels() -> None:
     judged = facts(Role.DECODE, {"moe_config.backend": ...})
     leaves = {key: leaf for key, leaf in judged.args.leaves.items() if key != "moe_config.backend"}
     unadvised = replace(judged, args=replace(judged.args, leaves=leaves))  # type: ignore[type-var]
@@ -30,9 +30,7 @@ def test_check_when_moe_kernels_are_not_chosen_then_it_is_noted_with_the_gpu() -
 @pytest.mark.parametrize(
     ("release", "backend"), [("1.1.0", "TRITON"), ("1.2.1", "TRITON"), ("1.3.0rc27", "AUTO")]
 )
-def test_moe_rules_when_the_gpu_is_hopper_then_the_fix_is_what_the_release_keeps(
-    release: str, backend: str
-) -> None:
+def test_moe_rules_on_hopper_suggest_what_the_release_has(release: str, backend: str) -> None:
     for planted in ("TRTLLM", "CUTLASS"):
         judged = facts(
             Role.PREFILL,
@@ -44,7 +42,7 @@ def test_moe_rules_when_the_gpu_is_hopper_then_the_fix_is_what_the_release_keeps
         assert finding.fix == f"set it to {backend}"
 
 
-def test_triton_rule_when_experts_are_not_parallel_or_the_gpu_is_hopper_then_silent() -> None:
+def test_triton_rule_is_silent_without_parallel_experts() -> None:
     triton = {"moe_config.backend": "TRITON"}
     for judged in (
         facts(Role.DECODE, triton),
@@ -54,7 +52,7 @@ def test_triton_rule_when_experts_are_not_parallel_or_the_gpu_is_hopper_then_sil
         assert "triton-expert-parallel" not in {finding.rule for finding in check_role(judged)}
 
 
-def test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choice_stays() -> None:
+def test_args_omit_experts_that_the_release_deprecates() -> None:
     def args(**values: Any) -> TrtllmArgs:
         config = WorkerConfig(model_path="m", override_engine_args=values)
         return trtllm_args(config, release_for("1.3.0rc29"), [gpu("h200")])
@@ -67,9 +65,7 @@ def test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choi
     assert args(moe_config={"backend": "TRITON"}).get("moe_config.backend") == "TRITON"
 
 
-def test_check_when_the_default_kernels_are_the_only_ones_for_the_gpu_then_nothing_is_noted() -> (
-    None
-):
+def test_check_notes_nothing_when_kernels_are_the_only_ones() -> None:
     judged = facts(Role.DECODE, {"moe_config.backend": ...}, on="rtx-pro-6000")
     # the profile's value is the release's default
     assert "moe_config.backend" not in judged.args.leaves

@@ -37,15 +37,13 @@ def rules(role: Role, changes: dict[str, Any], **known: Any) -> dict[str, str]:
         ("fp8", PLAIN, "fp8"),
     ],
 )
-def test_layout_when_the_type_is_auto_then_that_of_the_checkpoints_kv_else_of_its_weights(
-    setting: str, model: Any, dtype: str
-) -> None:
+def test_layout_of_auto_type_follows_the_checkpoint(setting: str, model: Any, dtype: str) -> None:
     layout = facts(D, {DTYPE: setting}, model=model).layout()
     assert layout is not None
     assert layout.dtype == dtype
 
 
-def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal() -> None:
+def test_pair_with_explicit_value_of_auto_is_equal() -> None:
     prefill = facts(P, {DTYPE: "auto"}, model=FP8)
     decode = facts(D, {DTYPE: "fp8"}, model=FP8)
     assert "kv-dtype-equal" not in {finding.rule for finding in check_pair(prefill, decode)}
@@ -55,7 +53,7 @@ def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal()
     }
 
 
-def test_kv_bytes_when_the_type_is_nvfp4_then_scales_of_16_values_are_counted() -> None:
+def test_kv_bytes_of_nvfp4_include_scales() -> None:
     sizes = []
     transfers = []
     for model in (NVFP4, FP8, PLAIN):
@@ -79,9 +77,7 @@ def test_kv_type_when_the_checkpoint_has_another_then_error() -> None:
 @pytest.mark.parametrize(
     ("model", "on", "found"), [(NVFP4, "h200", True), (FP8, "h200", False), (FP8, "a100", True)]
 )
-def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(
-    model: Any, on: str, found: bool
-) -> None:
+def test_kv_type_of_checkpoint_must_fit_the_gpu(model: Any, on: str, found: bool) -> None:
     assert ("kv-dtype-gpu" in rules(P, {DTYPE: "auto"}, model=model, on=on)) is found
 
 
@@ -100,7 +96,7 @@ def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(
         (PYTHON, "1.4.0rc1", "", ""),
     ],
 )
-def test_cache_manager_v2_when_something_does_not_support_it_then_its_rule_says_so(
+def test_cache_manager_v2_rule_names_unsupported_features(
     changes: dict[str, Any], release: str, rule: str, severity: str
 ) -> None:
     found = rules(P, {MANAGER: True, **changes}, release=release)

@@ -32,7 +32,7 @@ def table(
     return found
 
 
-def test_weights_when_gpt_oss_120b_then_each_part_is_as_counted_by_hand() -> None:
+def test_weights_of_gpt_oss_120b_equal_a_hand_count() -> None:
     parts = weight_bytes(GPT_OSS)
     # 36 layers x 128 experts x 3 matrices of 2880 x 2880 at 4.25 bits, and 8640 biases of 2 bytes
     # per expert
@@ -49,7 +49,7 @@ def test_weights_when_gpt_oss_20b_then_near_the_published_files() -> None:
     assert weight_bytes(SHAPES["gpt-oss-20b"]).total == pytest.approx(13.76e9, rel=0.01)
 
 
-def test_weights_when_the_model_is_dense_then_two_bytes_a_parameter() -> None:
+def test_weights_of_dense_model_have_two_bytes_a_parameter() -> None:
     assert weight_bytes(LLAMA).total == pytest.approx(8.03e9 * 2, rel=0.001)  # Llama 3.1 8B
 
 
@@ -65,21 +65,19 @@ def test_weights_when_the_model_is_dense_then_two_bytes_a_parameter() -> None:
         ({"tensor_parallel_size": 4, "enable_attention_dp": True}, 36),
     ],
 )
-def test_kv_of_a_token_when_split_or_typed_otherwise_then_as_counted(
+def test_kv_of_a_token_when_split_or_typed_then_counted(
     changes: dict[str, Any], kib: float
 ) -> None:
     assert table(changes=changes).kv_token_bytes == kib * 1024
 
 
-def test_kv_of_a_token_when_half_of_the_layers_slide_then_what_windows_could_save_is_shown() -> (
-    None
-):
+def test_kv_of_a_token_with_windows_shows_the_saving() -> None:
     shown = table(changes={"tensor_parallel_size": 1})
     assert shown.windowed_token_bytes * 2 == shown.kv_token_bytes
     assert table(model=LLAMA).windowed_token_bytes == table(model=LLAMA).kv_token_bytes
 
 
-def test_table_when_prefill_runs_on_one_gpu_then_the_memory_for_kv_is_what_is_left() -> None:
+def test_table_of_prefill_gives_the_rest_to_kv() -> None:
     shown = table(Role.PREFILL, on="b200")
     assert shown.weights_bytes == 65_248_815_744
     assert shown.buffer_bytes == 2 * 9216 * 36 * 1024
@@ -94,14 +92,14 @@ def test_table_when_prefill_runs_on_one_gpu_then_the_memory_for_kv_is_what_is_le
     )
 
 
-def test_table_when_kv_is_the_limit_then_concurrency_is_blocks_over_a_requests_blocks() -> None:
+def test_table_limited_by_kv_gives_concurrency_in_blocks() -> None:
     shown = table(on="h100", load=Load(isl=100_001, osl=1024))
     assert shown.blocks is not None
     assert shown.concurrency == shown.blocks // 3158  # 101,025 tokens in blocks of 32
     assert shown.limited_by == "KV"
 
 
-def test_table_when_attention_is_data_parallel_then_each_gpu_holds_requests_of_its_own() -> None:
+def test_table_with_data_parallel_attention_counts_per_gpu() -> None:
     changes = {"enable_attention_dp": True, "max_batch_size": 10}
     assert table(changes=changes).concurrency == 40
     split = table()
@@ -109,12 +107,12 @@ def test_table_when_attention_is_data_parallel_then_each_gpu_holds_requests_of_i
     assert whole.weights_bytes - split.weights_bytes == (1_911_610_368 + 2_316_533_760) * 3 // 4
 
 
-def test_table_when_the_index_says_more_than_the_shape_then_the_index_is_believed() -> None:
+def test_table_trusts_the_index_over_the_shape() -> None:
     model = replace(GPT_OSS, index_bytes=2 * weight_bytes(GPT_OSS).total)
     assert table(Role.PREFILL, model=model).weights_bytes == 2 * 65_248_815_744
 
 
-def test_table_when_there_is_no_gpu_then_what_the_model_says_alone_is_there() -> None:
+def test_table_without_gpu_has_model_facts_only() -> None:
     shown = table(gpu=None)
     assert shown.kv_token_bytes == 9 * 1024
     assert (shown.kv_memory_bytes, shown.blocks, shown.concurrency) == (None, None, None)
@@ -131,7 +129,7 @@ def test_table_when_kv_is_capped_then_the_cap_counts(key: str, value: int, block
     assert table(changes={f"kv_cache_config.{key}": value}).blocks == blocks
 
 
-def test_transfer_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
+def test_transfer_time_is_bytes_over_link_rate() -> None:
     seconds = transfer_s(facts(Role.PREFILL, on="h200"), facts(Role.DECODE, on="h200"), 8192)
     whole = 8192 * 36 * 1024
     assert seconds == {
@@ -141,7 +139,7 @@ def test_transfer_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
     }
 
 
-def test_transfer_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
+def test_transfer_of_four_to_four_takes_a_quarter() -> None:
     four = facts(Role.PREFILL, {"tensor_parallel_size": 4})
     decode = facts(Role.DECODE)
     alone = transfer_s(facts(Role.PREFILL), decode, 8192)
@@ -169,7 +167,7 @@ def test_known_gpu_when_it_is_not_then_the_names_are_listed() -> None:
     assert all(known_gpu(name).memory_bytes > 30 * GIB for name in GPUS)
 
 
-def test_kv_of_a_token_when_attention_is_latent_then_every_rank_has_one_vector_per_layer() -> None:
+def test_kv_of_a_token_with_latent_attention_is_per_rank() -> None:
     latent = replace(LLAMA, latent_kv_dim=576, num_kv_heads=128, num_layers=61)
     for parallel in (
         {"tensor_parallel_size": 8},

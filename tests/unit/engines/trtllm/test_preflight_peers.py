@@ -45,7 +45,7 @@ def test_peers_when_all_fit_then_nothing_is_found() -> None:
     assert rules(decode_peer(), decode_peer(2)) == []
 
 
-def test_peers_when_only_tensor_parallelism_differs_then_nothing_is_found() -> None:
+def test_peers_may_differ_in_tensor_parallelism() -> None:
     assert rules(decode_peer(layout=layout(tensor_parallel_size=8))) == []
 
 
@@ -74,7 +74,7 @@ def test_peers_when_only_tensor_parallelism_differs_then_nothing_is_found() -> N
         ({"card": CARD}, "peer-context", "max_seq_len", "9000 (--override-engine-args)", "128"),
     ],
 )
-def test_peers_when_the_only_one_differs_then_an_error_names_both_values(
+def test_peers_when_the_only_one_differs_then_error(
     changes: dict[str, Any], rule: str, field: str, value: str, other: str
 ) -> None:
     (finding,) = check_peers(facts(Role.PREFILL), [decode_peer(0xAB, **changes)], PAIRING)
@@ -86,13 +86,13 @@ def test_peers_when_the_only_one_differs_then_an_error_names_both_values(
     )
 
 
-def test_peers_when_another_one_fits_then_a_difference_is_a_warning() -> None:
+def test_peers_when_another_one_fits_then_warning() -> None:
     assert rules(decode_peer(1, layout=layout(block_tokens=64)), decode_peer(2)) == [
         ("peer-layout", "warning")
     ]
 
 
-def test_peers_when_prefill_is_registered_then_decode_may_not_be_shorter() -> None:
+def test_peers_decode_may_not_be_shorter_than_prefill() -> None:
     prefill = msgspec.structs.replace(decode_peer(1), role=Role.PREFILL)
     found = check_peers(facts(Role.DECODE, {"max_seq_len": 10000}), [prefill], PAIRING)
     assert [(finding.rule, finding.other) for finding in found] == [
@@ -100,12 +100,12 @@ def test_peers_when_prefill_is_registered_then_decode_may_not_be_shorter() -> No
     ]
 
 
-def test_peers_when_they_are_of_the_same_role_then_they_do_not_matter() -> None:
+def test_peers_of_the_same_role_are_ignored() -> None:
     assert check_peers(facts(Role.DECODE), [decode_peer(engine="torch")], PAIRING) == []
     assert check_peers(facts(Role.AGGREGATED), [decode_peer(engine="torch")], PAIRING) == []
 
 
-def test_peer_rules_when_listed_then_each_is_found_by_some_difference() -> None:
+def test_peer_rules_each_find_some_difference() -> None:
     differences = [
         {"engine": "torch"},
         {"strategy": "x"},

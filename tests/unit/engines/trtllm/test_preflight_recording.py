@@ -12,9 +12,7 @@ from tests.unit.engines.trtllm.preflight_recording import RECORDING, shipped_fin
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
-def test_shipped_when_preflight_runs_then_the_findings_are_the_recorded_ones(
-    tmp_path: Path,
-) -> None:
+def test_shipped_files_have_the_recorded_problems(tmp_path: Path) -> None:
     recorded = json.loads(RECORDING.read_text(encoding="utf-8"))
     now = shipped_findings(tmp_path)
     cases = {*recorded, *now}

@@ -51,9 +51,7 @@ def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
 
 @pytest.mark.parametrize("release", ["1.1.0", "1.2.1", "1.3.0rc27"])
 @pytest.mark.parametrize("name", ["gb200", "b200", "b300"])
-def test_check_when_the_pair_is_right_in_any_release_then_no_error_and_no_warning(
-    release: str, name: str
-) -> None:
+def test_check_of_a_right_pair_has_no_error_or_warning(release: str, name: str) -> None:
     found = found_in(Planted("", "", known={"release": release, "on": name}))
     assert {name for name, severity in found.items() if severity != "note"} == (
         {"unfetched-kv-leaks"} if release < "1.2" else set()
@@ -72,14 +70,12 @@ def test_planted_when_counted_then_every_rule_has_one() -> None:
     assert len(ERRORS) >= 25
 
 
-def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_as_idle() -> None:
+def test_check_notes_an_idle_transceiver_when_aggregated() -> None:
     (finding,) = check_role(facts(A, {T + "backend": "UCX"}))
     assert (finding.rule, finding.severity) == ("transceiver-idle", "note")
 
 
-def test_check_when_something_is_found_then_field_both_values_sources_and_fix_are_reported() -> (
-    None
-):
+def test_check_reports_field_values_sources_and_fix() -> None:
     prefill = facts(P)
     decode = facts(D, {K + "tokens_per_block": 64})
     (finding,) = check_pair(prefill, decode)
@@ -90,12 +86,12 @@ def test_check_when_something_is_found_then_field_both_values_sources_and_fix_ar
     assert finding.fix
 
 
-def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() -> None:
+def test_check_names_a_release_default_as_source() -> None:
     (finding,) = check_role(facts(P, {"disable_overlap_scheduler": ...}))
     assert finding.value == "false (default of 1.2.1)"
 
 
-def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one() -> None:
+def test_check_suggests_the_next_buffer_multiple() -> None:
     (finding,) = [
         f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"
     ]
@@ -103,23 +99,19 @@ def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one()
 
 
 @pytest.mark.parametrize("extra", [{"a.b": "1"}, {5: "1"}], ids=["dotted", "number"])
-def test_variable_when_its_section_has_an_odd_key_then_it_is_seen_all_the_same(
-    extra: dict[Any, str],
-) -> None:
+def test_variable_of_section_with_odd_key_is_seen(extra: dict[Any, str]) -> None:
     overrides = {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1", **extra}
     judged = facts(P, {"env_overrides": overrides}, release="1.3.0rc29")
     assert "inflight-cancel-transceiver" in {finding.rule for finding in check_role(judged)}
 
 
-def test_parallelism_when_attention_is_data_parallel_then_heads_need_not_be_divided() -> None:
+def test_parallelism_with_data_parallel_attention_allows_heads() -> None:
     model = replace(LLAMA, num_attention_heads=40)
     judged = facts(A, {"tensor_parallel_size": 16, "enable_attention_dp": True}, model=model)
     assert "tensor-parallel-heads" not in {finding.rule for finding in check_role(judged)}
 
 
-def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_over_it_too() -> (
-    None
-):
+def test_parallelism_of_helix_divides_experts() -> None:
     helix = {
         "context_parallel_size": 2,
         "cp_config": {"cp_type": "HELIX"},
@@ -152,13 +144,11 @@ def test_windows_when_they_mean_the_same_then_they_are_equal(
 
 
 @pytest.mark.parametrize("drafts", ["3", [3], 3.5, None])
-def test_drafts_when_their_number_is_no_number_then_nothing_crashes(drafts: Any) -> None:
+def test_drafts_of_wrong_type_do_not_crash(drafts: Any) -> None:
     check_role(facts(D, {"speculative_config": {"decoding_type": "MTP", "max_draft_len": drafts}}))
 
 
-def test_v2_rule_when_the_manager_is_left_to_the_model_by_the_word_auto_then_as_if_it_was_unset() -> (
-    None
-):
+def test_v2_rule_treats_auto_as_unset() -> None:
     judged = facts(P, {**PYTHON, K + V2: "auto"}, release="1.3.0rc24", on="h200")
     assert "v2-without-fabric" in {finding.rule for finding in check_role(judged)}
 
@@ -191,7 +181,7 @@ def test_buffer_rules_when_the_transceiver_is_python_then_silent() -> None:
         assert [finding.rule for finding in found] == []
 
 
-def test_runtime_rule_when_python_is_set_or_chosen_then_they_match() -> None:
+def test_runtime_rule_accepts_matching_python() -> None:
     nixl = {T + "backend": "NIXL", T + "kv_cache_bounce_size_mb": 512}
     python = facts(D, {**nixl, T + "transceiver_runtime": "PYTHON"}, release="1.3.0rc27")
     assert check_pair(facts(P, nixl, release="1.3.0rc27"), python) == []
@@ -211,9 +201,7 @@ def test_timeout_rules_when_the_worker_sets_it_then_silent() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 8}])
-def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(
-    changes: dict[str, Any],
-) -> None:
+def test_pair_may_differ_in_ranks_with_trtllm_attention(changes: dict[str, Any]) -> None:
     assert check_pair(facts(P), facts(D, changes)) == []
 
 
@@ -231,12 +219,12 @@ def test_moe_rules_when_the_model_has_no_experts_then_silent() -> None:
     assert check_role(facts(D, model=LLAMA, on="h200")) == []
 
 
-def test_rules_when_model_gpu_and_load_are_unknown_then_they_stay_silent() -> None:
+def test_rules_without_model_gpu_and_load_are_silent() -> None:
     judged = facts(P, model=None, gpu=None, load=Load())
     assert check_role(judged) == []
 
 
-def test_model_rule_when_a_checkpoint_has_fewer_heads_then_the_split_is_judged_by_it() -> None:
+def test_model_rule_uses_the_heads_of_the_checkpoint() -> None:
     small = replace(GPT_OSS, num_attention_heads=6, num_kv_heads=2)
     rules = {finding.rule for finding in check_role(facts(D, model=small))}
     assert {"tensor-parallel-heads", "kv-heads-copied"} <= rules

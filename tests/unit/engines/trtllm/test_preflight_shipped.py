@@ -62,21 +62,21 @@ def check(chosen: PreflightConfig) -> None:
 
 
 @pytest.mark.parametrize(("name", "gpu", "release"), cases())
-def test_shipped_when_judged_for_its_gpu_and_releases_then_only_notes(
+def test_shipped_files_for_their_gpu_have_only_notes(
     name: str, gpu: str, release: str, llama: str
 ) -> None:
     check(config(name, gpu, release, llama if name.startswith("llama") else name.partition("/")[0]))
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_shipped_when_judged_for_the_load_it_is_for_then_only_notes(name: str) -> None:
+def test_shipped_files_for_their_load_have_only_notes(name: str) -> None:
     isl, osl, concurrency = LOADS[name]
     gpu = SHIPPED[name][0][0]
     chosen = config(name, gpu, claimed(next((FOLDER / name).glob("*.yaml")))[-1], "gpt-oss-120b")
     check(chosen.model_copy(update={"isl": isl, "osl": osl, "concurrency": concurrency}))
 
 
-def test_shipped_when_listed_then_every_file_of_tensorrt_llm_is_judged() -> None:
+def test_shipped_files_of_tensorrt_llm_are_all_checked() -> None:
     folders = {path.parent.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml")}
     assert {name for name in folders if not name.startswith(("tiny-gpt-oss", "vllm"))} == set(
         SHIPPED

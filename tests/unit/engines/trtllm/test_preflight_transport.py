@@ -26,7 +26,7 @@ def found(
     }
 
 
-def test_transport_notes_when_the_gpu_or_the_role_has_no_such_path_then_silent() -> None:
+def test_transport_notes_without_such_a_path_are_silent() -> None:
     assert found(environment={}, on="h200") == {}
     assert found(environment={}, gpu=None) == {}
     assert found(environment={}, role=Role.AGGREGATED) == {}
@@ -47,9 +47,7 @@ def test_transport_notes_when_the_gpu_or_the_role_has_no_such_path_then_silent()
         ({"LD_LIBRARY_PATH": ""}, None),
     ],
 )
-def test_foreign_nixl_when_a_path_has_another_build_then_the_path_is_named(
-    environment: dict[str, str], path: str | None
-) -> None:
+def test_foreign_nixl_build_names_the_path(environment: dict[str, str], path: str | None) -> None:
     expected = {} if path is None else {"foreign-nixl": path}
     assert found(NIXL, on="h200", environment=environment) == expected
     assert found(on="h200", environment=environment) == {}  # with UCX, TensorRT-LLM loads no NIXL

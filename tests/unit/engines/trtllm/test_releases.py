@@ -28,7 +28,7 @@ def by_name(name: str) -> ApiManifest:
     return next(release for release in LIBRARY.releases if release.name == name)
 
 
-def test_manifests_when_compared_with_what_was_read_then_byte_for_byte_the_same() -> None:
+def test_manifests_equal_what_was_read() -> None:
     shipped = [
         file
         for file in resources.files(api_manifests.__name__).iterdir()
@@ -89,17 +89,17 @@ N = "NOT_READ"
         ("LLMs", "generate_async", (A, A, A, A, A, A)),
     ],
 )
-def test_presence_when_asked_of_each_release_then_what_its_manifests_say(
+def test_presence_in_each_release_follows_its_manifests(
     owner: str, name: str, expected: tuple[str, ...]
 ) -> None:
     assert tuple(release.presence(owner, name).name for release in LIBRARY.releases) == expected
 
 
-def test_presence_when_a_name_is_misspelt_in_a_class_that_was_read_then_absent() -> None:
+def test_presence_of_misspelled_name_is_absent() -> None:
     assert by_name("1.2.1").presence("CompletionOutput", "tokenids") is Presence.ABSENT
 
 
-def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> None:
+def test_fields_have_type_default_and_allowed_values() -> None:
     release = by_name("1.2.1")
     backend = release.fields("CacheTransceiverConfig")["backend"]
     assert backend.type == "Optional[Literal['DEFAULT', 'UCX', 'NIXL', 'MOONCAKE', 'MPI']]"
@@ -131,9 +131,7 @@ def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> No
         ("1.4.0rc4", "1.4.0rc4"),
     ],
 )
-def test_release_for_when_the_release_was_read_then_that_one_as_read(
-    version: str, name: str
-) -> None:
+def test_release_for_a_read_release_is_that_one(version: str, name: str) -> None:
     release = release_for(version)
     assert release.name == release.title == name
     assert release.not_read == by_name(name).not_read
@@ -154,9 +152,7 @@ def test_release_for_when_the_release_was_read_then_that_one_as_read(
         ("1.4.0", "1.4.0rc4"),
     ],
 )
-def test_release_for_when_a_candidate_was_not_read_then_the_nearest_one_and_all_of_it_in_part(
-    version: str, name: str
-) -> None:
+def test_release_for_unread_candidate_is_the_nearest(version: str, name: str) -> None:
     release = release_for(version)
     assert release.name == name
     assert release.title == f"{name} (the nearest release that was read)"
@@ -167,15 +163,13 @@ def test_release_for_when_a_candidate_was_not_read_then_the_nearest_one_and_all_
     assert not by_name("1.3.0rc27").is_in_part("TorchLlmArgs")  # as before
 
 
-def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_release_for_a_newer_one_is_the_newest_known(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert release_for("2.0.1").name == "1.4.0rc4"
     assert "TensorRT-LLM 2.0.1 is unknown; using the argument schema of 1.4.0rc4" in caplog.text
 
 
-def test_fields_when_candidates_differ_then_each_has_its_own_default_and_values() -> None:
+def test_fields_of_candidates_have_their_own_defaults() -> None:
     runtimes = {
         release.name: release.fields("CacheTransceiverConfig")["transceiver_runtime"].default
         for release in LIBRARY.releases[2:]
@@ -192,7 +186,7 @@ def test_fields_when_candidates_differ_then_each_has_its_own_default_and_values(
 
 
 @pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "1.0.0.post1"])
-def test_release_for_when_too_old_then_refused_with_the_oldest_that_works(version: str) -> None:
+def test_release_for_too_old_names_the_oldest_supported(version: str) -> None:
     with pytest.raises(
         ConfigError, match=f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer."
     ):

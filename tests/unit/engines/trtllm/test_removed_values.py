@@ -16,9 +16,7 @@ def check(release: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.3.0rc24", "1.3.0rc27", "1.3.0rc29", "1.4.0rc1", "1.4.0rc4"])
-def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successors(
-    version: str,
-) -> None:
+def test_args_wideep_is_rejected_from_1_3_with_successors(version: str) -> None:
     check("1.2.1", "WIDEEP")
     with pytest.raises(
         ConfigError, match=r"backend is 'WIDEEP': expected .*1\.3 removed it.*DEEPGEMM"
@@ -27,7 +25,7 @@ def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successo
     assert caught.value.field == "moe_config.backend"
 
 
-def test_args_when_another_value_is_wrong_then_no_successor_is_named() -> None:
+def test_args_other_wrong_value_names_no_successor() -> None:
     with pytest.raises(ConfigError) as caught:
         check("1.3.0rc29", "TRITTON")
     assert "removed" not in caught.value.message

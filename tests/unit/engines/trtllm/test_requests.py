@@ -78,9 +78,7 @@ def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "context"), [(10, 1, 100), (39, 20, 40)])
-def test_call_when_one_token_is_all_there_may_be_then_nothing_is_transferred(
-    prompt: int, max_tokens: int, context: int
-) -> None:
+def test_call_of_one_token_transfers_nothing(prompt: int, max_tokens: int, context: int) -> None:
     call = TrtllmRequest(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
     assert not call.exports_kv
     assert call.sampling["max_tokens"] == 1
@@ -114,7 +112,7 @@ def test_call_when_made_twice_then_nothing_is_shared() -> None:
     assert 1 not in second.sampling["stop_token_ids"]
 
 
-def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> None:
+def test_stops_of_harmony_name_both_turn_ends() -> None:
     sampling = TrtllmRequest(ask(), rules()).sampling
     assert sampling["end_id"] == RETURN
     assert sampling["stop_token_ids"] == [EOS, CALL]
@@ -122,7 +120,7 @@ def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> No
     assert sampling["detokenize"] is False
 
 
-def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
+def test_stops_without_eos_are_foreign_only() -> None:
     call = TrtllmRequest(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
     # ignore_eos of 1.3 would drop all of them; without an end id only they stop
     assert (call.sampling["ignore_eos"], call.sampling["end_id"]) == (False, -1)
@@ -132,26 +130,24 @@ def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
 
 
 @pytest.mark.parametrize("stop_token_ids", [(), (7,)])
-def test_min_tokens_when_eos_is_ignored_then_it_is_idle_and_left_out(
-    stop_token_ids: tuple[int, ...],
-) -> None:
+def test_min_tokens_without_eos_is_omitted(stop_token_ids: tuple[int, ...]) -> None:
     request = ask(ignore_eos=True, min_tokens=3, stop_token_ids=stop_token_ids)
     assert "min_tokens" not in TrtllmRequest(request, rules(min_tokens=False)).sampling
 
 
-def test_min_tokens_when_the_sampler_ignores_it_then_rejected_by_name() -> None:
+def test_min_tokens_ignored_by_sampler_is_rejected() -> None:
     with pytest.raises(RequestRejected) as caught:
         TrtllmRequest(ask(min_tokens=3), rules(min_tokens=False))
     assert caught.value.field == "min_tokens"
 
 
-def test_stops_when_model_has_none_then_end_id_is_the_vendors_never() -> None:
+def test_stops_of_model_without_any_use_vendor_never() -> None:
     sampling = TrtllmRequest(ask(), rules(eos_token_ids=())).sampling
     assert sampling["end_id"] == -1
     assert sampling["stop_token_ids"] is None
 
 
-def test_sampling_when_greedy_then_top_k_is_one_and_temperature_is_not_sent() -> None:
+def test_greedy_sampling_sends_top_k_one() -> None:
     sampling = TrtllmRequest(ask(temperature=0.0, top_p=0.5), rules()).sampling
     assert sampling["top_k"] == 1
     assert "temperature" not in sampling
@@ -189,13 +185,11 @@ def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(None, None), (0, 1), (1, 1), (5, 5)])
-def test_logprobs_when_asked_without_alternatives_then_the_vendor_is_asked_for_one(
-    asked: int | None, sent: int | None
-) -> None:
+def test_logprobs_without_alternatives_ask_for_one(asked: int | None, sent: int | None) -> None:
     assert TrtllmRequest(ask(logprobs=asked), rules()).sampling["logprobs"] == sent
 
 
-def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
+def test_prompt_over_limit_names_the_argument() -> None:
     with pytest.raises(ContextTooLong, match=r"41 tokens.* 40 \(limit of prefill\)"):
         TrtllmRequest(ask(41), rules())
     TrtllmRequest(ask(40), rules())
@@ -237,15 +231,13 @@ FIRST = msgspec.structs.replace(make_transfer_params("t"), first_token_ids=token
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_call_when_a_token_is_not_in_the_vocabulary_then_refused_by_name(
-    call: GenerateRequest, field: str
-) -> None:
+def test_call_with_unknown_token_is_rejected_by_name(call: GenerateRequest, field: str) -> None:
     with pytest.raises(RequestRejected, match=f"{TOO_LARGE} in {field} .* vocabulary") as caught:
         TrtllmRequest(call, rules())
     assert caught.value.field == field
 
 
-def test_call_when_a_stop_token_is_not_in_the_vocabulary_then_it_is_left_out() -> None:
+def test_call_omits_unknown_stop_token() -> None:
     assert TrtllmRequest(ask(stop_token_ids=(7, TOO_LARGE)), rules()).stop_ids == {
         7,
         RETURN,
@@ -259,7 +251,7 @@ def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
         TrtllmRequest(ask(), rules(role=Role.AGGREGATED))
 
 
-def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
+def test_call_resumed_counts_tokens_as_prompt() -> None:
     request = msgspec.structs.replace(ask(10), num_resumed_output_tokens=4)
     assert TrtllmRequest(request, rules()).keywords["inputs"] == list(range(10))
 
@@ -286,9 +278,7 @@ def test_guided_when_a_schema_is_all_then_the_json_guide_is_used() -> None:
         ("grammar", {"type": "grammar", "grammar": "a+"}),
     ],
 )
-def test_guided_when_regex_or_grammar_then_alone_by_its_name_and_after_a_header_in_a_structural_tag(
-    kind: str, content: dict[str, str]
-) -> None:
+def test_guided_regex_or_grammar_uses_its_own_field(kind: str, content: dict[str, str]) -> None:
     form = OutputFormat(json_schema="", **{kind: "a+"})
     assert guided(form, structural_tags=False) == {kind: "a+"}
     found = json.loads(guided(form, after="<|message|>")["structural_tag"])["format"]
@@ -299,7 +289,7 @@ def test_guided_when_any_object_then_json_object() -> None:
     assert guided(OutputFormat(json_schema="{}")) == {"json_object": True}
 
 
-def test_guided_when_after_free_text_then_a_triggered_tag_ends_it() -> None:
+def test_guided_after_free_text_uses_a_triggered_tag() -> None:
     found = json.loads(
         guided(OutputFormat(json_schema=SCHEMA), after="<|message|>")["structural_tag"]
     )
@@ -322,7 +312,7 @@ def test_guided_when_several_forms_then_one_of_them() -> None:
     assert [element["elements"][0]["value"] for element in found["elements"]] == ["a ", "b "]
 
 
-def test_guided_when_backend_takes_no_tags_then_refused_with_the_cure() -> None:
+def test_guided_without_tag_support_is_rejected_with_fix() -> None:
     with pytest.raises(RequestRejected, match="xgrammar"):
         guided(OutputFormat(json_schema=SCHEMA), after="x", structural_tags=False)
 
@@ -343,9 +333,7 @@ def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: in
         TrtllmRequest(asked, rules(role=role, dp_ranks=rank))
 
 
-def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> (
-    None
-):
+def test_priority_converts_to_distinct_32_bit_numbers() -> None:
     limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
     found = [
@@ -360,9 +348,7 @@ def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_diff
     assert singles == sorted(set(singles), reverse=True)
 
 
-def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_end_with_the_first_token() -> (
-    None
-):
+def test_phases_of_executor_end_with_the_first_token() -> None:
     at = dict(
         zip(
             TIMES,

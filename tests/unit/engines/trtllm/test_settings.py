@@ -87,7 +87,7 @@ def refused(
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc23"])
-def test_refuses_when_the_sampler_is_pytorchs_then_what_it_ignores(version: str) -> None:
+def test_rejects_what_the_pytorch_sampler_ignores(version: str) -> None:
     assert refused(version, guided_decoding_backend="xgrammar") == {*PENALTIES, "seed"}
 
 
@@ -98,14 +98,14 @@ def test_refuses_when_the_sampler_is_trtllms_then_nothing(version: str) -> None:
     )
 
 
-def test_refuses_when_nothing_is_set_then_guided_and_what_the_candidate_ignores() -> None:
+def test_rejects_guided_and_ignored_fields_by_default() -> None:
     for version in ("1.3.0rc27", "1.3.0rc29", "1.3.0", "1.4.0rc1"):
         assert refused(version) == {"guided"}
     assert refused("1.3.0rc24") == refused("1.3.0rc26") == {"guided", "seed"}
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role) -> None:
+def test_rejects_logprobs_without_first_token_value(role: Role) -> None:
     assert "logprobs" in refused("1.2.1", role)
     assert "logprobs" not in refused("1.2.1", Role.AGGREGATED)
     assert "logprobs" not in refused("1.3.0rc29", role, fields=OLD_FIELDS | {"first_gen_log_probs"})
@@ -122,7 +122,7 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
         ("1.3.0", {}, True),
     ],
 )
-def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
+def test_min_tokens_is_supported_when_end_id_is_held_back(
     version: str, values: dict[str, Any], works: bool
 ) -> None:
     found = model_limits.TrtllmModelLimits(
@@ -138,9 +138,7 @@ def test_values_when_made_then_workers_of_text_are_not_there() -> None:
     assert args.values["enable_iter_perf_stats"] is True
 
 
-def test_values_when_statistics_are_switched_off_then_they_stay_off_and_a_note_says_what_is_lost() -> (
-    None
-):
+def test_statistics_switched_off_note_what_is_lost() -> None:
     args = args_of("1.2.1", enable_iter_perf_stats=False)
     assert args.values["enable_iter_perf_stats"] is False
     note = statistics_note(args)
@@ -149,7 +147,7 @@ def test_values_when_statistics_are_switched_off_then_they_stay_off_and_a_note_s
     assert "cost model" in note
 
 
-def test_values_when_statistics_are_on_then_a_note_says_that_they_cost_time() -> None:
+def test_statistics_on_note_their_cost() -> None:
     assert "costs time in each step" in statistics_note(args_of("1.2.1"))
 
 
@@ -174,7 +172,7 @@ BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer":
         (Phase.DECODE, {"max_seq_len": 100}, 99, "max_seq_len 100"),
     ],
 )
-def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
+def test_prompt_limit_is_the_smallest_with_its_name(
     phase: Phase, values: dict[str, Any], limit: int, why: str
 ) -> None:
     found = model_limits.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
@@ -187,7 +185,7 @@ def test_context_when_it_is_unknown_then_the_flag_is_named() -> None:
         model_limits.context_length(facts_of(model=checkpoint(context_length=0)))
 
 
-def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
+def test_pairing_of_default_attention_allows_other_ranks() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
     assert engine.kv_compat(facts_of(**transceiver), "1.2.1") == {
         "release": "1.2",
@@ -221,9 +219,7 @@ def test_pairing_when_1_3_then_by_the_transceiver_that_runs(
     assert found["transceiver_runtime"] == runtime
 
 
-def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_transceiver() -> (
-    None
-):
+def test_pairing_of_ucx_environment_uses_cpp_transceiver() -> None:
     found = replace(
         facts_of("1.3.0rc29", cache_transceiver_config={"backend": "DEFAULT"}),
         environment={"TRTLLM_USE_UCX_KVCACHE": "1"},
@@ -231,7 +227,7 @@ def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_
     assert engine.kv_compat(found, "1.3.0rc29")["transceiver_runtime"] == "CPP"
 
 
-def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> None:
+def test_pairing_of_python_transceiver_needs_the_same_build() -> None:
     nixl, ucx = ({"cache_transceiver_config": {"backend": name}} for name in ("NIXL", "UCX"))
     assert (
         engine.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
@@ -241,9 +237,7 @@ def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> Non
 
 
 @pytest.mark.parametrize("backend", ["UCX", "MPI", "MOONCAKE"])
-def test_runtime_when_the_backend_is_not_nixl_then_the_worker_sets_cpp_with_a_note(
-    backend: str,
-) -> None:
+def test_runtime_without_nixl_is_set_to_cpp_with_a_note(backend: str) -> None:
     args = args_of("1.3.0rc29", Role.DECODE, cache_transceiver_config={"backend": backend})
     assert args.values["cache_transceiver_config"]["transceiver_runtime"] == "CPP"
     assert any(f"the Python transceiver has no {backend}" in note for note in args.notes)
@@ -258,14 +252,12 @@ def test_runtime_when_the_backend_is_not_nixl_then_the_worker_sets_cpp_with_a_no
         ("1.1.0", {"backend": "UCX"}),
     ],
 )
-def test_runtime_when_the_library_chooses_right_then_the_worker_does_not_set_it(
-    version: str, config: dict[str, Any]
-) -> None:
+def test_runtime_right_by_default_is_not_set(version: str, config: dict[str, Any]) -> None:
     args = args_of(version, Role.DECODE, cache_transceiver_config=config)
     assert "transceiver_runtime" not in args.values["cache_transceiver_config"]
 
 
-def test_pairing_when_1_4_then_python_is_the_default_also_without_a_timeout() -> None:
+def test_pairing_of_1_4_defaults_to_python() -> None:
     config = {"backend": "NIXL", "kv_transfer_timeout_ms": None}
     runtimes = {
         version: facts_of(version, cache_transceiver_config=config).runtime
@@ -274,9 +266,7 @@ def test_pairing_when_1_4_then_python_is_the_default_also_without_a_timeout() ->
     assert runtimes == {"1.3.0rc29": "CPP", "1.4.0rc1": "PYTHON"}
 
 
-def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_runs_on_the_cpp_transceiver() -> (
-    None
-):
+def test_candidate_of_1_4_passes_new_keys() -> None:
     config = {"backend": "UCX", "agent_bounce_buffer_enable": True}
     found = facts_of("1.4.0rc1", cache_transceiver_config=config, iter_perf_stats_interval=10)
     transceiver = found.args.values["cache_transceiver_config"]
@@ -289,7 +279,7 @@ def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_r
     assert engine.kv_compat(nixl, "1.4.0rc1")["transceiver_runtime"] == "PYTHON"
 
 
-def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_limit() -> None:
+def test_prompt_limit_ignores_buffer_of_python_transceiver() -> None:
     config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
     for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
         assert (
@@ -306,9 +296,7 @@ def test_ends_when_harmony_then_return_and_call_come_first() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
-def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_transfer_ttl(
-    version: str, role: Role
-) -> None:
+def test_timeout_unset_is_set_above_the_transfer_ttl(version: str, role: Role) -> None:
     found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})
     assert found.args.values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 66_000
     assert engine.kv_timeout_s(found) == 66.0
@@ -325,7 +313,7 @@ def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_transfer_ttl
         ("1.2.1", Role.AGGREGATED, {"backend": "UCX"}, math.inf),
     ],
 )
-def test_timeout_when_the_release_lacks_it_or_the_user_sets_it_then_the_worker_does_not(
+def test_timeout_is_not_set_when_unsupported_or_given(
     version: str, role: Role, transceiver: dict[str, Any] | None, timeout_s: float
 ) -> None:
     assert (
@@ -358,7 +346,7 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
         ({"kv_cache_config": {"block_reuse_config": {"policy": "per_request"}}}, False),
     ],
 )
-def test_conversations_when_the_arguments_use_them_then_passed_on(
+def test_conversations_in_arguments_are_passed_on(
     values: dict[str, Any], conversations: bool
 ) -> None:
     facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
@@ -378,9 +366,7 @@ def test_conversations_when_the_arguments_use_them_then_passed_on(
         (Role.AGGREGATED, {"sleep_config": None, "enable_block_reuse": False}, "set sleep_config"),
     ],
 )
-def test_sleep_when_the_arguments_do_not_allow_it_then_what_to_set(
-    role: Role, values: dict[str, Any], said: str
-) -> None:
+def test_sleep_not_allowed_says_what_to_set(role: Role, values: dict[str, Any], said: str) -> None:
     reuse = {name: value for name, value in values.items() if name == "enable_block_reuse"}
     rest = {name: value for name, value in values.items() if name not in reuse}
     found = engine.sleep_obstacle(facts_of("1.3.0rc29", role, kv_cache_config=reuse, **rest))
@@ -398,7 +384,7 @@ def test_sleep_when_the_arguments_do_not_allow_it_then_what_to_set(
         ("1.2.1", True, {"backend": "UCX"}, False),
     ],
 )
-def test_transfer_hint_when_candidates_mix_up_the_pools_of_hybrid_models_then_it_names_them(
+def test_transfer_hint_names_mixed_pools_of_hybrid_models(
     version: str, is_recurrent: bool, transceiver: dict[str, Any], is_hinted: bool
 ) -> None:
     model = checkpoint(has_recurrent_layers=is_recurrent)
@@ -406,9 +392,7 @@ def test_transfer_hint_when_candidates_mix_up_the_pools_of_hybrid_models_then_it
     assert ("pull request 16505" in engine.transfer_hint(facts)) is is_hinted
 
 
-def test_kv_compat_when_the_model_prefers_another_attention_then_it_counts_with_the_number_of_ranks() -> (
-    None
-):
+def test_kv_compat_includes_preferred_attention_and_ranks() -> None:
     gemma = checkpoint(model_type="gemma4")
     transceiver = {"cache_transceiver_config": {"backend": "NIXL"}}
     found = engine.kv_compat(

@@ -23,7 +23,7 @@ def test_rows_when_release_tells_all_then_they_are_read() -> None:
     assert counts_of([row]) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
 
 
-def test_rows_when_only_rank_0_reports_then_its_kv_stands_for_each_rank() -> None:
+def test_rows_of_rank_0_only_stand_for_each_rank() -> None:
     row = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
     assert counts_of([row], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
     others = row | {"numQueuedRequests": 0}
@@ -68,7 +68,7 @@ def test_poller_when_rows_come_then_the_last_counts() -> None:
     assert poller.has_reported
 
 
-def test_poller_when_ranks_report_in_different_polls_then_the_last_row_of_each_counts() -> None:
+def test_poller_uses_the_last_row_of_each_rank() -> None:
     rows = [{"attentionDpRank": rank, "kvCacheStats": {"maxNumBlocks": 9}} for rank in range(4)]
     queue = [row | {"numQueuedRequests": 7 if row["attentionDpRank"] == 0 else 0} for row in rows]
     poller = Poller(rows, queue[:2], queue[2:], num_ranks=4)
@@ -83,7 +83,7 @@ class RemoteError(Exception):
 @pytest.mark.parametrize(
     "error", [RuntimeError("gone"), RemoteError("no answer"), TypeError("not NoneType")]
 )
-def test_poller_when_the_vendor_fails_then_it_is_logged_once_and_tried_again(
+def test_poller_logs_a_vendor_failure_once(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -93,7 +93,7 @@ def test_poller_when_the_vendor_fails_then_it_is_logged_once_and_tried_again(
     assert caplog.text.count(str(error)) == 1
 
 
-def test_poller_when_the_vendor_never_reports_then_nothing_can_be_said_of_its_progress() -> None:
+def test_poller_without_reports_knows_no_progress() -> None:
     poller = Poller(RuntimeError("no statistics"), [])
     poller.run()
     assert not poller.has_reported

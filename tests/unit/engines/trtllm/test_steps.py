@@ -225,9 +225,7 @@ def errors(model: CostModel, executor: Executor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_model_when_it_learns_from_rows_then_it_predicts_other_steps_within_a_tenth(
-    overlaps: bool, is_new: bool
-) -> None:
+def test_model_learned_from_rows_predicts_within_a_tenth(overlaps: bool, is_new: bool) -> None:
     executor = Executor(load(), overlaps, is_new)
     other = Executor(load(seed=11), overlaps, is_new, seed=2)
     steps = read(executor)
@@ -236,9 +234,7 @@ def test_model_when_it_learns_from_rows_then_it_predicts_other_steps_within_a_te
     assert max(errors(fitted(steps), other)) < 0.1
 
 
-def test_rows_when_schedules_overlap_then_their_latencies_are_of_two_steps_and_the_samples_of_one() -> (
-    None
-):
+def test_rows_of_overlapping_schedules_give_single_steps() -> None:
     executor = Executor(load())
     steps = read(executor)
     rows = executor.rows
@@ -253,9 +249,7 @@ def test_rows_when_schedules_overlap_then_their_latencies_are_of_two_steps_and_t
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_their_time(
-    overlaps: bool,
-) -> None:
+def test_prompts_at_idle_executor_use_only_newer_rows(overlaps: bool) -> None:
     def prompts(*, is_new: bool) -> list[StepSample]:
         executor = Executor([Request(number, 1500, 1) for number in range(1, 20)], overlaps, is_new)
         return [step for step in read(executor, rows_per_poll=4) if step.prefill_tokens]
@@ -270,9 +264,7 @@ def test_prompts_when_each_comes_to_an_idle_executor_then_only_newer_rows_tell_t
     ("prompt", "before"),
     [(_MAX_TOKENS, [0]), (3 * _MAX_TOKENS, [0, _MAX_TOKENS, 2 * _MAX_TOKENS])],
 )
-def test_chunks_when_rows_do_not_tell_their_place_then_it_comes_from_the_rows_before(
-    prompt: int, before: list[int]
-) -> None:
+def test_chunk_places_come_from_earlier_rows(prompt: int, before: list[int]) -> None:
     executor = Executor([Request(0.5, prompt, 1) for _ in range(12)], overlaps=False)
     steps = read(executor, rows_per_poll=3)
     assert {step.attention_pairs for step in steps} == {
@@ -294,9 +286,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("damage", [None, *DAMAGES])
-def test_rows_when_one_is_damaged_or_missing_then_only_its_neighbors_are_no_samples(
-    damage: str | None, overlaps: bool
-) -> None:
+def test_damaged_row_drops_only_its_neighbors(damage: str | None, overlaps: bool) -> None:
     rows = Executor([Request(0.1, 60, 60)], overlaps).run()
 
     def samples(rows: list[dict[str, Any]]) -> list[StepSample]:
@@ -317,7 +307,7 @@ def test_rows_when_one_is_damaged_or_missing_then_only_its_neighbors_are_no_samp
     assert len(left) >= len(whole) - 6
 
 
-def test_rows_when_the_clock_is_changed_then_no_step_takes_an_hour() -> None:
+def test_rows_ignore_a_changed_clock() -> None:
     rows = Executor([Request(0.1, 60, 60)]).run()
     for shift_h in (-1, 1):
         changed = [dict(row) for row in rows]
@@ -335,9 +325,7 @@ def test_rows_when_the_clock_is_changed_then_no_step_takes_an_hour() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_without(
-    overlaps: bool,
-) -> None:
+def test_rows_after_a_clock_step_are_unchanged(overlaps: bool) -> None:
     def samples(rows: list[dict[str, Any]]) -> list[tuple[float, ...]]:
         steps = deque[StepSample]()
         reader = StepReader(steps, lambda: (80.0, 60))
@@ -356,9 +344,7 @@ def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_wit
 
 
 @pytest.mark.parametrize("reporting", [4, 3, 1])
-def test_rows_when_ranks_have_their_own_then_a_step_has_all_requests_also_of_silent_ranks(
-    reporting: int,
-) -> None:
+def test_rows_of_ranks_include_requests_of_silent_ranks(reporting: int) -> None:
     rows = Executor([Request(0.1, 60, 40)], is_new=True).run()
     ranks = [row | {"attentionDpRank": rank} for row in rows for rank in range(reporting)]
     steps = deque[StepSample]()

@@ -54,7 +54,7 @@ def sent(**changes: Any) -> KvTransferParams:
     return decode(encode(kv_params), KvTransferParams)
 
 
-def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
+def test_transfer_survives_the_wire_unchanged() -> None:
     found = unpack(sent(draft_tokens=[1, 2]), OLD)
     assert found == params(draft_tokens=[1, 2], request_type="generation_only")
 
@@ -67,7 +67,7 @@ def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed()
         pytest.param([-0.5], id="without alternatives"),
     ],
 )
-def test_transfer_when_it_has_log_probabilities_then_they_are_rebuilt(given: list[Any]) -> None:
+def test_transfer_log_probabilities_are_rebuilt(given: list[Any]) -> None:
     assert unpack(sent(first_gen_log_probs=given))["first_gen_log_probs"] == given
 
 
@@ -90,9 +90,7 @@ def test_transfer_when_it_has_log_probabilities_then_they_are_rebuilt(given: lis
     ],
     ids=str,
 )
-def test_transfer_when_a_value_is_out_of_range_then_refused_with_its_name(
-    bad: dict[str, Any],
-) -> None:
+def test_transfer_value_out_of_range_is_rejected_by_name(bad: dict[str, Any]) -> None:
     kv_params = sent()
     inside = decode(kv_params.engine_state, dict)
     plain = {name: wire._plain(name, value) for name, value in bad.items()}
@@ -101,7 +99,7 @@ def test_transfer_when_a_value_is_out_of_range_then_refused_with_its_name(
         unpack(with_state(encode(inside)))
 
 
-def test_transfer_when_a_needed_field_is_missing_then_refused_with_its_name() -> None:
+def test_transfer_without_needed_field_is_rejected_by_name() -> None:
     for name in ("first_gen_tokens", "ctx_request_id"):
         inside = decode(sent().engine_state, dict)
         del inside["params"][name]
@@ -109,27 +107,25 @@ def test_transfer_when_a_needed_field_is_missing_then_refused_with_its_name() ->
             unpack(with_state(encode(inside)))
 
 
-def test_fields_when_the_library_gives_them_then_each_can_be_sent() -> None:
+def test_library_fields_can_all_be_sent() -> None:
     named = LIBRARY.needed["DisaggregatedParams"] + LIBRARY.optional["DisaggregatedParams"]
     assert set(named) == {"request_type", *wire._SentParams.__struct_fields__}
 
 
-def test_transfer_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
+def test_transfer_field_unknown_to_decode_is_named() -> None:
     with pytest.raises(TransferMismatch) as caught:
         unpack(sent(disagg_request_id=9), OLD)
     assert caught.value.field == "disagg_request_id"
 
 
-def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
+def test_transfer_of_another_inner_version_is_rejected() -> None:
     inside = decode(sent().engine_state, dict)
     for engine_state in (encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
             unpack(with_state(engine_state), OLD)
 
 
-def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_place_of_the_state() -> (
-    None
-):
+def test_transfer_of_python_transceiver_has_an_endpoint() -> None:
     answer = {
         "opaque_state": None,
         "ctx_info_endpoint": "tcp://10.0.0.1:5",
@@ -147,7 +143,7 @@ def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_plac
     assert caught.value.field == "transceiver_runtime"
 
 
-def test_transfer_when_it_has_a_state_then_it_is_of_the_cpp_transceiver() -> None:
+def test_transfer_with_state_is_of_cpp_transceiver() -> None:
     both = sent(ctx_info_endpoint="tcp://10.0.0.1:5")
     for kv_params in (sent(), both):
         unpack(kv_params, runtime="CPP")
@@ -156,7 +152,7 @@ def test_transfer_when_it_has_a_state_then_it_is_of_the_cpp_transceiver() -> Non
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
-def test_pack_when_something_needed_is_missing_then_refused_with_its_name(lacking: str) -> None:
+def test_pack_without_needed_field_is_rejected_by_name(lacking: str) -> None:
     with pytest.raises(RequestRejected, match=lacking):
         wire.pack(params(**{lacking: None}), release="1.2.1")
 
@@ -165,12 +161,12 @@ def test_pack_when_the_request_id_is_zero_then_it_counts() -> None:
     wire.pack(params(ctx_request_id=0), release="1.2.1")
 
 
-def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
+def test_pack_of_unsendable_value_is_rejected_by_name() -> None:
     with pytest.raises(RequestRejected, match="draft_tokens"):
         wire.pack(params(draft_tokens=object()), release="1.2.1")
 
 
-def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
+def test_context_global_ids_are_unique_63_bits() -> None:
     numbers = (1, 2, 3, 1 + (1 << 20), 1 + (1 << 24))  # a million calls are those of hours
     calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in numbers]
     ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]
@@ -179,9 +175,7 @@ def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits(
 
 
 @pytest.mark.parametrize("value", ["1", "true", "yes"])
-def test_retries_when_the_library_must_not_get_a_prefill_call_twice_then_refused_by_name(
-    value: str,
-) -> None:
+def test_retries_of_unrepeatable_prefill_are_rejected(value: str) -> None:
     name = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
     with pytest.raises(ConfigError, match=f"{name} is '{value}'.*unset it") as caught:
         wire.check_retries({name: value}.__getitem__)
@@ -193,5 +187,5 @@ def test_retries_when_the_variable_is_off_then_they_are_allowed(value: str) -> N
     wire.check_retries(lambda name: value)
 
 
-def test_context_when_release_knows_no_global_ids_then_none_is_sent() -> None:
+def test_context_without_global_ids_sends_none() -> None:
     assert wire.context_params(5, 1, known=OLD) == {"request_type": "context_only"}

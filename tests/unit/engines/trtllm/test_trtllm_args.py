@@ -48,9 +48,7 @@ def typed(argv: list[str], env: dict[str, str] | None = None) -> WorkerConfig:
     return load(WorkerConfig, prog="w", argv=["--model", "m", *argv], environ=env or {})
 
 
-def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_leaf_knows_its_place(
-    yaml: Any,
-) -> None:
+def test_args_of_every_place_are_merged_in_order(yaml: Any) -> None:
     path = yaml(
         "max_batch_size: 1\nmax_num_tokens: 1\nmax_seq_len: 1\nstream_interval: 1\n"
         "moe_config: {backend: CUTLASS}\nkv_cache_config: {enable_block_reuse: false}\n"
@@ -96,7 +94,7 @@ def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> Non
     assert merged(**{field: value}).leaves[LIBRARY.flags[field]] == (value, "configuration")
 
 
-def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has() -> None:
+def test_flags_set_arguments_of_every_release() -> None:
     assert LIBRARY.flags["expert_parallel_size"] == "moe_expert_parallel_size"
     assert LIBRARY.flags["kv_block_size"] == "kv_cache_config.tokens_per_block"
     for release in LIBRARY.releases:
@@ -125,9 +123,7 @@ def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has(
         ({"backend": "tensorrt"}, "backend is 'tensorrt': only pytorch is supported; remove it"),
     ],
 )
-def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(
-    values: dict[str, Any], problem: str
-) -> None:
+def test_args_unknown_key_suggests_the_nearest(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         override(values)
     assert caught.value.message.startswith("--override-engine-args: ")
@@ -155,7 +151,7 @@ def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(
         ({"moe_config": {"tactic": "x"}}, "1.3.0rc29", r"a release that has it \(1.4.0rc4\)"),
     ],
 )
-def test_args_when_only_other_releases_have_the_key_then_they_are_named(
+def test_args_key_of_other_releases_names_them(
     values: dict[str, Any], name: str, having: str
 ) -> None:
     with pytest.raises(ConfigError, match=having):
@@ -236,9 +232,7 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         ({"orchestrator_type": "mpi"}, "one of rpc, ray or null"),
     ],
 )
-def test_args_when_a_value_is_wrong_then_refused_with_what_is_right(
-    values: dict[str, Any], problem: str
-) -> None:
+def test_args_wrong_value_says_what_is_right(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         override(values)
 
@@ -266,7 +260,7 @@ def test_args_when_values_are_right_then_they_are_passed_on(values: dict[str, An
         )
 
 
-def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> None:
+def test_args_literal_of_another_release_is_rejected() -> None:
     values = {"moe_config": {"backend": "WIDEEP"}}
     assert override(values, "1.1.0").values["moe_config"] == {"backend": "WIDEEP"}
     with pytest.raises(ConfigError, match="'WIDEEP': expected one of AUTO"):
@@ -321,7 +315,7 @@ def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> 
     ],
 )
 @pytest.mark.parametrize("name", RELEASES)
-def test_args_when_a_spelling_is_old_then_translated_with_one_line(
+def test_args_old_spelling_is_translated(
     old: dict[str, Any], new: dict[str, Any], said: str, name: str
 ) -> None:
     args = override(old, name)
@@ -330,7 +324,7 @@ def test_args_when_a_spelling_is_old_then_translated_with_one_line(
     assert args.leaves.keys() & old.keys() <= new.keys()
 
 
-def test_args_when_the_backend_is_pytorch_then_taken_and_left_to_the_engine() -> None:
+def test_args_pytorch_backend_is_left_to_the_engine() -> None:
     args = override({"backend": "pytorch"})
     assert "backend" not in args.values
     assert args.notes == ()
@@ -358,9 +352,7 @@ def test_args_when_both_spellings_agree_then_taken() -> None:
 # --- the kernels profile --------------------------------------------------------------------------
 
 
-def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_said(
-    tmp_path: Path,
-) -> None:
+def test_args_profile_key_the_release_lacks_is_omitted(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {moe_config: {backend: MARLIN}}")  # came with 1.3
     args = merged(kernels_profile=str(path))
@@ -372,9 +364,7 @@ def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_sa
     assert note.endswith("; dropped")
 
 
-def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of_none_refused(
-    tmp_path: Path,
-) -> None:
+def test_args_profile_key_of_no_release_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {num_serve_frontends: 2}")
     args = merged(kernels_profile=str(path))
@@ -401,9 +391,7 @@ CHECKPOINT = {
 
 
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
-def test_args_when_the_weights_are_not_mxfp4_then_the_profile_leaves_the_experts_alone(
-    quantization: str | None, tmp_path: Path
-) -> None:
+def test_args_without_mxfp4_keep_their_experts(quantization: str | None, tmp_path: Path) -> None:
     described = CHECKPOINT | (
         {"quantization_config": {"quant_method": quantization}} if quantization else {}
     )
@@ -414,11 +402,11 @@ def test_args_when_the_weights_are_not_mxfp4_then_the_profile_leaves_the_experts
     assert args.leaves["cuda_graph_config.enable_padding"].source == "kernels profile hopper"
 
 
-def test_args_when_graphs_are_switched_off_then_the_profile_does_not_bring_them_back() -> None:
+def test_args_with_graphs_off_override_the_profile() -> None:
     assert override({"cuda_graph_config": None}).values["cuda_graph_config"] is None
 
 
-def test_args_when_sizes_are_given_another_way_then_the_profile_gives_way(tmp_path: Path) -> None:
+def test_args_sizes_of_the_user_override_the_profile(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {cuda_graph_config: {max_batch_size: 64}}")
     args = merged(

@@ -55,9 +55,7 @@ async def test_error_when_it_is_one_requests_then_the_others_go_on() -> None:
 @pytest.mark.parametrize(
     "error", [RemoteError("no"), ValueError("no"), AssertionError("no"), ImportError("no")]
 )
-async def test_error_when_a_result_brings_any_other_class_of_a_healthy_executor_then_it_is_this_requests(
-    error: Exception,
-) -> None:
+async def test_error_of_healthy_executor_is_of_its_request(error: Exception) -> None:
     at, llm = make(Role.AGGREGATED)
     first, broken = await started(at, llm, ask())
     second, result = await started(at, llm, ask())
@@ -83,7 +81,7 @@ async def test_error_when_a_result_brings_any_other_class_of_a_healthy_executor_
         (RuntimeError("LLM is shutting down"), EngineFailed),
     ],
 )
-async def test_submission_when_it_raises_then_the_class_says_whose_error_it_is(
+async def test_submission_error_class_says_whose_fault(
     error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, llm = make(Role.AGGREGATED)
@@ -94,7 +92,7 @@ async def test_submission_when_it_raises_then_the_class_says_whose_error_it_is(
     await check_idle(at)
 
 
-async def test_check_when_the_executor_cannot_be_asked_then_the_engine_has_failed(
+async def test_check_when_executor_is_unreachable_then_engine_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at, llm = make(Role.AGGREGATED)
@@ -103,7 +101,7 @@ async def test_check_when_the_executor_cannot_be_asked_then_the_engine_has_faile
         await at.check()
 
 
-async def test_decode_when_the_vendor_rejects_the_call_then_it_is_no_fault_of_the_transfer(
+async def test_decode_rejected_by_vendor_is_no_transfer_fault(
     decode: tuple[ExternalEngine, Llm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, llm = decode
@@ -133,7 +131,7 @@ async def test_error_when_it_is_the_executors_then_everybody_hears_it() -> None:
     await check_idle(at)
 
 
-async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -> None:
+async def test_check_after_shutdown_ends_waiting_streams() -> None:
     at, llm = make(Role.AGGREGATED)
     task, _ = await started(at, llm, ask())
     llm.healthy = False
@@ -143,7 +141,7 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
         await task
 
 
-async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed_and_its_log_says_where(
+async def test_check_without_progress_fails_and_logs_where(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(StatsPoller, "pause_s", 0.001)
@@ -176,7 +174,7 @@ async def test_check_when_idle_then_nothing_has_to_move(monkeypatch: pytest.Monk
     await at.check()
 
 
-async def test_stream_when_the_library_cancels_it_unasked_then_it_is_reported() -> None:
+async def test_stream_cancelled_by_the_library_is_reported() -> None:
     at, llm = make(Role.AGGREGATED)
     task, result = await started(at, llm, ask())
     result.say(1)
@@ -193,7 +191,7 @@ async def test_stream_when_it_ends_without_a_word_then_it_is_said() -> None:
         await task
 
 
-async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten() -> None:
+async def test_close_ends_streams_and_forgets_transfers() -> None:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -206,9 +204,7 @@ async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten(
     await check_idle(at)
 
 
-async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(
-    decode: tuple[ExternalEngine, Llm],
-) -> None:
+async def test_deadline_after_kv_is_the_requests_own(decode: tuple[ExternalEngine, Llm]) -> None:
     at, llm = decode
     kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))

@@ -88,7 +88,7 @@ def test_convert_when_of_each_kind_then_what_it_means(
     assert converted(given) == wanted
 
 
-def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
+def test_convert_gap_of_a_rank_resets_readers() -> None:
     gone = {"type": "removed", "block_hashes": [1]}
     numbers = [(0, 0), (7, 1), (1, 0), (8, 1), (3, 0)]
     reader = KvEventConverter(2)
@@ -106,7 +106,7 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     assert (reader.num_gaps, reader.num_unreadable) == (1, 0)
 
 
-def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_match() -> None:
+def test_convert_text_hashes_to_64_bits() -> None:
     names = [hashlib.sha256(bytes([number])).digest() for number in range(3)]
     # as v2_sha256_64 has them
     first, second, third = (int.from_bytes(name[:8], "big") for name in names)
@@ -124,7 +124,7 @@ def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_mat
     assert all(number < 1 << 64 for number in (first, second, third))
 
 
-def test_convert_when_hashes_are_any_other_text_then_equal_texts_have_equal_numbers() -> None:
+def test_convert_equal_texts_to_equal_numbers() -> None:
     (one,) = converted(
         event({"type": "removed", "block_hashes": ["block one", "block two", "block one"]})
     )
@@ -133,9 +133,7 @@ def test_convert_when_hashes_are_any_other_text_then_equal_texts_have_equal_numb
     assert max(one.hashes) < 1 << 64
 
 
-def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_the_last_of_them() -> (
-    None
-):
+def test_convert_removes_block_with_its_last_layer_group() -> None:
     def of_group(
         group: int, data: dict[str, Any], number: int, window: int = 4096
     ) -> dict[str, Any]:
@@ -166,16 +164,14 @@ def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_
     ]
 
 
-def test_convert_when_a_token_is_no_number_then_the_block_and_those_after_it_are_left_out() -> None:
+def test_convert_omits_block_with_bad_token_and_followers() -> None:
     image = block(2, 7, 8)
     image["tokens"][1]["token_id"] = "7f" * 32
     found = converted(event(stored(block(1, 5, 6), image, block(3, 9, 9))))
     assert found == [BlocksStored(blocks=(kv(1, 5, 6),))]
 
 
-def test_convert_when_an_event_is_malformed_then_it_is_counted_and_the_others_are_read(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_convert_counts_malformed_events(caplog: pytest.LogCaptureFixture) -> None:
     reader = KvEventConverter(2)
     removal = {"type": "removed", "block_hashes": [1]}
     malformed = (
@@ -200,9 +196,7 @@ def test_convert_when_an_event_is_malformed_then_it_is_counted_and_the_others_ar
     assert caplog.text.count("A KV event can't be read") == 1
 
 
-def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_convert_adopts_another_block_size_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = KvEventConverter(2)
     with caplog.at_level(logging.WARNING):
         # may be a part of a larger block
@@ -218,7 +212,7 @@ def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over
     assert reader.num_unreadable == 1
 
 
-async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_on(
+async def test_poll_failures_are_logged_once_per_kind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(KvEventPoller, "pause_s", 0.001)
@@ -247,7 +241,7 @@ async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_
     ]
 
 
-async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_between_parts_of_them(
+async def test_poll_of_many_blocks_yields_to_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(KvEventPoller, "pause_s", 0.001)
@@ -279,7 +273,7 @@ async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_betwe
         ({"event_buffer_max_size": 8, "enable_block_reuse": True}, None),
     ],
 )
-def test_flag_when_the_arguments_give_no_events_then_rejected_by_name(
+def test_flag_without_event_arguments_is_rejected(
     changes: dict[str, Any], field: str | None
 ) -> None:
     worker = facts(

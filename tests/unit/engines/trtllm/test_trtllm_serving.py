@@ -25,9 +25,7 @@ from tests.unit.engines.trtllm.fake_bindings import (
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_chunk_has_them() -> (
-    None
-):
+async def test_cached_tokens_are_in_the_first_chunk() -> None:
     at, llm = make(Role.AGGREGATED)
     events: list[StreamEvent] = []
     handle = at.generate(ask(), events.append)
@@ -50,7 +48,7 @@ async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_c
 
 
 @pytest.mark.parametrize(("finish", "held"), [("stop", 0), ("length", 1)])
-async def test_prefill_when_the_first_token_stops_then_no_transfer_and_kv_is_held_until_the_vendors_timeout(
+async def test_prefill_stopped_at_first_token_holds_kv_until_timeout(
     finish: str, held: int
 ) -> None:
     at, llm = make(Role.PREFILL, kv_timeout_s=0.2)
@@ -71,9 +69,7 @@ async def test_prefill_when_the_first_token_stops_then_no_transfer_and_kv_is_hel
     assert at.stats().pending_kv_transfers == 0
 
 
-async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_until_the_vendors_timeout() -> (
-    None
-):
+async def test_prefill_cancelled_as_it_finishes_holds_kv() -> None:
     at, llm = make(Role.PREFILL, kv_timeout_s=0.2)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     task.cancel()
@@ -86,9 +82,7 @@ async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_un
 
 
 @pytest.mark.parametrize("outcome", [ReleaseOutcome.ABORTED, None])
-async def test_transfer_when_the_vendor_never_frees_its_kv_then_it_counts_as_leaked_and_drain_ends(
-    outcome: ReleaseOutcome | None,
-) -> None:
+async def test_transfer_never_freed_by_vendor_is_leaked(outcome: ReleaseOutcome | None) -> None:
     at, llm = make(Role.PREFILL, ttl_s=0.05)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -115,9 +109,7 @@ async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
     assert (at.stats().pending_kv_transfers, at.stats().leaked_kv_blocks) == (0, 0)
 
 
-async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_that_of_the_call() -> (
-    None
-):
+async def test_transfer_without_request_id_uses_that_of_the_call() -> None:
     at, llm = make(Role.PREFILL, "disagg_request_id")
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -133,7 +125,7 @@ async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_tha
 # --- decode ---------------------------------------------------------------------------------------
 
 
-async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for_the_first_result(
+async def test_decode_cancelled_before_kv_delays_the_abort(
     decode: tuple[ExternalEngine, Llm],
 ) -> None:
     at, llm = decode
@@ -149,7 +141,7 @@ async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for
     await check_idle(at)
 
 
-async def test_decode_when_nothing_is_left_to_decode_then_refused_before_the_vendor_is_called(
+async def test_decode_of_nothing_is_rejected_before_the_vendor(
     decode: tuple[ExternalEngine, Llm],
 ) -> None:
     at, llm = decode

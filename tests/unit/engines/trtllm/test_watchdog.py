@@ -79,9 +79,7 @@ def watched() -> Watched:
     return Watched()
 
 
-def test_look_when_the_executor_has_died_and_the_loop_stands_still_then_a_reason_after_a_while(
-    watched: Watched,
-) -> None:
+def test_look_at_dead_executor_with_stuck_loop_gives_reason(watched: Watched) -> None:
     watched.loop.is_turning = False
     watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(DEAD_S) == []
@@ -89,14 +87,12 @@ def test_look_when_the_executor_has_died_and_the_loop_stands_still_then_a_reason
     assert "a rank was lost" in reason
 
 
-def test_look_when_the_executor_has_died_and_the_loop_turns_then_the_worker_ends_by_itself(
-    watched: Watched,
-) -> None:
+def test_look_at_dead_executor_with_live_loop_gives_none(watched: Watched) -> None:
     watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(LONG_S) == []
 
 
-def test_look_when_the_loop_turns_again_before_the_limit_then_no_reason(watched: Watched) -> None:
+def test_look_at_loop_that_recovers_gives_no_reason(watched: Watched) -> None:
     watched.failure = "RuntimeError: a rank was lost"
     watched.loop.is_turning = False
     for _ in range(10):
@@ -105,21 +101,19 @@ def test_look_when_the_loop_turns_again_before_the_limit_then_no_reason(watched:
         assert watched.look(PERIOD_S) == []
 
 
-def test_look_when_the_loop_is_busy_and_the_executor_lives_then_no_reason(watched: Watched) -> None:
+def test_look_at_busy_loop_with_live_executor_gives_none(watched: Watched) -> None:
     watched.loop.is_turning = False
     assert watched.look(LONG_S) == []
 
 
-def test_look_when_the_program_does_not_run_its_loop_then_no_reason(watched: Watched) -> None:
+def test_look_without_a_running_loop_gives_no_reason(watched: Watched) -> None:
     watched.loop.is_turning = False
     watched.loop.runs = False
     watched.failure = "RuntimeError: a rank was lost"
     assert watched.look(LONG_S) == []
 
 
-def test_look_when_one_call_blocks_and_no_iteration_is_reported_then_a_reason_with_its_name(
-    watched: Watched,
-) -> None:
+def test_look_at_blocked_call_without_iterations_names_it(watched: Watched) -> None:
     with watched.calls.note("generate_async"):
         assert watched.look(BLOCKED_S) == []
         (reason,) = watched.look(PERIOD_S)
@@ -133,9 +127,7 @@ def test_look_when_each_call_is_another_one_then_no_reason(watched: Watched) -> 
             assert watched.look(BLOCKED_S) == []
 
 
-def test_look_when_one_call_blocks_but_iterations_are_reported_then_no_reason(
-    watched: Watched,
-) -> None:
+def test_look_at_blocked_call_with_iterations_gives_none(watched: Watched) -> None:
     with watched.calls.note("generate_async"):
         for _ in range(10):
             watched.iterated_at += 1.0
@@ -143,9 +135,7 @@ def test_look_when_one_call_blocks_but_iterations_are_reported_then_no_reason(
 
 
 @pytest.mark.parametrize("failure", ["", "RuntimeError: a rank was lost"])
-def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(
-    watched: Watched, failure: str
-) -> None:
+def test_look_during_debugging_gives_no_reason(watched: Watched, failure: str) -> None:
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         """As pdb, which stops in this thread."""
 
@@ -172,13 +162,11 @@ def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(
         (3600.0, 2 * PERIOD_S),
     ],
 )
-def test_time_when_the_process_was_suspended_then_it_does_not_count(
-    seconds: float, counted: float
-) -> None:
+def test_suspended_time_does_not_count(seconds: float, counted: float) -> None:
     assert seconds_of_running(100.0, 100.0 + seconds) == counted
 
 
-def test_watchdog_when_looks_fail_then_one_warning_and_the_next_one_counts(
+def test_watchdog_with_failing_looks_warns_once(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures = iter([OSError("no access")] * 3)

@@ -38,7 +38,7 @@ def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> Non
     assert merged(f"{flag} {value}").leaves[LIBRARY.flags[field]] == (value, f"flag {flag}")
 
 
-def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_path: Path) -> None:
+def test_args_nearest_place_wins(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("max_num_seqs: 1\nmax_model_len: 100\nblock_size: 16\nenforce_eager: true\n")
     args = merged(
@@ -59,9 +59,7 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(
-    mode: str,
-) -> None:
+def test_args_of_a_pair_set_the_connector(mode: str) -> None:
     args = merged(f"--disaggregation-mode {mode} --kv-transfer-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
     role = {"prefill": "kv_producer", "decode": "kv_consumer"}[mode]
@@ -76,9 +74,7 @@ def test_args_when_it_is_aggregated_then_there_is_no_connector() -> None:
     assert "kv_transfer_config" not in args.values
 
 
-def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_prefix_cache() -> (
-    None
-):
+def test_kv_events_flag_publishes_and_needs_prefix_cache() -> None:
     assert "kv_events_config" not in merged().values
     assert (
         merged("--publish-kv-events").values["kv_events_config"]["enable_kv_cache_events"] is True
@@ -105,13 +101,11 @@ def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_p
         ("--expert-parallel-size 1 --tensor-parallel-size 4", False),
     ],
 )
-def test_experts_when_over_all_ranks_or_none_then_vllms_switch_is_set(
-    line: str, wanted: bool
-) -> None:
+def test_experts_over_all_ranks_or_none_set_the_switch(line: str, wanted: bool) -> None:
     assert merged(line).values["enable_expert_parallel"] is wanted
 
 
-def test_experts_when_data_parallel_then_all_ranks_are_tensor_times_data() -> None:
+def test_experts_data_parallel_use_all_ranks() -> None:
     args = merged(
         "--expert-parallel-size 4 --tensor-parallel-size 2",
         override_engine_args={"data_parallel_size": 2},
@@ -119,7 +113,7 @@ def test_experts_when_data_parallel_then_all_ranks_are_tensor_times_data() -> No
     assert args.values["enable_expert_parallel"] is True
 
 
-def test_experts_when_over_some_ranks_then_refused_with_the_sizes_that_work() -> None:
+def test_experts_over_some_ranks_are_rejected() -> None:
     said = refused("--expert-parallel-size 2 --tensor-parallel-size 4")
     assert (
         said == "flag --expert-parallel-size is 2: vLLM distributes experts over all 4 ranks"
@@ -149,9 +143,7 @@ def test_experts_when_two_places_disagree_then_refused() -> None:
         ({"moe_backend": "fp9"}, "moe_backend is 'fp9': expected one of"),
     ],
 )
-def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(
-    given: dict[str, Any], wanted: str
-) -> None:
+def test_args_unknown_to_vllm_are_rejected_by_name(given: dict[str, Any], wanted: str) -> None:
     said = refused(override_engine_args=given)
     assert said.startswith("--override-engine-args: ")
     assert wanted in said
@@ -166,7 +158,7 @@ def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LIBRARY.foreign))
-def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
+def test_args_named_as_in_another_engine_suggest_vllms(name: str) -> None:
     assert not schema.is_known(LIBRARY, name)
     assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(
         override_engine_args={name: 1}
@@ -174,7 +166,7 @@ def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(nam
 
 
 @pytest.mark.parametrize("key", sorted(LIBRARY.engine_set))
-def test_args_when_the_engine_says_it_itself_then_refused_with_the_reason(key: str) -> None:
+def test_args_set_by_the_engine_are_rejected_with_reason(key: str) -> None:
     given: Any = "x"
     for part in reversed(key.split(".")):
         given = {part: given}
@@ -182,7 +174,7 @@ def test_args_when_the_engine_says_it_itself_then_refused_with_the_reason(key: s
 
 
 @pytest.mark.parametrize("name", sorted(LIBRARY.unsupported))
-def test_args_when_it_would_take_more_than_one_engine_then_refused(name: str) -> None:
+def test_args_for_several_engines_are_rejected(name: str) -> None:
     assert name in refused(override_engine_args={name: 1})
 
 
@@ -202,7 +194,7 @@ def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
     assert "profiles are for the trtllm engine" in refused("--kernels-profile hopper")
 
 
-def test_args_when_the_memory_share_is_typed_then_a_note_says_what_it_means_here() -> None:
+def test_args_memory_share_is_explained() -> None:
     (note,) = merged("--is-prefill-worker --free-gpu-memory-fraction 0.8").notes
     assert "a fraction of all GPU memory" in note
 
@@ -213,7 +205,7 @@ def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
     assert merged("--is-decode-worker").notes == ()
 
 
-def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
+def test_print_config_shows_every_source() -> None:
     words = ["--model", "m", "--engine", "vllm", "--tensor-parallel-size", "2"]
     shown = table(load(WorkerConfig, prog="p", argv=words, environ={}))
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
@@ -223,14 +215,14 @@ def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_file_when_merged_then_taken_with_no_contradiction(path: Path) -> None:
+def test_shipped_file_merges_without_contradiction(path: Path) -> None:
     role = {"agg": "prefill_and_decode"}.get(path.stem, path.stem)
     args = merged(f"--disaggregation-mode {role} --extra-engine-args {path}")
     assert args.notes == ()
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_blocks_when_nothing_is_set_then_large_ones_and_the_source_says_why(mode: str) -> None:
+def test_blocks_default_to_large_ones_with_reason(mode: str) -> None:
     args = merged(f"--disaggregation-mode {mode}")
     value, source = args.leaves["block_size"]
     assert value == 128
@@ -245,7 +237,7 @@ def test_blocks_when_nothing_is_set_then_large_ones_and_the_source_says_why(mode
         ("--disaggregation-mode decode", {"override_engine_args": {"block_size": 32}}, 32),
     ],
 )
-def test_blocks_when_set_or_not_transferred_then_the_users_or_vllms(
+def test_blocks_set_or_not_transferred_are_unchanged(
     command: str, settings: dict[str, Any], expected: int | None
 ) -> None:
     args = merged(command, **settings)

@@ -19,9 +19,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from tests.kit.waiting import SOON_S
 
 
-def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_uses_vllms() -> (
-    None
-):
+def test_folders_are_all_in_the_chosen_cache() -> None:
     folders = cache_folders(Path("/c"), {"TRITON_CACHE_DIR": "/t"})
     assert folders["VLLM_CACHE_ROOT"] == "/c/vllm"
     assert set(map(str, (Path(folder).parent for folder in folders.values()))) == {"/c"}
@@ -30,15 +28,13 @@ def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_
 
 
 @pytest.mark.parametrize("engine", ["mock", "torch"])
-def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(
-    engine: EngineName, tmp_path: Path
-) -> None:
+def test_cache_flag_without_compilation_is_an_error(engine: EngineName, tmp_path: Path) -> None:
     config = WorkerConfig(engine=engine, model_path=str(tmp_path), compile_cache=tmp_path)
     with pytest.raises(ConfigError, match="compile-cache"):
         create_engine(config, instance_id=1)
 
 
-def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothing_left_to_compile(
+def test_lock_of_compiling_engine_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = CompileLock(tmp_path / "new", "key")
@@ -60,7 +56,7 @@ def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothin
     other.release(is_compiled=False)
 
 
-def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: Path) -> None:
+def test_lock_of_failed_engine_lets_next_compile(tmp_path: Path) -> None:
     first = CompileLock(tmp_path, "key")
     second = CompileLock(tmp_path, "key")
     assert first.acquire()
@@ -69,7 +65,7 @@ def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: P
     second.release(is_compiled=False)
 
 
-def test_lock_when_the_other_engine_takes_too_long_then_both_compile(
+def test_lock_held_too_long_lets_both_compile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = CompileLock(tmp_path, "key")

@@ -58,7 +58,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() -> None:
+async def test_submission_keeps_outputs_that_came_early() -> None:
     llm = Llm(early=output(1, 2))
     events = list[StreamEvent]()
     runner = runner_of(llm)
@@ -76,9 +76,7 @@ async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() 
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause(
-    is_early: bool,
-) -> None:
+async def test_dead_engine_ends_the_stream_with_its_cause(is_early: bool) -> None:
     death = ValueError("the process is gone")
     llm = Llm(early=death if is_early else None)
     events = list[StreamEvent]()
@@ -92,7 +90,7 @@ async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause
     assert error.__cause__ is death
 
 
-async def test_cancel_when_the_call_is_being_submitted_then_it_is_aborted_after_that() -> None:
+async def test_cancel_during_submission_aborts_after_it() -> None:
     llm = Llm()
     events = list[StreamEvent]()
     runner = runner_of(llm)

@@ -51,9 +51,7 @@ SEEN_FROM = {  # by the token at a place
 @pytest.mark.parametrize("name", SEEN_FROM)
 @pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
 @pytest.mark.parametrize("block", [16, 32, 128])
-def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_what_the_next_token_sees(
-    block: int, behind: int, name: str
-) -> None:
+def test_read_pairs_blocks_of_any_prompt_length(block: int, behind: int, name: str) -> None:
     managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     manager = getattr(managers, name)(WINDOW)
     reads = connector(block)
@@ -87,14 +85,12 @@ def test_read_when_a_request_is_of_no_kv_transfer_then_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_handshakes_when_a_channel_was_chosen_then_waited_for_there_by_each_rank(rank: int) -> None:
+def test_handshakes_use_the_chosen_channel_of_each_rank(rank: int) -> None:
     scheduler = connector(16, rank).connector_scheduler
     assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("10.1.2.3", 20_500 + rank)
 
 
-def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_the_last_rank_does() -> (
-    None
-):
+def test_reads_of_two_ranks_fail_if_one_failed() -> None:
     module = importlib.import_module("dynamo_trtllm.engines.vllm.connector")
     one = module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (1.0, 4.0)})
     both = one.aggregate(module.EndedReads(frozenset(), {"b": (3.0, 3.5), "c": (5.0, 6.0)}))
@@ -103,7 +99,7 @@ def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_th
     )
 
 
-def test_reads_when_ranks_end_them_in_different_steps_then_the_last_one_counts() -> None:
+def test_reads_of_ranks_end_with_the_last() -> None:
     module = importlib.import_module("dynamo_trtllm.engines.vllm.patches.late_reads")
     noted = [1.0]
     known = {"a": SimpleNamespace(kv_transfer_params={module.READ_TIMES: noted})}
@@ -164,9 +160,7 @@ def reported(half: Any) -> set[str]:
     return set(half.get_finished(set())[1])
 
 
-def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and_no_step_reports_it(
-    half: Any,
-) -> None:
+def test_notice_of_early_read_replaces_the_step_report(half: Any) -> None:
     request = reading()
     scheduler = Scheduler({"a": request, "b": reading()})
     for name in "ab":
@@ -187,9 +181,7 @@ def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and
     assert reported(half) == set()
 
 
-def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_its_request_is_ended_there(
-    half: Any,
-) -> None:
+def test_notice_of_failed_or_late_read_is_left_to_the_step(half: Any) -> None:
     scheduler = Scheduler({"failed": reading(), "late": reading(expires_at=1.0), "good": reading()})
     for name in scheduler.requests:
         half.connector_worker._read_blocks_for_req(name, WITH_BLOCKS)
@@ -205,9 +197,7 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
     assert set(meta.times) == {"failed", "late"}
 
 
-def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_then_it_is_never_good(
-    half: Any,
-) -> None:
+def test_notice_after_reported_failure_is_never_good(half: Any) -> None:
     """As when a handshake fails on its thread, between two looks at the transfers (0.24 to
     0.29).
     """
@@ -224,17 +214,13 @@ def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_th
     assert (half._failed, half._reported_failed) == (set(), set()), "nothing is left of it"
 
 
-def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_read(
-    half: Any,
-) -> None:
+def test_notice_ignores_request_aborted_in_queue(half: Any) -> None:
     """Its read only frees the KV at the prefill engine, and nothing is reported of it."""
     half.connector_worker._read_blocks_for_req("aborted", WITHOUT_BLOCKS)
     assert half._posted == {}
 
 
-def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_does_not_learn_of_it(
-    half: Any,
-) -> None:
+def test_failed_handshake_of_aborted_request_is_hidden(half: Any) -> None:
     """It no longer has the request: an assertion would end the engine (0.24 to 0.29)."""
     if half._asks_for_results:
         pytest.skip("vLLM itself does this from 0.30 on")
@@ -245,16 +231,12 @@ def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_sch
     assert half.connector_worker._recving_metadata == {}
 
 
-def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
-    half: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notice_without_reads_does_not_ask_vllm(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half.connector_worker, "get_finished", lambda: pytest.fail("asked"))
     Scheduler({}).schedule()
 
 
-def test_notice_when_no_scheduler_of_this_process_asks_then_the_step_reports_the_read(
-    half: Any,
-) -> None:
+def test_notice_without_scheduler_is_left_to_the_step(half: Any) -> None:
     """As when the worker of the only rank has a process of its own."""
     half.connector_worker._read_blocks_for_req("a", WITH_BLOCKS)
     half.connector_worker.received("a")

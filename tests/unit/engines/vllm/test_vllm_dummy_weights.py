@@ -20,7 +20,7 @@ def filled(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return weight
 
 
-def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_their_size() -> None:
+def test_fill_dummy_gpt_oss_weights_keep_product_sizes() -> None:
     assert (filled("input_layernorm_weight", 2880) == 1).all()
     assert not filled("attn_sinks", 64).any()
     assert not filled("w13_bias", 2, 5760).any()
@@ -31,15 +31,13 @@ def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_t
     assert deviations == pytest.approx([1.0, 1 / 20, 1.7 / 20], rel=0.02)
 
 
-def test_fill_dummy_when_weights_are_scales_or_of_an_unknown_form_then_they_stay() -> None:
+def test_fill_dummy_leaves_scales_and_unknown_forms() -> None:
     assert (filled("zeros", 128, 60, dtype=torch.uint8) == 7).all()
     assert (filled("qkv_proj_weight_scale", 512, 1) == 7).all()
     assert (filled("qkv_proj_weight_scale", 512) == 7).all()
 
 
-def test_fill_dummy_when_experts_are_mxfp4_then_numbers_times_scales_keep_the_size_of_products() -> (
-    None
-):
+def test_fill_dummy_mxfp4_experts_keep_product_sizes() -> None:
     assert set(filled("w13_weight", 8, 60, 40, dtype=torch.uint8).flatten().tolist()) == set(
         range(256)
     )
@@ -57,7 +55,7 @@ class _Model(nn.Module):
         self.packed = nn.Parameter(torch.full((4, 4), 7, dtype=torch.uint8), requires_grad=False)
 
 
-def test_make_up_when_called_in_two_processes_then_weights_are_equal_and_of_ordinary_size() -> None:
+def test_make_up_gives_equal_weights_in_two_processes() -> None:
     model = _Model()
     other = _Model()
     assert fill_dummy(model) == fill_dummy(other) == 6

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 """
 
 
-def test_die_with_when_the_worker_is_killed_then_engine_process_and_rank_end() -> None:
+def test_die_with_killed_worker_ends_engine_and_rank() -> None:
     # The pipe of stdout is open in all three: it ends when the last of them has.
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
@@ -89,9 +89,7 @@ def planned(
     return scheduler
 
 
-def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_and_their_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_report_computed_work_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     steps.measure_steps(PlannedScheduler)
     scheduler = planned(
         monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30
@@ -127,9 +125,7 @@ class ResultsOfStep:
         return SimpleNamespace()
 
 
-def test_steps_when_the_launch_of_a_prompt_takes_longer_than_the_step_before_it_then_its_own_time_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_measure_time_of_long_prompt_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps take 1 s.
 
     The launch of the prompts takes 4 s, and the end of the step before is seen after it.

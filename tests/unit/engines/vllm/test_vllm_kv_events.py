@@ -87,9 +87,7 @@ def kv(*hashes: int) -> tuple[KvBlock, ...]:
     return tuple(KvBlock(name, token_ids([name, name])) for name in hashes)
 
 
-def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt_until_the_reset() -> (
-    None
-):
+def test_recorded_prompt_has_full_attention_blocks_until_reset() -> None:
     reader = Reader(block_tokens=BLOCK)
     begun, grown, salted, reset = (
         reader.read(number, payload) for number, payload in enumerate(payloads("prefill"))
@@ -117,9 +115,7 @@ def payloads(role: str) -> list[bytes]:
     return [payload for _, payload in RECORDED[role]]
 
 
-def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_its_second_copy() -> (
-    None
-):
+def test_recorded_decode_removes_block_with_second_copy() -> None:
     reader = Reader(block_tokens=BLOCK)
     (fetched,), (filled,), (again,) = (reader.read(*message) for message in RECORDED["decode"])
     assert isinstance(fetched, BlocksStored)
@@ -131,13 +127,13 @@ def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_it
     assert reader.read(4, gone) == [BlocksRemoved(hashes=(filled.blocks[0].hash,))]
 
 
-def test_read_when_blocks_continue_a_salted_prompt_then_they_have_its_salt() -> None:
+def test_read_of_continued_prompt_has_its_salt() -> None:
     reader = Reader()
     events = reader.read(0, batch(stored(1, 2, extra_keys=[["s"], None]), stored(3, parent=2)))
     assert events[1] == BlocksStored(blocks=kv(3), parent=2, cache_salt="s")
 
 
-def test_read_when_events_are_of_several_kinds_then_removals_are_put_together_in_order() -> None:
+def test_read_joins_removals_in_order() -> None:
     batches = batch(
         stored(1, 2), removed(2), removed(1), removed(9), stored(1), {"type": "AllBlocksCleared"}
     )
@@ -162,9 +158,7 @@ def test_read_when_events_are_of_several_kinds_then_removals_are_put_together_in
         removed(7, medium="CPU"),
     ],
 )
-def test_read_when_blocks_cant_be_found_by_tokens_or_are_of_other_groups_then_not_reported(
-    event: dict[str, Any],
-) -> None:
+def test_read_omits_blocks_that_tokens_cannot_find(event: dict[str, Any]) -> None:
     reader = Reader()
     reader.read(0, batch(stored(7)))
     assert reader.read(1, batch(event)) == []
@@ -179,7 +173,7 @@ def test_read_when_no_layer_has_full_attention_then_logged_once(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_read_when_batches_were_lost_then_they_are_asked_for_and_come_in_order_and_once() -> None:
+def test_read_requests_lost_batches_once_in_order() -> None:
     reader = Reader()
     batches = [batch(stored(number)) for number in range(5)]
     reader.replayable = [*enumerate(batches[:2])]
@@ -193,7 +187,7 @@ def test_read_when_batches_were_lost_then_they_are_asked_for_and_come_in_order_a
     assert reader.asked == [(0, 0), (0, 2)]
 
 
-def test_read_when_lost_batches_are_no_longer_there_then_readers_forget_everything() -> None:
+def test_read_of_unavailable_batches_resets_readers() -> None:
     reader = Reader()
     reader.read(0, batch(stored(1)))
     reader.replayable = [(5, batch(stored(5)))]
@@ -204,7 +198,7 @@ def test_read_when_lost_batches_are_no_longer_there_then_readers_forget_everythi
     ]
 
 
-def test_read_when_the_engine_begins_again_then_readers_forget_everything() -> None:
+def test_read_of_restarted_engine_resets_readers() -> None:
     reader = Reader()
     for number in range(3):
         reader.read(number, batch(stored(number), ts=number))
@@ -212,7 +206,7 @@ def test_read_when_the_engine_begins_again_then_readers_forget_everything() -> N
     assert reader.read(1, batch(stored(8), ts=4)) == [BlocksStored(blocks=kv(8))]
 
 
-def test_read_when_ranks_have_their_own_caches_then_their_numbers_and_copies_are_apart() -> None:
+def test_read_of_separate_rank_caches_stays_apart() -> None:
     reader = Reader()
     reader.read(0, batch(stored(1)))
     assert reader.read(0, batch(stored(1), rank=1)) == [BlocksStored(blocks=kv(1), dp_rank=1)]

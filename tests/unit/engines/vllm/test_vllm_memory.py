@@ -20,9 +20,7 @@ FREE = (139 * GIB, 140 * GIB)
 HALF = {"gpu_memory_utilization": 0.5}
 
 
-def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> (
-    None
-):
+def test_lack_of_memory_names_numbers_reason_and_fix() -> None:
     said = explain_oom({"gpu_memory_utilization": 0.85}, LIBRARY.newest, [TAKEN], [TAKEN])
     assert said is not None
     assert "GPU 0 has 31.0 of 140.0 GiB free" in said
@@ -47,7 +45,7 @@ def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_
         (HALF, [TAKEN], [], None),
     ],
 )
-def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_memory(
+def test_lack_is_checked_for_unallocated_gpus_only(
     values: dict[str, Any],
     before: Sequence[tuple[int, int]],
     after: Sequence[tuple[int, int]],
@@ -90,7 +88,7 @@ def vendor() -> VllmBindings:
         ([], "core"),
     ],
 )
-def test_build_when_the_engine_process_dies_then_memory_is_named_only_where_it_lacks(
+def test_build_of_dying_engine_names_memory_only_if_scarce(
     monkeypatch: pytest.MonkeyPatch, free: list[tuple[int, int]], wanted: str
 ) -> None:
     monkeypatch.setattr(gpu, "memory_free_bytes", lambda: free)

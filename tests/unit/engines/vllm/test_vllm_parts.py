@@ -57,7 +57,7 @@ ANSWERED = {
 # --- manifest -------------------------------------------------------------------------------------
 
 
-def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() -> None:
+def test_manifest_has_the_kinds_of_important_arguments() -> None:
     root = LIBRARY.newest.fields(LIBRARY.root)
     assert len(root) > 200
     assert (root["tensor_parallel_size"].type, root["tensor_parallel_size"].default) == ("int", 1)
@@ -94,14 +94,14 @@ def call_of(
     return VllmCall(library, request, converted, "r.1")
 
 
-def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_first_step() -> None:
+def test_reader_emits_prompt_token_with_first_step() -> None:
     call = call_of(None, first=(7,))
     assert call.read(output(8))[0].token_ids.tolist() == [7, 8]
     last, finish = call.read(output(9, finish="length"))
     assert (last.token_ids.tolist(), finish) == ([9], "length")
 
 
-def test_reader_when_log_probabilities_are_asked_then_the_first_is_the_prefill_engines() -> None:
+def test_reader_first_log_probability_is_of_prefill() -> None:
     brought = (TokenLogprob(7, -0.1, ()),)
     step, _ = call_of(1, first=(7,), first_logprobs=brought).read(output(8, has_logprobs=True))
     assert step.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
@@ -136,7 +136,7 @@ def transfer_params_with(engine_state: bytes) -> KvTransferParams:
     )
 
 
-def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
+def test_transfer_unpacks_to_connector_answer_and_seed() -> None:
     found = transfer_params.unpack(
         transfer_params_with(transfer_params.pack(ANSWERED, release="0.24.0", seed=2**62))
     )
@@ -153,7 +153,7 @@ def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() 
     "params",
     [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}],
 )
-def test_transfer_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
+def test_transfer_of_other_connector_answer_is_rejected(params: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
         transfer_params.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
@@ -186,7 +186,7 @@ def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None
 # --- side channel ---------------------------------------------------------------------------------
 
 
-def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
+def test_channel_uses_free_ports_or_the_users() -> None:
     host, port = transfer_params.choose_side_channel("127.0.0.1", 2, {}).values()
     assert host == "127.0.0.1"
     for number in (port, port + 1):
@@ -197,7 +197,7 @@ def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> No
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
-def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
+def test_channel_with_wrong_port_is_rejected_by_name(port: str) -> None:
     with pytest.raises(ConfigError, match=transfer_params.PORT):
         transfer_params.choose_side_channel("127.0.0.1", 2, {transfer_params.PORT: port})
 
@@ -221,9 +221,7 @@ def parts(
     )
 
 
-def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> (
-    None
-):
+def test_token_counts_of_gpt_oss_cover_compiled_kernels() -> None:
     """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards
     compiled nothing.
     """
@@ -252,7 +250,7 @@ def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled
     )
 
 
-def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too() -> None:
+def test_token_counts_include_unpadded_small_steps() -> None:
     model = SHAPES["gpt-oss-120b"]
     assert min(compilation.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
     assert compilation.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
@@ -364,9 +362,7 @@ def test_preflight_when_all_fits_then_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize(("args", "rule"), WRONG_ARGUMENTS)
-def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(
-    args: dict[str, Any], rule: str
-) -> None:
+def test_preflight_names_rule_of_impossible_argument(args: dict[str, Any], rule: str) -> None:
     (found,) = findings(facts(**args), [])
     assert found.rule == rule
     assert found.field in args
@@ -374,9 +370,7 @@ def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(
 
 
 @pytest.mark.parametrize(("other", "rule"), WRONG_PEERS)
-def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(
-    other: Instance, rule: str
-) -> None:
+def test_preflight_names_both_peers_that_cannot_pair(other: Instance, rule: str) -> None:
     (found,) = findings(facts(tensor_parallel_size=2), [other])
     assert (found.rule, found.severity) == (rule, "error")
     assert "decode worker 2" in found.other
@@ -400,7 +394,7 @@ def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
     ],
 )
 @pytest.mark.parametrize("word", [True, "True", "true"])  # as vLLM reads it
-def test_preflight_when_blocks_span_layers_then_refused_where_half_of_the_kv_is_lost_and_named_where_ignored(
+def test_preflight_rejects_blocks_that_span_layers(
     vllm: str, rules: list[str], role: Role, word: object
 ) -> None:
     found = findings(facts(role, vllm=vllm, **dict.fromkeys(CROSS_LAYERS, word)), [])
@@ -409,13 +403,11 @@ def test_preflight_when_blocks_span_layers_then_refused_where_half_of_the_kv_is_
     assert off == []
 
 
-def test_preflight_when_an_aggregated_worker_has_small_blocks_then_nothing_is_found() -> None:
+def test_preflight_allows_small_blocks_when_aggregated() -> None:
     assert findings(facts(Role.AGGREGATED, block_size=16), []) == []
 
 
-def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_error_has_both_sizes_and_the_flag() -> (
-    None
-):
+def test_preflight_error_for_earlier_release_has_both_sizes() -> None:
     (found,) = findings(facts(), [peer(block=16)])
     text = str(found)
     assert "128" in text
@@ -426,9 +418,7 @@ def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_
 # --- reclaiming -----------------------------------------------------------------------------------
 
 
-async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_reclaimer_asks_again_for_missing_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfer_params._RETRY_INTERVAL_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
@@ -449,7 +439,7 @@ async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(
     await reclaimer.aclose()
 
 
-async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving() -> None:
+async def test_reclaimer_unsupported_by_engine_continues() -> None:
     tried = asyncio.Queue[list[str]]()
 
     async def release(ids: list[str]) -> list[list[str]]:
@@ -464,9 +454,7 @@ async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving()
     await reclaimer.aclose()
 
 
-def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_extension_ends_only_the_named_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
     group = SimpleNamespace(connector_worker=worker)
     monkeypatch.setattr(bindings, "kv_transfer_group", lambda: group)
@@ -496,9 +484,7 @@ def test_version_when_vllm_is_not_installed_then_what_to_install(
         ("0.33.0.post1", "0.33.0"),
     ],
 )
-def test_version_when_its_minor_was_tested_then_its_manifest_and_no_note(
-    version: str, manifest: str
-) -> None:
+def test_version_with_tested_minor_has_its_manifest(version: str, manifest: str) -> None:
     found = releases.describe(version)
     assert (found.manifest.name, found.note) == (manifest, "")
     assert not found.manifest.is_in_part("AsyncEngineArgs")
@@ -516,9 +502,7 @@ def test_version_when_its_minor_was_tested_then_its_manifest_and_no_note(
         ("nightly", "0.33.0"),
     ],
 )
-def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unknown_arguments(
-    version: str, nearest: str
-) -> None:
+def test_version_untested_passes_unknown_arguments(version: str, nearest: str) -> None:
     found = releases.describe(version)
     assert found.manifest.name == nearest
     assert version.partition("+")[0] in found.note
@@ -531,7 +515,7 @@ def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unkn
 
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.8.5.post1", "0.23.0.dev1"])
-def test_version_when_it_is_too_old_then_refused_with_what_to_install(version: str) -> None:
+def test_version_too_old_says_what_to_install(version: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"vLLM {version} is installed, .* supports 0.24 to 0.33; run pip"
     ):
@@ -539,9 +523,7 @@ def test_version_when_it_is_too_old_then_refused_with_what_to_install(version: s
 
 
 @pytest.mark.parametrize(("release", "works"), [("0.24.0", True), ("0.32.0", False)])
-def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(
-    release: str, works: bool
-) -> None:
+def test_argument_dropped_by_a_release_is_rejected(release: str, works: bool) -> None:
     config = WorkerConfig(
         model_path="m", engine="vllm", override_engine_args={"max_num_partial_prefills": 2}
     )
@@ -557,7 +539,7 @@ def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(
             vllm_args(config, releases.describe(release).manifest)
 
 
-def test_preflight_when_a_model_has_one_kind_of_layers_then_blocks_may_span_them() -> None:
+def test_preflight_allows_spanning_for_one_layer_kind() -> None:
     uniform = replace(
         facts(vllm="0.24.0", **CROSS_LAYERS), model=replace(MODEL, num_sliding_layers=0)
     )

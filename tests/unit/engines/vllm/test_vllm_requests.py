@@ -77,15 +77,13 @@ def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHANGED))
-def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(
-    name: str,
-) -> None:
+def test_call_field_sets_only_the_same_field_of_vllm(name: str) -> None:
     value, wanted = CHANGED[name]
     plain = VllmRequest(request(), RULES).sampling
     assert VllmRequest(request(**{name: value}), RULES).sampling == plain | wanted
 
 
-def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
+def test_plain_call_leaves_no_choice_to_vllm() -> None:
     call = VllmRequest(request(), RULES)
     assert call.sampling["ignore_eos"] is True
     assert call.sampling["stop_token_ids"] == [1, 2]
@@ -100,13 +98,11 @@ def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
         (StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),)), {"json_object": True}),
     ],
 )
-def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(
-    guided: StructuredOutput, wanted: Any
-) -> None:
+def test_call_with_form_of_all_output_is_json_schema(guided: StructuredOutput, wanted: Any) -> None:
     assert VllmRequest(request(guided=guided), RULES).guided == wanted
 
 
-def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> None:
+def test_call_with_form_after_marker_is_structural_tag() -> None:
     guided = StructuredOutput(alternatives=JSON.alternatives, trigger="<|go|>")
     said = VllmRequest(request(guided=guided), RULES).guided
     assert said is not None
@@ -114,7 +110,7 @@ def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> 
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<|go|>"])
 
 
-def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_stays() -> None:
+def test_prefill_of_several_tokens_makes_one_and_holds_kv() -> None:
     call = VllmRequest(request(phase=Phase.PREFILL, min_tokens=4), RULES)
     assert call.exports_kv
     assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (1, 1)
@@ -122,9 +118,7 @@ def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_
 
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
-def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(
-    changes: dict[str, Any],
-) -> None:
+def test_prefill_of_one_token_holds_nothing(changes: dict[str, Any]) -> None:
     call = VllmRequest(request(phase=Phase.PREFILL, **changes), RULES)
     assert not call.exports_kv
     assert "extra_args" not in call.sampling
@@ -144,7 +138,7 @@ def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(
         (20, {"guided": JSON}, True),
     ],
 )
-def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_again(
+def test_first_token_is_made_again_where_its_side_matters(
     length: int, sampling: dict[str, Any], wanted: bool
 ) -> None:
     asked = request(length, Phase.DECODE, **sampling)
@@ -158,7 +152,7 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
     assert call.sampling["extra_args"] == {"kv_transfer_params": PARAMS}
 
 
-def test_seed_when_both_calls_make_a_random_first_token_then_decode_uses_prefills() -> None:
+def test_seed_of_random_first_token_is_that_of_prefill() -> None:
     asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
     seed = VllmRequest(asked, RULES).seed
     assert seed is not None
@@ -171,9 +165,7 @@ def test_seed_when_both_calls_make_a_random_first_token_then_decode_uses_prefill
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}]
 )
-def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(
-    sampling: dict[str, Any],
-) -> None:
+def test_seed_is_absent_when_nothing_is_random(sampling: dict[str, Any]) -> None:
     assert VllmRequest(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
 
 
@@ -191,9 +183,7 @@ def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(
         (20, 0, 0),  # it is not known how much is held
     ],
 )
-def test_read_when_another_worker_prefilled_the_prompt_then_all_but_its_last_token(
-    prompt: int, held: int, read: int
-) -> None:
+def test_read_of_remote_prefill_excludes_last_token(prompt: int, held: int, read: int) -> None:
     assert num_remote_tokens(prompt, held, 16) == read
 
 
@@ -220,13 +210,13 @@ def test_call_when_it_can_not_be_served_then_refused_by_name(
     assert getattr(caught.value, "field", None) == field
 
 
-def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
+def test_call_without_tokenizer_rejects_forms() -> None:
     with pytest.raises(RequestRejected) as caught:
         VllmRequest(request(guided=JSON), rules(info=info_of(unsupported_features=("guided",))))
     assert caught.value.field == "guided"
 
 
-def test_call_when_the_worker_is_aggregated_then_it_serves_no_call() -> None:
+def test_aggregated_worker_rejects_partial_calls() -> None:
     with pytest.raises(RequestRejected) as caught:
         VllmRequest(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
     assert caught.value.field == "phase"

@@ -64,9 +64,7 @@ def passed(*events: threading.Event) -> Any:
     return events[0]
 
 
-def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(
-    folder: Path,
-) -> None:
+def test_first_pass_before_another_engine_does_not_wait(folder: Path) -> None:
     """The first engine captures graphs and warms up for minutes, without the lock."""
     worker = worker_class(passed(threading.Event()), passed(threading.Event()))
     lock_first_pass(worker)
@@ -76,7 +74,7 @@ def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(
     assert not other._lock.is_locked
 
 
-def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder: Path) -> None:
+def test_first_pass_waits_for_a_compiling_engine(folder: Path) -> None:
     begins = threading.Event()
     goes_on = threading.Event()
     first = worker_class(begins, goes_on)
@@ -100,7 +98,7 @@ def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder
     assert done == [7, 7]
 
 
-def test_first_pass_when_its_code_is_stored_then_others_are_let_go_before_the_pass_ends(
+def test_first_pass_releases_others_once_code_is_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decorators = ModuleType("vllm.compilation.decorators")
@@ -125,9 +123,7 @@ def test_first_pass_when_its_code_is_stored_then_others_are_let_go_before_the_pa
     assert decorators.monitor_torch_compile is contextlib.nullcontext  # type: ignore[attr-defined]
 
 
-def test_first_pass_when_a_start_ended_early_then_the_next_one_compiles_and_later_ones_do_not_wait(
-    folder: Path,
-) -> None:
+def test_first_pass_after_failed_start_compiles(folder: Path) -> None:
     failing = worker_class(threading.Event(), passed(threading.Event()), fails=True)
     lock_first_pass(failing)
     with pytest.raises(RuntimeError, match="killed"):
@@ -138,9 +134,7 @@ def test_first_pass_when_a_start_ended_early_then_the_next_one_compiles_and_late
     assert not CompileLock(folder, "key").acquire(longest_s=0.0)
 
 
-def test_phase_when_vllms_process_goes_on_then_the_worker_reads_it_and_an_early_one_is_importing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_phase_follows_the_process_of_vllm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     progress = StartProgress()
     for name, value in progress.environment.items():
         monkeypatch.setenv(name, value)
@@ -163,7 +157,7 @@ def test_phase_when_vllms_process_goes_on_then_the_worker_reads_it_and_an_early_
 
 
 @pytest.mark.parametrize(("value", "is_shown"), [("0", False), ("1", True), (None, True)])
-def test_phase_when_flashinfers_sampler_is_on_then_its_compilation_is_shown(
+def test_phase_shows_compilation_of_flashinfer_sampler(
     monkeypatch: pytest.MonkeyPatch, value: str | None, is_shown: bool
 ) -> None:
     runner = ModuleType("vllm.v1.worker.gpu_model_runner")

@@ -123,9 +123,7 @@ def test_every_field_then_the_api_reference_has_its_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", BODIES)
-def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_element(
-    model: type[SamplingFields],
-) -> None:
+def test_every_collection_has_a_bound(model: type[SamplingFields]) -> None:
     found = [
         node for node in nodes(model.__pydantic_core_schema__) if isinstance(node.get("type"), str)
     ]
@@ -251,7 +249,7 @@ def test_deep_nesting_then_refused_wherever_it_is(
         parse(model, body)
 
 
-def test_unknown_fields_when_a_body_has_very_many_then_few_are_compared() -> None:
+def test_unknown_fields_of_a_large_body_are_compared_in_part() -> None:
     known = frozenset({"max_tokens"})
     ignored = IgnoredFields(rejects_misspelled=True)
     assert ignored.meant("max_token", known) == "max_tokens"
@@ -260,7 +258,7 @@ def test_unknown_fields_when_a_body_has_very_many_then_few_are_compared() -> Non
     assert ignored.meant("max_tokenz", known) is None
 
 
-def test_unknown_field_when_it_is_a_misspelling_at_another_place_then_rejected_there() -> None:
+def test_unknown_field_misspelled_at_another_place_is_rejected() -> None:
     ignored = IgnoredFields(rejects_misspelled=True)
     for _ in range(1000):  # as many messages
         assert ignored.meant("texts", frozenset({"role"})) is None

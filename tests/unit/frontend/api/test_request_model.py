@@ -77,9 +77,7 @@ def test_field_we_do_not_honour_then_refused_by_its_name(
         ),
     ],
 )
-def test_field_with_values_that_are_taken_then_the_error_names_all_of_them(
-    fields: dict[str, Any], values: str
-) -> None:
+def test_field_error_names_all_allowed_values(fields: dict[str, Any], values: str) -> None:
     with pytest.raises(
         UnsupportedParameter, match=f"is not supported, except as {values}; leave it out"
     ):
@@ -293,7 +291,7 @@ def test_choices_that_do_not_go_together_then_refused(fields: dict[str, Any], me
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_assistant_message_when_it_has_only_reasoning_then_it_is_accepted(name: str) -> None:
+def test_assistant_message_with_only_reasoning_is_accepted(name: str) -> None:
     """Agents send back an answer that was cut off while the model reasoned."""
     message = {"role": "assistant", "content": None, name: "why"}
     body = orjson.dumps({"model": "m", "messages": [message]})
@@ -302,7 +300,7 @@ def test_assistant_message_when_it_has_only_reasoning_then_it_is_accepted(name: 
     assert (parsed.content, parsed.any_reasoning) == ("", "why")
 
 
-def test_part_when_it_has_the_type_of_another_api_then_the_error_names_the_right_one() -> None:
+def test_part_type_of_another_api_suggests_the_right_one() -> None:
     body = {"model": "m", "input": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     with pytest.raises(
         UnsupportedParameter, match=r"part of type 'text' at index 0; use 'input_text'"

@@ -115,7 +115,7 @@ def test_field_we_honour_then_it_is_what_was_sent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_PART)
-def test_field_we_honour_in_part_then_the_rest_is_refused_by_name(name: str) -> None:
+def test_partly_supported_field_rejects_the_rest_by_name(name: str) -> None:
     taken, refused = IN_PART[name]
     asked(stream=True, tools=[TOOL], **{name: taken})
     with pytest.raises(UnsupportedParameter) as caught:

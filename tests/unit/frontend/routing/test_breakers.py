@@ -14,9 +14,7 @@ PAIR = (1, 2)
 LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
 
 
-def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> (
-    None
-):
+def test_failures_in_a_row_open_the_breaker_ever_longer() -> None:
     breakers = PairBreakers(LIMITS)
     assert not breakers.record_failure(PAIR, "x", 0.0)
     assert breakers.status(PAIR).state is PairState.FAILING
@@ -29,7 +27,7 @@ def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_lon
         assert breakers.status(PAIR).open_until == until
 
 
-def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_forgotten() -> None:
+def test_passed_probe_ends_quarantine_and_forgets_failures() -> None:
     breakers = PairBreakers(LIMITS)
     for now in (0.0, 1.0, 11.0):
         breakers.record_failure(PAIR, "x", now)
@@ -43,7 +41,7 @@ def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_for
     assert breakers.status(PAIR).open_until == 61.0
 
 
-def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
+def test_due_times_depend_on_the_state() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     assert breakers.due_at(PAIR, 30.0) <= 0.0
     breakers.record_success(PAIR, 100.0, is_probe=True)
@@ -55,9 +53,7 @@ def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
     assert breakers.due_at(PAIR, 30.0) <= 210.0
 
 
-def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_are_not_stored() -> (
-    None
-):
+def test_record_success_stores_a_limited_number_of_pairs() -> None:
     breakers = PairBreakers(LIMITS)
     for number in range(MAX_STATUSES):
         assert breakers.record_success((number, PAIR[1]), 0.0)
@@ -70,7 +66,7 @@ def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_ar
     assert breakers.is_open((-1, PAIR[1]))
 
 
-def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> None:
+def test_keep_only_forgets_pairs_of_a_gone_instance() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1))
     breakers.record_failure(PAIR, "x", 0.0)
     breakers.record_failure((None, 3), "x", 0.0)
@@ -83,7 +79,7 @@ def test_formatted_when_printed_then_ids_are_those_of_subjects() -> None:
     assert (format_pair((0xA, 0xB)), format_pair((None, 0xB))) == ("pair a -> b", "instance b")
 
 
-def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> None:
+def test_postpone_of_busy_quarantined_pair_tries_later() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     breakers.record_failure(PAIR, "x", 0.0)
     breakers.defer(PAIR, 10.0)
@@ -92,22 +88,20 @@ def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> N
     assert breakers.due_at(PAIR, 30.0) <= 20.0
 
 
-def test_failed_when_a_pair_has_failed_for_days_then_it_is_still_only_quarantined() -> None:
+def test_failed_for_days_stays_quarantined() -> None:
     breakers = PairBreakers(LIMITS)
     for now in range(0, 200_000, 100):
         breakers.record_failure(PAIR, "x", float(now))
     assert breakers.status(PAIR).open_until == 199_900.0 + 35.0
 
 
-def test_failed_when_many_calls_fail_at_once_then_the_breaker_has_opened_once() -> None:
+def test_failed_calls_at_once_open_the_breaker_once() -> None:
     breakers = PairBreakers(LIMITS)
     assert [breakers.record_failure(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
     assert (breakers.status(PAIR).num_openings, breakers.status(PAIR).open_until) == (1, 10.0)
 
 
-def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> (
-    None
-):
+def test_reopen_failure_closes_the_pair_for_longer() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     breakers.record_failure(PAIR, "x", 0.0)
     breakers.half_open(9.0)
@@ -118,7 +112,7 @@ def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_sh
     assert (breakers.is_open(PAIR), breakers.status(PAIR).open_until) == (True, 31.0)
 
 
-def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_probe_has_tried_it() -> None:
+def test_withhold_new_pair_until_a_probe() -> None:
     breakers = PairBreakers(LIMITS)
     breakers.record_success((1, 3), 0.0, is_probe=True)
     breakers.withhold([PAIR, (1, 3)])
@@ -138,9 +132,7 @@ def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_probe_has_
     assert not breakers.any_open
 
 
-def test_postpone_when_a_new_pair_is_too_busy_for_a_probe_then_requests_decide_and_it_is_tried_each_second() -> (
-    None
-):
+def test_postpone_of_busy_new_pair_lets_requests_decide() -> None:
     breakers = PairBreakers(LIMITS)
     breakers.withhold([PAIR])
     breakers.defer(PAIR, 0.0)
@@ -156,9 +148,7 @@ def test_postpone_when_a_new_pair_is_too_busy_for_a_probe_then_requests_decide_a
     assert breakers.due_at(PAIR, 30.0) > 32.4
 
 
-def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_probe_closes_it() -> (
-    None
-):
+def test_failed_with_wrong_answers_needs_a_probe_to_close() -> None:
     breakers = PairBreakers(LIMITS)
     breakers.record_success(PAIR, 0.0, is_probe=True)
     assert breakers.record_failure(PAIR, "wrong", 1.0, is_wrong=True)

@@ -91,9 +91,7 @@ def pair(selection: WorkerSelection) -> tuple[int, int]:
     return selection.prefill.id if selection.prefill else 0, selection.decode.id
 
 
-def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest_tokens_of_context_win() -> (
-    None
-):
+def test_select_prefers_least_reported_work() -> None:
     placement = Placement("least-loaded")
     for instance_id, tokens in ((1, 500), (2, 200), (3, 900)):
         placement.loads.on_report(
@@ -113,9 +111,7 @@ def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest
     "busier",
     [{"queued_prefill_tokens": 300}, {"kv_blocks_used": 5}, {"waiting": 1}, {"context_tokens": 7}],
 )
-def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(
-    busier: dict[str, int],
-) -> None:
+def test_select_counts_all_work_of_aggregated_workers(busier: dict[str, int]) -> None:
     placement = Placement("least-loaded")
     if "context_tokens" in busier:
         busier["kv_blocks_total"] = 0  # the engine does not report its KV blocks
@@ -125,7 +121,7 @@ def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(
     assert found.prefill_costs is None
 
 
-def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_worker() -> None:
+def test_select_of_equal_loads_differs_among_frontends() -> None:
     counts = Counter(
         pair(selected(Placement("least-loaded", seed=seed), view_of(4, 2))) for seed in range(400)
     )
@@ -133,9 +129,7 @@ def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_wor
     assert max(counts.values()) < 100
 
 
-def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_take_another_one() -> (
-    None
-):
+def test_select_of_one_idle_worker_spreads_frontends() -> None:
     view = view_of(8, 1)
     idle = 0
     for seed in range(100):
@@ -146,9 +140,7 @@ def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_ta
     assert 20 < idle < 60
 
 
-def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> (
-    None
-):
+def test_select_counts_requests_sent_since_the_report() -> None:
     placement = Placement("least-loaded")
     view = view_of(4, 4)
     placed = []
@@ -179,9 +171,7 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
         assert (load.requests, unseen, load.sent) == (0, (0, 0, 0), {})
 
 
-def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_one_and_what_was_sent_since_count() -> (
-    None
-):
+def test_loads_combine_last_report_and_later_requests() -> None:
     placement = Placement("least-loaded")
     view = view_of(aggregated=2)
     placement.loads.on_report(report(2001, 5, running=3), 100.0)
@@ -195,7 +185,7 @@ def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_on
     assert placement.loads.requests() == {}
 
 
-def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_it_stays() -> None:
+def test_placed_request_of_gone_worker_leaves_no_load() -> None:
     placement = Placement("least-loaded")
     view = view_of(aggregated=1)
     placed = placement.start(selected(placement, view), request(), 0.0)
@@ -208,9 +198,7 @@ def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_
     assert placement.loads.requests() == {}
 
 
-def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> (
-    None
-):
+def test_select_skips_open_breakers_and_avoided_instances() -> None:
     placement = Placement("least-loaded")
     view = view_of(2, 2)
     placement.loads.on_report(report(2, queued_prefill_tokens=5000), 0.0)
@@ -228,7 +216,7 @@ def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pa
     assert placement.select(view_of(aggregated=1), PromptHashes(request()), breakers, 0.0) is None
 
 
-def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> None:
+def test_select_matches_keys_with_the_least_sum() -> None:
     other = msgspec.structs.replace(LAYOUT, block_tokens=64)
     view = model_view(
         prefill=some(Role.PREFILL, 1) + some(Role.PREFILL, 2, layout=other),
@@ -254,9 +242,7 @@ def caching(view: ModelView, tokens: Mapping[int, int]) -> ClusterPrefixes:
     return known
 
 
-def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twelve_that_wait() -> (
-    None
-):
+def test_select_weighs_a_cached_token_as_twelve_waiting() -> None:
     view = view_of(3, 3)
     known = caching(view, {2: 512, 3: 256, 1003: 64})
     placement = Placement("kv", known)
@@ -281,9 +267,7 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twel
     assert pair(selected(ignoring, view, 1000))[0] == 1
 
 
-def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_in_the_cache_of_the_selected_one() -> (
-    None
-):
+def test_start_on_another_decode_worker_updates_the_cache() -> None:
     view = view_of(1, 2)
     placement = Placement("kv", known := caching(view, {}))
     found = selected(placement, view, 1000)
@@ -297,9 +281,7 @@ def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_
     assert known.num_blocks() == {1: 62, 1001: 0, 1002: 0}
 
 
-def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> (
-    None
-):
+def test_select_with_temperature_draws_by_softmax() -> None:
     view = view_of(3, 1)
     drawn = Counter[int]()
     placement = Placement("kv", temperature=0.5, seed=1)
@@ -314,7 +296,7 @@ def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softma
     assert {pair(selected(cold, view))[0] for _ in range(20)} == {1}
 
 
-def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_than_it_has() -> None:
+def test_select_limits_the_wait_for_a_long_cached_prefix() -> None:
     view = view_of(2, 1)
     placement = Placement("kv", caching(view, {1: 32_000}))
     limit = 32_000 + 11 * (2560 - 8)  # both have to compute eight tokens or more
@@ -323,9 +305,7 @@ def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_th
         assert pair(selected(placement, view, 32_008))[0] == expected
 
 
-def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> (
-    None
-):
+def test_select_among_thousands_compares_few() -> None:
     view = view_of(1000, 1000)
     placement = Placement("kv", caching(view, {777: 896, 1005: 16}), seed=1)
     assert pair(selected(placement, view, 1000)) == (777, 1005)
@@ -377,7 +357,7 @@ def simulated_ttfts(
     return sorted(ttfts)
 
 
-def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_round_robin() -> None:
+def test_least_loaded_has_lower_ttft_than_round_robin() -> None:
     view = view_of(4, 1)
 
     def least(loads: ClusterLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
@@ -408,9 +388,7 @@ def cost_model(token_s: float, call_s: float) -> CostModel:
     return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
 
 
-def test_predicted_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> (
-    None
-):
+def test_predicted_time_includes_queue_and_kv_transfer() -> None:
     placement = Placement("least-loaded")
     view = view_of(1, 1)
     first = selected(placement, view)
@@ -441,7 +419,7 @@ def test_predicted_time_when_all_costs_are_known_then_it_has_the_queue_and_the_k
     assert predicted(7.0 + 2 * STALE_S) is None
 
 
-def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
+def test_report_with_invalid_cost_predicts_nothing() -> None:
     placement = Placement("least-loaded")
     for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)),):
         placement.loads.on_report(report(1001, cost=cost), 0.0)

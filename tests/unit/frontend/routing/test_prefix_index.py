@@ -146,7 +146,7 @@ def random_blocks(rnd: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal_the_engines_caches(
+async def test_known_prefixes_after_resync_equal_engine_caches(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_UPDATE_BLOCKS", 3)
@@ -203,9 +203,7 @@ async def test_known_prefixes_when_updates_are_lost_and_resynced_then_they_equal
         publisher.close()
 
 
-def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_stays_out_of_sync() -> (
-    None
-):
+def test_overlaps_after_partial_snapshot_stay_out_of_sync() -> None:
     known = ClusterPrefixes()
     known.add_instance(instance(1))
     whole = snapshot(1, [1, 2])
@@ -219,7 +217,7 @@ def test_overlaps_when_the_first_part_of_a_snapshot_is_lost_then_the_instance_st
     assert overlaps(known, [1, 2]) == {1: 2 * BLOCK}
 
 
-def test_overlaps_when_an_update_is_malformed_then_the_next_one_shows_a_gap() -> None:
+def test_overlaps_malformed_update_shows_as_a_gap() -> None:
     known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.on_update(snapshot(1, [1]))
@@ -229,7 +227,7 @@ def test_overlaps_when_an_update_is_malformed_then_the_next_one_shows_a_gap() ->
     assert known.unsynced == {1}
 
 
-def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none() -> None:
+def test_overlaps_are_absent_for_other_salts_or_scoring() -> None:
     known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.on_update(snapshot(1, [1, 2]))
@@ -238,9 +236,7 @@ def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none(
         assert overlaps_of(known, asked) == {}
 
 
-def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> (
-    None
-):
+def test_overlaps_are_in_tokens_for_any_block_size() -> None:
     known = ClusterPrefixes()
     known.add_instance(instance(1))
     known.add_instance(instance(2, block=16))
@@ -250,7 +246,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
     assert known.overlaps(prompt([1, 2, 3]), 0.0).of([3]) == [0]
 
 
-def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
+def test_overlaps_count_only_instances_of_the_role() -> None:
     known = ClusterPrefixes()
     for name, role in ((1, Role.PREFILL), (2, Role.DECODE)):
         known.add_instance(instance(name, role=role))
@@ -259,7 +255,7 @@ def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() 
     assert overlaps(known, [1], Role.DECODE) == {2: BLOCK}
 
 
-def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_blocks() -> None:
+def test_overlaps_reuse_the_place_of_a_gone_instance() -> None:
     known = ClusterPrefixes()
     for name in (1, 2):
         known.add_instance(instance(name))
@@ -271,9 +267,7 @@ def test_overlaps_when_an_instance_leaves_then_its_place_is_reused_without_its_b
     assert overlaps(known, [1]) == {2: BLOCK}
 
 
-def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_take_turns() -> (
-    None
-):
+def test_deepest_of_equal_instances_take_turns() -> None:
     known = ClusterPrefixes()
     for name in range(1, 9):
         known.add_instance(instance(name))
@@ -286,9 +280,7 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
 
 
 @pytest.mark.parametrize("has_events", [False, True])
-def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_and_the_deepest_come_first(
-    has_events: bool,
-) -> None:
+def test_overlaps_of_many_depths_are_exact_and_sorted(has_events: bool) -> None:
     rnd = random.Random(1)
     known = ClusterPrefixes()
     asked = [*range(100)]
@@ -312,9 +304,7 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(
-    seed: int,
-) -> None:
+def test_record_sent_counts_until_expiry(seed: int) -> None:
     rnd = random.Random(seed)
     known = ClusterPrefixes(ttl_s=10)
     now = 0
@@ -334,9 +324,7 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
             assert found.of([name]) == [naive]
 
 
-def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> (
-    None
-):
+def test_overlaps_drop_expired_prompts_without_new_ones() -> None:
     known = ClusterPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     for number in range(200):
@@ -349,9 +337,7 @@ def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_
     assert known.overlaps(prompt([199]), 10).matches == []
 
 
-def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> (
-    None
-):
+def test_record_sent_to_instance_without_events_expires() -> None:
     known = ClusterPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     known.add_instance(instance(2))
@@ -373,9 +359,7 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
 
 
 @pytest.mark.parametrize("has_events", [False, True])
-def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(
-    has_events: bool,
-) -> None:
+def test_record_sent_of_failed_call_is_undone(has_events: bool) -> None:
     known = ClusterPrefixes()
     known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
     if has_events:
@@ -398,7 +382,7 @@ def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance
 
 
 @pytest.mark.parametrize(("ttl_s", "limit"), [(3600.0, 200), (1.0, 1 << 20)])
-def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_blocks_stay_than_allowed(
+def test_record_sent_bounds_blocks_of_long_prompts(
     ttl_s: float, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", limit)
@@ -412,9 +396,7 @@ def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_b
     assert sum(len(blocks) for blocks, match in zip(sent, found, strict=True) if match) <= 200
 
 
-def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_record_sent_over_limit_drops_oldest_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 4)
     known = ClusterPrefixes(reads_events=False)
     known.add_instance(instance(1))

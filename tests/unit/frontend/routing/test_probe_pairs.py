@@ -13,7 +13,7 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 from tests.kit.instances import make_instance, model_view
 
 
-def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances() -> None:
+def test_pairs_of_mixed_roles_match_and_include_aggregated() -> None:
     view = model_view(
         prefill=(make_instance(1, role=Role.PREFILL),),
         decode=(make_instance(2), make_instance(3)),
@@ -36,7 +36,7 @@ def cluster_of(*instances: Instance) -> ClusterView:
     return view
 
 
-def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
+def test_pairs_are_few_per_instance_when_very_many() -> None:
     prefills, decodes = many(1, 300, 50)
     view = cluster_of(*prefills, *decodes).model("tiny")
     pairs = pairs_of(view)
@@ -53,9 +53,7 @@ def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(3, 4), (33, 31), (60, 30), (3, 345)])
-def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_gained(
-    num_prefill: int, num_decode: int
-) -> None:
+def test_new_pairs_are_those_gained(num_prefill: int, num_decode: int) -> None:
     prefills, decodes = many(2, num_prefill, num_decode)
     view = cluster_of(*prefills, *decodes)
     dice = random.Random(3)

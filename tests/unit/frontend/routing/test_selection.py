@@ -51,7 +51,7 @@ def test_place_when_roles_have_several_then_each_takes_turns() -> None:
     assert served(view, 6) == [(1, 11), (2, 12), (1, 13), (2, 11), (1, 12), (2, 13)]
 
 
-def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() -> None:
+def test_place_with_different_keys_shares_every_prefill() -> None:
     view = model_view(
         prefill=prefills(1, 2) + prefills(3, 4, layout=OTHER),
         decode=decodes(11) + decodes(12, layout=OTHER),
@@ -83,9 +83,7 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
         ({"layout": OTHER}, "layout.block_tokens is 16 at prefill and 64 at decode"),
     ],
 )
-def test_place_when_no_pair_matches_then_mismatch_names_the_field(
-    field: dict[str, Any], said: str
-) -> None:
+def test_place_without_matching_pair_names_the_field(field: dict[str, Any], said: str) -> None:
     with pytest.raises(TransferMismatch) as caught:
         select_round_robin(
             model_view(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers()
@@ -101,9 +99,7 @@ def test_place_when_no_pair_matches_then_mismatch_names_the_field(
         (model_view(decode=decodes(1)), "no prefill worker"),
     ],
 )
-def test_place_when_roles_are_missing_then_no_instances_names_them(
-    view: ModelView, missing: str
-) -> None:
+def test_place_with_missing_roles_names_them(view: ModelView, missing: str) -> None:
     with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
         select_round_robin(view, "tiny", 0, PairBreakers())
 
@@ -113,12 +109,12 @@ def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
     assert served(view, 3) == [(0, 21), (0, 22), (0, 21)]
 
 
-def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
+def test_place_prefers_a_pair_to_aggregated() -> None:
     view = model_view(prefill=prefills(1), decode=decodes(11), aggregated=some(Role.AGGREGATED, 21))
     assert served(view, 2) == [(1, 11)] * 2
 
 
-def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
+def test_place_avoids_a_prefill_if_there_is_another() -> None:
     two = model_view(prefill=prefills(1, 2), decode=decodes(11))
     one = model_view(prefill=prefills(1), decode=decodes(11))
     assert all(
@@ -141,31 +137,31 @@ def shut(*pairs: tuple[int | None, int]) -> PairBreakers:
     return breakers
 
 
-def test_place_when_there_are_as_many_prefills_as_decodes_then_every_pair_meets() -> None:
+def test_place_with_equal_counts_uses_every_pair() -> None:
     pairs = served(model_view(prefill=prefills(1, 2), decode=decodes(11, 12)), 40)
     assert Counter(pairs) == {(1, 11): 10, (2, 12): 10, (1, 12): 10, (2, 11): 10}
 
 
-def test_place_when_a_pair_is_shut_then_its_instances_serve_with_others() -> None:
+def test_place_with_open_pair_uses_its_instances_with_others() -> None:
     view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
     pairs = served(view, 40, shut((1, 11)))
     assert set(pairs) == {(2, 11), (1, 12), (2, 12)}
     assert Counter(d for _, d in pairs) == {11: 20, 12: 20}
 
 
-def test_place_when_all_pairs_of_a_decode_are_shut_then_it_is_left_out() -> None:
+def test_place_omits_a_decode_whose_pairs_are_all_open() -> None:
     view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
     assert {d for _, d in served(view, 8, shut((1, 11), (2, 11)))} == {12}
 
 
-def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
+def test_place_with_every_pair_open_says_why() -> None:
     with pytest.raises(NoInstances, match=r"quarantined: \(1, 11\) is broken"):
         select_round_robin(
             model_view(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11))
         )
 
 
-def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
+def test_place_with_open_aggregated_instance_uses_another() -> None:
     view = model_view(aggregated=some(Role.AGGREGATED, 21, 22))
     assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}
 
@@ -197,9 +193,7 @@ def reference(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_every_instance(
-    seed: int,
-) -> None:
+def test_select_equals_an_exhaustive_search(seed: int) -> None:
     dice = random.Random(seed)
     view = ClusterView()
     breakers = PairBreakers(BreakerLimits(failures=1))
@@ -270,7 +264,7 @@ RANKS = {"supported_features": ("dp_rank",)}
         ),
     ],
 )
-def test_support_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it_are_incapable(
+def test_support_excludes_workers_without_the_feature(
     fields: dict[str, Any], view: ModelView, ids: set[int]
 ) -> None:
     assert field_support(view, asked(**fields)) == (ids, "")
@@ -302,7 +296,7 @@ def test_support_when_a_request_needs_a_feature_then_the_workers_that_would_igno
         ),
     ],
 )
-def test_support_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
+def test_support_of_missing_feature_rejects_client_field(
     fields: dict[str, Any], view: ModelView, name: str
 ) -> None:
     assert field_support(view, asked(**fields)).rejected_field == name
@@ -319,5 +313,5 @@ def test_select_when_a_field_is_rejected_then_the_error_names_it() -> None:
     assert caught.value.field == "priority"
 
 
-def test_support_when_a_role_is_missing_anyway_then_nothing_is_rejected() -> None:
+def test_support_with_missing_role_rejects_nothing() -> None:
     assert field_support(model_view(decode=decodes(2)), asked(priority=1)) == ({2}, "")

@@ -12,7 +12,7 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 from tests.kit.instances import CARD, LAYOUT, make_instance
 
 
-def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role() -> None:
+def test_view_sorts_instances_by_id_and_role() -> None:
     view = ClusterView()
     for number, role in (
         (3, Role.DECODE),
@@ -30,7 +30,7 @@ def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role
     assert [i.id for i in view.instances()] == [1, 2, 3, 4]
 
 
-def test_view_when_the_last_instance_leaves_then_the_model_is_gone() -> None:
+def test_view_drops_a_model_with_its_last_instance() -> None:
     view = ClusterView()
     view.add(make_instance(1))
     view.remove(2)
@@ -48,9 +48,7 @@ def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
     assert view.model("tiny").missing_roles() == []
 
 
-def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_instance_counts() -> (
-    None
-):
+def test_models_use_card_of_first_answering_instance() -> None:
     first, second = (
         msgspec.structs.replace(
             make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}")
@@ -72,7 +70,7 @@ def test_models_when_cards_differ_then_that_of_the_first_decode_or_aggregated_in
     assert in_use == ["p3", "p2", "p2", "p1", "p3"]
 
 
-def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_counts() -> None:
+def test_models_ignore_shorter_context_of_prefill() -> None:
     view = ClusterView()
     shorter = msgspec.structs.replace(CARD, context_length=64)
     view.add(msgspec.structs.replace(make_instance(1, role=Role.PREFILL), card=shorter))
@@ -81,7 +79,7 @@ def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_
     assert view.models()["tiny"] == CARD
 
 
-def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> None:
+def test_view_moves_a_record_that_changes_its_model() -> None:
     view = ClusterView()
     view.add(make_instance(1))
     view.add(
@@ -106,7 +104,7 @@ def grouped(prefill: Instances, decode: Instances) -> tuple[dict[int, str], dict
     return keys, {key: PairGroup(*roles) for key, roles in members.items()}
 
 
-def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
+def test_view_updated_equals_one_built_at_once() -> None:
     dice = random.Random(4)
     view = ClusterView()
     present = dict[int, Instance]()

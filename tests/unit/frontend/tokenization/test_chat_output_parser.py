@@ -61,7 +61,7 @@ def each_step(made: ChatOutputParser, text: str) -> list[StepOutput]:
         ("deepseek_r1", "</think>b", Seen("b")),
     ],
 )
-def test_push_when_the_model_thinks_then_reasoning_is_separated_from_the_answer(
+def test_push_separates_reasoning_from_the_answer(
     reasoning: str, text: str, expected: Seen, steps: list[int]
 ) -> None:
     assert seen(parser(reasoning), text, steps) == expected
@@ -143,9 +143,7 @@ HERMES = {
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("name", HERMES)
-def test_push_when_calls_stand_between_markers_then_they_are_read_and_broken_ones_are_content(
-    name: str, steps: list[int]
-) -> None:
+def test_push_reads_calls_between_markers(name: str, steps: list[int]) -> None:
     text, expected = HERMES[name]
     assert seen(parser(calls="hermes"), text, steps) == expected
 
@@ -180,23 +178,19 @@ JSON = {
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("name", JSON)
-def test_push_when_the_answer_is_a_call_then_it_is_read_and_anything_else_is_content(
-    name: str, steps: list[int]
-) -> None:
+def test_push_reads_an_answer_that_is_a_call(name: str, steps: list[int]) -> None:
     text, expected = JSON[name]
     assert seen(parser(calls="json"), text, steps) == expected
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-def test_push_when_the_model_thinks_before_a_call_then_calls_in_the_reasoning_are_not_read(
-    steps: list[int],
-) -> None:
+def test_push_ignores_calls_in_the_reasoning(steps: list[int]) -> None:
     text = f"I could write {CALL} here.</think>\n\n{CALL}"
     expected = Seen("", f"I could write {CALL} here.", [["f", '{"a": [1, "}"]}']])
     assert seen(parser("deepseek_r1", "hermes"), text, steps) == expected
 
 
-def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is_complete() -> None:
+def test_push_streams_call_name_and_arguments_early() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
     made = parser(calls="hermes")
     steps = each_step(made, text)
@@ -210,7 +204,7 @@ def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is
     assert written == {begins + i: char for i, char in enumerate('{"city": "Rome"}')}
 
 
-def test_push_when_text_could_be_a_marker_then_only_that_is_held_back() -> None:
+def test_push_holds_back_only_a_possible_marker() -> None:
     steps = each_step(parser(calls="hermes"), "x < y <tool!")
     assert [content_of(step) for step in steps] == [
         "x",
@@ -224,12 +218,12 @@ def test_push_when_text_could_be_a_marker_then_only_that_is_held_back() -> None:
     ]
 
 
-def test_push_when_json_is_no_call_then_it_streams_from_the_key_that_says_so() -> None:
+def test_push_streams_json_that_is_no_call() -> None:
     steps = each_step(parser(calls="json"), '{"age": 3}')
     assert [content_of(step) for step in steps] == [*[""] * 5, '{"age"', ":", " ", "3", "}"]
 
 
-def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without_markers() -> None:
+def test_push_counts_reasoning_without_markers() -> None:
     made = parser("basic")
     assert (
         fold(made, [[ord(char)] for char in "<think>abc</think>de"]).reasoning_tokens
@@ -237,9 +231,7 @@ def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without
     )
 
 
-def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and_is_no_content() -> (
-    None
-):
+def test_push_of_forced_call_has_name_in_the_first_delta() -> None:
     forced_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
     made = ChatOutputParser(
         Characters(), reasoning_parser="none", tool_call_parser="hermes", forced_ids=forced_ids

@@ -86,9 +86,7 @@ def full_conversation(text: str) -> Conversation:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_render_when_text_is_anything_then_ids_equal_openai_harmony(
-    renderer: HarmonyRenderer, text: str
-) -> None:
+def test_render_equals_openai_harmony(renderer: HarmonyRenderer, text: str) -> None:
     for conversation in (
         full_conversation(text),
         Conversation(messages=(Message(role="user", content=text),)),
@@ -100,9 +98,7 @@ def test_render_when_text_is_anything_then_ids_equal_openai_harmony(
         assert renderer.render(conversation).tolist() == reference(conversation)
 
 
-def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_with_tools_gives_the_gpt_oss_prompt(renderer: HarmonyRenderer) -> None:
     text = renderer.decode(renderer.render(full_conversation("T")))
     assert (
         text == "<|start|>system<|message|>You are ChatGPT, a large language model trained by"
@@ -122,9 +118,7 @@ def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(
     )
 
 
-def test_render_when_a_call_has_a_result_then_prompt_begins_with_the_tokens_of_the_call(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_with_call_result_begins_with_the_call(renderer: HarmonyRenderer) -> None:
     """The prefix cache then has them: gpt-oss writes the recipient of a call after the channel."""
     asked = Conversation(messages=(USER,), tools=(WEATHER,))
     written = (
@@ -145,9 +139,7 @@ def test_render_when_a_call_has_a_result_then_prompt_begins_with_the_tokens_of_t
     assert renderer.render(answered).tolist()[: len(ids)] == ids
 
 
-def test_render_when_tool_call_was_answered_by_a_text_then_its_reasoning_is_dropped(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_drops_reasoning_of_an_answered_tool_call(renderer: HarmonyRenderer) -> None:
     call = ToolCall(id="c1", name="get_weather", arguments="{}")
     before = (
         Message(role="user", content="q"),
@@ -163,9 +155,7 @@ def test_render_when_tool_call_was_answered_by_a_text_then_its_reasoning_is_drop
     assert "SECRET" not in renderer.decode(renderer.render(Conversation(messages=after)))
 
 
-def test_render_when_system_and_developer_lead_then_they_are_one_developer_message(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_joins_system_and_developer(renderer: HarmonyRenderer) -> None:
     messages = (
         Message(role="system", content="one"),
         Message(role="developer", content="two"),
@@ -286,9 +276,7 @@ def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(
         assert renderer.render(conversation).tolist() == reference(conversation), tools
 
 
-def test_render_when_tools_come_again_then_only_changed_ones_are_translated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_render_translates_only_changed_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = HarmonyRenderer(today=lambda: TODAY)
     translated: list[str] = []
     rendered = renderer._developer_texts._rendered
@@ -339,16 +327,14 @@ def test_render_when_a_word_is_very_long_then_it_ends(renderer: HarmonyRenderer,
     )
 
 
-def test_render_when_text_holds_a_lone_surrogate_then_it_is_replaced(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_replaces_a_lone_surrogate(renderer: HarmonyRenderer) -> None:
     for role in ("user", "system"):
         ids = renderer.render(Conversation(messages=(Message(role=role, content="a\ud800b"),)))
         assert "a\N{REPLACEMENT CHARACTER}b" in renderer.decode(ids)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_encode_when_decoded_then_text_is_back_and_no_control_token_was_made(
+def test_encode_then_decode_returns_text_without_controls(
     renderer: HarmonyRenderer, text: str
 ) -> None:
     ids = renderer.encode(text)
@@ -356,9 +342,7 @@ def test_encode_when_decoded_then_text_is_back_and_no_control_token_was_made(
     assert renderer.decode(ids) == text
 
 
-def test_decode_when_ids_are_control_tokens_then_they_are_written_out(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_decode_writes_out_control_tokens(renderer: HarmonyRenderer) -> None:
     assert (
         renderer.decode(token_ids([200006, 200012, 201087]))
         == "<|start|><|call|><|reserved_201087|>"
@@ -367,16 +351,12 @@ def test_decode_when_ids_are_control_tokens_then_they_are_written_out(
         renderer.decode(token_ids([201088]))
 
 
-def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_stop_tokens_are_those_of_assistant_actions(renderer: HarmonyRenderer) -> None:
     encoding = o200k_tokenizer.load_tokenizer().harmony
     assert set(renderer.stop_token_ids) == set(encoding.stop_tokens_for_assistant_actions())
 
 
-def test_text_parser_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_text_parser_hides_only_the_chosen_tokens(renderer: HarmonyRenderer) -> None:
     parser = renderer.text_parser(frozenset({200002}))
     pieces = [
         content_of(parser.push(token_ids([token])))
@@ -393,9 +373,7 @@ def test_text_parser_when_character_is_split_then_it_comes_whole(renderer: Harmo
     assert "" in pieces[:-1]  # so the character was in fact split
 
 
-def test_render_when_the_answer_is_not_opened_then_the_prompt_ends_with_the_messages(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_of_unopened_answer_ends_with_the_messages(renderer: HarmonyRenderer) -> None:
     ended = renderer.decode(renderer.render(Conversation(messages=(USER,), opens_answer=False)))
     assert ended.endswith("<|start|>user<|message|>q<|end|>")
     whole = renderer.decode(renderer.render(Conversation(messages=(USER,))))
@@ -410,9 +388,7 @@ def test_token_texts_then_they_are_in_the_alphabet_of_bytes(renderer: HarmonyRen
     ]
 
 
-def test_render_when_an_answer_was_cut_off_in_its_reasoning_then_the_reasoning_is_shown(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_render_of_cut_off_reasoning_shows_it(renderer: HarmonyRenderer) -> None:
     cut = Message(role="assistant", reasoning="why")
     text = renderer.decode(renderer.render(Conversation(messages=(USER, cut, USER))))
     turn = "<|start|>assistant<|channel|>analysis<|message|>why<|end|>"

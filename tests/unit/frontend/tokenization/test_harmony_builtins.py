@@ -50,7 +50,7 @@ def reference(has_functions: bool) -> str:
 
 
 @pytest.mark.parametrize("functions", [(), (FUNCTION,)], ids=["alone", "beside a function"])
-def test_builtin_tools_then_the_system_message_is_that_of_the_library(
+def test_builtin_tools_give_the_library_system_message(
     renderer: HarmonyRenderer, functions: tuple[Tool, ...]
 ) -> None:
     shown = prompt(renderer, PYTHON, FIND, *functions, OPEN, SEARCH)
@@ -60,18 +60,14 @@ def test_builtin_tools_then_the_system_message_is_that_of_the_library(
     assert ("type f = " in others) == bool(functions)
 
 
-def test_builtin_tools_when_only_one_is_declared_then_no_other_is_shown(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_builtin_tools_show_only_the_declared(renderer: HarmonyRenderer) -> None:
     shown = prompt(renderer, OPEN)
     assert "type open = " in shown
     assert "type search = " not in shown
     assert "## python" not in shown
 
 
-def test_python_with_a_description_then_it_replaces_that_of_harmony(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_python_description_replaces_that_of_harmony(renderer: HarmonyRenderer) -> None:
     described = Tool(
         name="python", description="No network. <|end|>", parameters=SCHEMA, is_text=True
     )
@@ -101,9 +97,7 @@ NO_BUILTIN = {
 
 
 @pytest.mark.parametrize("tool", NO_BUILTIN.values(), ids=NO_BUILTIN)
-def test_tool_when_gpt_oss_knows_another_one_of_its_name_then_a_function(
-    renderer: HarmonyRenderer, tool: Tool
-) -> None:
+def test_tool_with_a_builtin_name_is_a_function(renderer: HarmonyRenderer, tool: Tool) -> None:
     system, _, others = prompt(renderer, tool).partition("<|end|>")
     assert "# Tools" not in system
     assert f"type {tool.name} = " in others
@@ -130,7 +124,7 @@ CALLS: dict[str, tuple[Tool, str, str]] = {  # the tool, the arguments, and what
 
 @pytest.mark.parametrize("is_declared", [True, False])
 @pytest.mark.parametrize("name", CALLS)
-def test_call_and_its_result_then_the_tokens_that_the_model_wrote_and_the_tool_as_author(
+def test_builtin_call_and_result_equal_the_model_tokens(
     renderer: HarmonyRenderer, name: str, is_declared: bool
 ) -> None:
     tool, arguments, written = CALLS[name]
@@ -155,9 +149,7 @@ def test_call_and_its_result_then_the_tokens_that_the_model_wrote_and_the_tool_a
     )
 
 
-def test_earlier_call_of_a_function_named_python_then_it_stays_one(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_earlier_function_named_python_stays_a_function(renderer: HarmonyRenderer) -> None:
     """Also without its declaration, as in a last request without tools."""
     call = ToolCall(id="c", name="python", arguments='{"code": "1"}')
     shown = prompt(renderer, messages=(USER, Message(role="assistant", tool_calls=(call,))))

@@ -144,7 +144,7 @@ def fixed(examples: int) -> Callable[..., object]:
 @fixed(60)
 @given(turn=TURNS, late=st.booleans(), steps=STEPS)
 @example(turn=[said("a", "final"), said("b", "final")], late=False, steps=[1])
-def test_push_when_a_turn_is_well_formed_then_messages_are_those_of_openai_harmony(
+def test_push_of_well_formed_turn_equals_openai_harmony(
     renderer: HarmonyRenderer, turn: list[oh.Message], late: bool, steps: list[int]
 ) -> None:
     check_same(renderer, turn, late, steps, cuts=30)
@@ -154,7 +154,7 @@ def test_push_when_a_turn_is_well_formed_then_messages_are_those_of_openai_harmo
 @pytest.mark.timeout(600)
 @fixed(2000)
 @given(turn=TURNS, late=st.booleans(), steps=STEPS)
-def test_push_when_a_turn_is_cut_at_every_token_then_messages_are_those_of_openai_harmony(
+def test_push_of_cut_turn_equals_openai_harmony(
     renderer: HarmonyRenderer, turn: list[oh.Message], late: bool, steps: list[int]
 ) -> None:
     check_same(renderer, turn, late, steps, cuts=1_000_000)
@@ -182,7 +182,7 @@ TOKENS = st.one_of(
 
 @fixed(300)
 @given(ids=st.lists(TOKENS | st.integers(199_998, 2**32 - 1), max_size=60), steps=STEPS)
-def test_push_when_ids_are_anything_then_no_marker_leaves_and_the_cut_changes_nothing(
+def test_push_of_any_ids_shows_no_marker(
     renderer: HarmonyRenderer, ids: list[int], steps: list[int]
 ) -> None:
     seen = fold(renderer.chat_parser(), cut(ids, steps))
@@ -206,7 +206,7 @@ def test_push_when_ids_are_anything_then_no_marker_leaves_and_the_cut_changes_no
     ),
     steps=STEPS,
 )
-def test_push_when_ids_are_anything_then_no_text_is_lost_outside_headers(
+def test_push_of_any_ids_loses_no_text_outside_headers(
     renderer: HarmonyRenderer, ids: list[int], steps: list[int]
 ) -> None:
     seen = fold(renderer.chat_parser(), cut(ids, steps))

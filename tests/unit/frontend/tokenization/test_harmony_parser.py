@@ -199,7 +199,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 10_000])
-def test_push_when_stream_is_recorded_then_parts_are_found_however_it_is_cut(
+def test_push_of_recorded_stream_finds_parts_at_any_cut(
     renderer: HarmonyRenderer, name: str, step: int
 ) -> None:
     text, expected = STREAMS[name]
@@ -212,7 +212,7 @@ def test_push_when_stream_is_recorded_then_parts_are_found_however_it_is_cut(
 @pytest.mark.parametrize(
     "name", ["answer", "tool call with analysis", "preamble and two calls", "split characters"]
 )
-def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmony(
+def test_push_of_well_formed_stream_equals_openai_harmony(
     renderer: HarmonyRenderer, name: str
 ) -> None:
     ids = ids_of(STREAMS[name][0])
@@ -233,9 +233,7 @@ def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmo
     )
 
 
-def test_push_when_a_call_streams_then_name_comes_first_and_arguments_as_they_come(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_streams_call_name_before_arguments(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
     pieces = [
         call
@@ -247,9 +245,7 @@ def test_push_when_a_call_streams_then_name_comes_first_and_arguments_as_they_co
     assert len(pieces) > 3
 
 
-def test_push_when_content_streams_then_nothing_waits_but_half_characters(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_of_content_holds_only_half_characters(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
     parser.push(token_ids(ids_of(FINAL)))
     assert [content_of(parser.push(token_ids([i]))) for i in ids_of("Hello there 𒀀!")] == [
@@ -272,9 +268,7 @@ def test_push_when_header_never_ends_then_it_becomes_content(renderer: HarmonyRe
     assert seen.content == "word " * 200
 
 
-def test_push_when_a_header_has_many_words_then_they_are_not_held(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_does_not_hold_words_of_a_long_header(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
     deltas = [content_of(parser.push(token_ids([i]))) for i in ids_of("<|channel|>" + "word " * 30)]
     assert next(i for i, text in enumerate(deltas) if text) < 16
@@ -289,9 +283,7 @@ def test_push_when_bytes_are_no_utf8_then_the_rest_still_comes(renderer: Harmony
     )
 
 
-def test_push_when_character_is_cut_by_the_end_then_it_is_replaced_in_its_own_part(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_replaces_a_character_cut_by_the_end(renderer: HarmonyRenderer) -> None:
     half = ids_of("𒀀")[:-1]
     seen = parse(
         renderer.chat_parser(),
@@ -302,9 +294,7 @@ def test_push_when_character_is_cut_by_the_end_then_it_is_replaced_in_its_own_pa
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_push_when_ids_are_random_then_never_raises_leaks_or_depends_on_the_cut(
-    renderer: HarmonyRenderer, seed: int
-) -> None:
+def test_push_of_random_ids_is_independent_of_the_cut(renderer: HarmonyRenderer, seed: int) -> None:
     chance = random.Random(seed)
     control = [
         START,
@@ -358,9 +348,7 @@ def test_push_when_output_is_long_then_nothing_of_it_is_stored(renderer: Harmony
 
 
 @pytest.mark.parametrize("marker", ["<|end|>", "<|call|>", "<|start|>"])
-def test_push_when_model_spells_a_marker_text_ids_then_it_is_shown_text_ids(
-    renderer: HarmonyRenderer, marker: str
-) -> None:
+def test_push_shows_a_marker_written_as_text(renderer: HarmonyRenderer, marker: str) -> None:
     text_ids = renderer.encode(f"write {marker} like that").tolist()
     assert (
         parse(renderer.chat_parser(), [*ids_of(FINAL), *text_ids, RETURN]).content
@@ -368,25 +356,21 @@ def test_push_when_model_spells_a_marker_text_ids_then_it_is_shown_text_ids(
     )
 
 
-def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_of_forced_named_call_reads_arguments(renderer: HarmonyRenderer) -> None:
     header = renderer.call_header(Tool(name="get_weather"))
     assert header is not None
     seen = parse(renderer.chat_parser(forced_ids=header), ids_of('{"place": "Rome"}<|call|>'))
     assert seen == Seen("", "", [["get_weather", '{"place": "Rome"}']])
 
 
-def test_push_when_a_call_is_forced_then_the_name_comes_with_the_first_token(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_of_forced_call_gives_the_name_first(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser(forced_ids=renderer.call_header(Tool(name="f")) or token_ids())
     first = parser.push(token_ids(ids_of('{"')))
     assert [(call.name, call.text) for call in calls_of(first)] == [("f", '{"')]
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_push_when_some_call_is_forced_then_output_goes_on_with_the_name(
+def test_push_of_some_forced_call_continues_with_the_name(
     renderer: HarmonyRenderer, step: int
 ) -> None:
     header = renderer.call_header(None)
@@ -400,9 +384,7 @@ def test_push_when_some_call_is_forced_then_output_goes_on_with_the_name(
     assert seen == Seen("", "", [["get_weather", "{}"]])
 
 
-def test_push_when_the_forced_header_is_not_completed_then_only_output_is_shown(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_of_incomplete_forced_header_shows_output_only(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser(forced_ids=renderer.call_header(None) or token_ids())
     assert parse(parser, ids_of("I would rather not.\n")) == Seen("I would rather not.\n")
 
@@ -415,16 +397,12 @@ def test_push_when_reasoning_is_forced_then_only_output_counts(renderer: Harmony
     assert seen == Seen("4", "Think.", [], 2)
 
 
-def test_call_header_when_name_can_not_be_rendered_then_it_is_refused(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_call_header_of_unrenderable_name_is_rejected(renderer: HarmonyRenderer) -> None:
     with pytest.raises(InvalidRequest, match="tool name 'a b'"):
         renderer.call_header(Tool(name="a b"))
 
 
-def test_answer_header_when_harmony_then_it_opens_the_final_channel(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_answer_header_of_harmony_opens_the_final_channel(renderer: HarmonyRenderer) -> None:
     text, ids = renderer.answer_header()
     assert text == "<|channel|>final<|message|>"
     assert renderer.decode(ids) == text
@@ -432,23 +410,21 @@ def test_answer_header_when_harmony_then_it_opens_the_final_channel(
 
 
 @pytest.mark.parametrize("step", [1, 5, 10_000])
-def test_push_when_no_reasoning_parser_is_named_then_reasoning_is_content(step: int) -> None:
+def test_push_without_reasoning_parser_is_content(step: int) -> None:
     made = HarmonyRenderer(reasoning_parser="none")
     ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
     assert parse(made.chat_parser(), ids, step) == Seen("Think.", "", [["get_weather", "{}"]])
 
 
 @pytest.mark.parametrize("step", [1, 5, 10_000])
-def test_push_when_no_tool_call_parser_is_named_then_arguments_are_content(step: int) -> None:
+def test_push_without_tool_call_parser_is_content(step: int) -> None:
     made = HarmonyRenderer(tool_call_parser="none")
     ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
     assert parse(made.chat_parser(), ids, step) == Seen("{}", "Think.", [], 2)
     assert made.call_header(Tool(name="get_weather")) is None
 
 
-def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_complete(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_streams_first_arguments_early(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
     parser.push(token_ids(ids_of(CALL_F)))
     arguments = ids_of('{"place": "Rome"}')
@@ -456,9 +432,7 @@ def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_co
     assert [call.text for call in calls_of(first)] == ['{"']
 
 
-def test_push_when_a_tool_has_the_longest_name_then_its_call_is_read(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_reads_the_call_of_the_longest_tool_name(renderer: HarmonyRenderer) -> None:
     name = "aZ_9" * 64
     ids = ids_of(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>"
@@ -466,9 +440,7 @@ def test_push_when_a_tool_has_the_longest_name_then_its_call_is_read(
     assert parse(renderer.chat_parser(), ids).calls == [[name, "{}"]]
 
 
-def test_push_when_tokens_come_one_by_one_then_a_delta_takes_less_than_a_millisecond_of_cpu(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_push_of_one_token_takes_less_than_a_millisecond(renderer: HarmonyRenderer) -> None:
     pushes = [
         token_ids([i]) for i in ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}" + '{"place": "Rome"}' * 50)
     ]

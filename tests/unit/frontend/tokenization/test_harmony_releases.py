@@ -121,15 +121,11 @@ def rendered(renderer: HarmonyRenderer, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_prompt_when_rendered_with_any_release_then_the_recorded_ids(
-    renderer: HarmonyRenderer, name: str
-) -> None:
+def test_prompt_of_any_release_has_the_recorded_ids(renderer: HarmonyRenderer, name: str) -> None:
     assert rendered(renderer, name) == IDS[name]
 
 
-def test_prompt_when_it_has_a_call_and_its_result_then_it_is_the_example_of_the_guide(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_prompt_with_call_equals_the_example_of_the_guide(renderer: HarmonyRenderer) -> None:
     call = ToolCall(id="c", name="get_weather", arguments='{"location":"San Francisco"}')
     messages = (
         Message(role="user", content="What is the weather like in SF?"),
@@ -143,17 +139,17 @@ def test_prompt_when_it_has_a_call_and_its_result_then_it_is_the_example_of_the_
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_prompt_when_a_library_has_another_order_then_nothing_else_differs(library: str) -> None:
+def test_prompt_differs_among_releases_only_in_order(library: str) -> None:
     assert LIBRARIES[library] != IDS["tools"]
     assert harmony_library.in_our_order(LIBRARIES[library]) == IDS["tools"]
 
 
-def test_library_when_installed_then_it_renders_as_one_that_is_recorded() -> None:
+def test_installed_library_renders_as_a_recorded_one() -> None:
     assert harmony_library.rendered(CONVERSATIONS["tools"], TODAY) in LIBRARIES.values()
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answer_when_parsed_with_any_release_then_its_reasoning_and_call(
+def test_answer_of_any_release_parses_to_reasoning_and_call(
     renderer: HarmonyRenderer, name: str
 ) -> None:
     """However it is cut in two, and token by token."""
@@ -168,7 +164,5 @@ def test_answer_when_parsed_with_any_release_then_its_reasoning_and_call(
         )
 
 
-def test_answer_when_tokenized_with_any_release_then_the_recorded_ids(
-    renderer: HarmonyRenderer,
-) -> None:
+def test_answer_of_any_release_has_the_recorded_ids(renderer: HarmonyRenderer) -> None:
     assert renderer._control_text(ANSWER).tolist() == IDS["answer"]

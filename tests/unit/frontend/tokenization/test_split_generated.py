@@ -73,7 +73,7 @@ def written(name: str, arguments: object, indent: int | None) -> tuple[str, str]
 
 @FIXED
 @given(st.lists(CALLS, min_size=1, max_size=3), st.text("abc <{", max_size=20), STEPS)
-def test_hermes_when_calls_are_well_formed_then_they_come_back_as_written(
+def test_hermes_calls_come_back_as_written(
     calls: list[tuple[str, dict[str, object], int | None]], lead: str, steps: list[int]
 ) -> None:
     made = [(name, *written(name, arguments, indent)) for name, arguments, indent in calls]
@@ -85,7 +85,7 @@ def test_hermes_when_calls_are_well_formed_then_they_come_back_as_written(
 
 @FIXED
 @given(st.lists(CALLS, min_size=1, max_size=3), st.booleans(), STEPS)
-def test_json_when_the_answer_is_calls_then_they_come_back_as_written(
+def test_json_calls_come_back_as_written(
     calls: list[tuple[str, dict[str, object], int | None]], as_list: bool, steps: list[int]
 ) -> None:
     made = [(name, *written(name, arguments, indent)) for name, arguments, indent in calls]
@@ -98,7 +98,7 @@ def test_json_when_the_answer_is_calls_then_they_come_back_as_written(
 
 @FIXED
 @given(CALLS.filter(lambda call: len(call[1]) > 0), STEPS)
-def test_calls_when_written_then_the_first_arguments_leave_before_the_call_is_complete(
+def test_calls_stream_first_arguments_early(
     call: tuple[str, dict[str, object], int | None], steps: list[int]
 ) -> None:
     whole, raw = written(*call)

@@ -106,9 +106,7 @@ def streamed(parser: OutputParser, ids: list[int], step: int = 1) -> str:
     return "".join(pieces) + content_of(parser.finish())
 
 
-def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_are_tokens() -> (
-    None
-):
+def test_render_chatml_begins_the_turn_with_marker_tokens() -> None:
     found = files()
     conversation = Conversation(messages=(Message(role="user", content="the fox"),))
     ids = renderer(found).render(conversation)
@@ -118,7 +116,7 @@ def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_
 
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}])
-def test_render_when_config_names_tokens_then_template_sees_their_text(bos: object) -> None:
+def test_render_shows_config_tokens_as_text(bos: object) -> None:
     assert (
         prompt(files(template="{{ bos_token }}{{ eos_token }}x", bos_token=bos, eos_token=None))
         == "<s>x"
@@ -141,7 +139,7 @@ def test_render_when_template_uses_a_usual_name_then_it_works(template: str, exp
     assert prompt(files(template=template), message, template_args={"thinking": True}) == expected
 
 
-def test_render_when_messages_hold_tools_then_template_sees_them_as_objects() -> None:
+def test_render_shows_tools_as_objects() -> None:
     template = (
         "{{ tools[0].function.name }} {{ messages[0].tool_calls[0].function.arguments.x }} "
         "{{ messages[0].reasoning_content }} {{ messages[1].tool_call_id }}"
@@ -154,7 +152,7 @@ def test_render_when_messages_hold_tools_then_template_sees_them_as_objects() ->
     assert prompt(files(template=template), *messages, tools=(Tool(name="f"),)) == "f 7 hm c1"
 
 
-def test_render_when_config_lists_templates_then_the_one_for_tools_is_used_with_tools() -> None:
+def test_render_uses_the_tool_template_with_tools() -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     found = files(template=None, chat_template=named)
     assert prompt(found) == "plain"
@@ -177,9 +175,7 @@ def test_render_when_both_templates_are_there_then_the_file_wins() -> None:
         (None, "use /v1/completions"),
     ],
 )
-def test_render_when_template_refuses_then_request_is_invalid_with_its_message(
-    template: str | None, says: str
-) -> None:
+def test_render_rejected_by_template_is_invalid(template: str | None, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         prompt(files(template=template))
 
@@ -192,9 +188,7 @@ def test_render_when_template_refuses_then_request_is_invalid_with_its_message(
         ("[" + "0," * 100_000 + "0]", "100001 values"),
     ],
 )
-def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(
-    arguments: str, says: str
-) -> None:
+def test_render_of_hostile_call_arguments_is_invalid(arguments: str, says: str) -> None:
     template = (
         "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     )
@@ -220,7 +214,7 @@ REPEATS_TOOLS = "{% for m in messages %}{{ tools | tojson }}{% endfor %}"
     ("template", "length", "few", "many"),
     [(LOOKS_BACK, 1, 50, 200), (GROWS, 10_000, 20, 60), (REPEATS_TOOLS, 1, 5, 200)],
 )
-def test_render_when_template_takes_too_many_steps_then_request_is_invalid_and_the_next_one_is_not(
+def test_render_with_too_many_steps_is_invalid(
     template: str, length: int, few: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamo_trtllm.frontend.tokenization.template.MAX_TEMPLATE_STEPS", 10_000)
@@ -235,7 +229,7 @@ def test_render_when_template_takes_too_many_steps_then_request_is_invalid_and_t
     made.render(Conversation(messages=(message,) * few, tools=(tool,)))
 
 
-def test_render_when_namespace_lacks_a_name_or_it_is_internal_then_template_sees_nothing() -> None:
+def test_render_hides_internal_names_from_the_template() -> None:
     template = (
         "{% set ns = namespace(a='the') %}{{ ns.a }}[{{ ns.b }}{{ ns.__class__ }}{{"
         " ns._Namespace__attrs }}]"
@@ -243,7 +237,7 @@ def test_render_when_namespace_lacks_a_name_or_it_is_internal_then_template_sees
     assert prompt(files(template=template)) == "the[]"
 
 
-def test_encode_when_text_spells_a_special_token_then_it_stays_text() -> None:
+def test_encode_of_written_special_token_stays_text() -> None:
     made = renderer(files())
     ids = made.encode("the <|im_end|> fox")
     assert not set(ids) & {0, 1, 2}
@@ -252,9 +246,7 @@ def test_encode_when_text_spells_a_special_token_then_it_stays_text() -> None:
     assert made.render(Conversation(messages=(Message(role="user", content="x"),)))[0] == 1
 
 
-def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_prompt_does_not() -> (
-    None
-):
+def test_encode_adds_begin_of_text_to_plain_prompts_only() -> None:
     made = renderer(files("byte_fallback", "{{ bos_token }}the", bos_token="<s>"))
     assert made.encode("the")[0] == 1
     assert (
@@ -264,7 +256,7 @@ def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_pr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encode_when_it_is_no_prompt_then_no_special_token_is_added(kind: str) -> None:
+def test_encode_of_other_text_adds_no_special_token(kind: str) -> None:
     made = renderer(files(kind))
     whole = made.encode("the fox")
     bare = made.encode("the fox", is_prompt=False)
@@ -281,22 +273,20 @@ def test_token_texts_then_they_are_those_of_the_vocabulary(kind: str) -> None:
     assert made.token_texts(ids) == [library.id_to_token(token) for token in ids]
 
 
-def test_render_when_the_answer_is_not_opened_then_the_prompt_ends_with_the_messages() -> None:
+def test_render_of_unopened_answer_ends_with_the_messages() -> None:
     ended = "<|im_start|>user\nthe fox<|im_end|>\n"
     assert prompt(files(), opens_answer=False) == ended
     assert prompt(files()) == f"{ended}<|im_start|>assistant\n"
 
 
-def test_encode_when_text_holds_a_lone_surrogate_then_it_is_replaced() -> None:
+def test_encode_replaces_a_lone_surrogate() -> None:
     made = renderer(files())
     assert made.decode(made.encode("a\ud800b")) == "a\N{REPLACEMENT CHARACTER}b"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
-def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_out(
-    kind: str, step: int
-) -> None:
+def test_text_parser_streams_all_text_without_specials(kind: str, step: int) -> None:
     made = renderer(files(kind))
     ids = made.encode(TEXT).tolist()
     assert streamed(made.text_parser(), [*ids[:5], 2, *ids[5:], 2], step) == TEXT
@@ -304,7 +294,7 @@ def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_ou
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_parser_when_character_is_split_then_no_part_of_it_is_shown(kind: str) -> None:
+def test_text_parser_shows_no_part_of_a_character(kind: str) -> None:
     made = renderer(files(kind))
     parser = made.text_parser()
     pieces = [content_of(parser.push(token_ids([i]))) for i in made.encode("the 𒀀")]
@@ -314,9 +304,7 @@ def test_text_parser_when_character_is_split_then_no_part_of_it_is_shown(kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
-def test_text_parser_when_ids_are_random_then_it_neither_raises_nor_stalls(
-    kind: str, seed: int
-) -> None:
+def test_text_parser_of_random_ids_neither_raises_nor_stalls(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     made = renderer(files(kind))
     ids = [chance.randrange(300) for _ in range(300)]
@@ -331,7 +319,7 @@ def test_text_parser_when_ids_are_random_then_it_neither_raises_nor_stalls(
     assert longest < 8
 
 
-def test_text_parser_when_token_was_added_later_then_its_text_is_shown() -> None:
+def test_text_parser_shows_an_added_token() -> None:
     made = renderer(files())
     ids = made.encode("the zażółć fox").tolist()
     assert made.decode(token_ids([max(ids)])) == "zażółć"
@@ -358,7 +346,7 @@ def test_renderer_when_a_file_is_missing_then_it_is_named(missing: str) -> None:
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
     ],
 )
-def test_renderer_when_a_file_is_broken_then_configuration_is_wrong(name: str, data: bytes) -> None:
+def test_renderer_with_broken_file_is_config_error(name: str, data: bytes) -> None:
     with pytest.raises(ConfigError):
         renderer({**files(template=None), name: data})
 
@@ -376,12 +364,12 @@ def test_renderer_for_when_card_names_one_then_it_is_made() -> None:
     assert made.stop_token_ids == (2, 7)
 
 
-def test_renderer_for_when_name_is_unknown_then_says_which_there_are() -> None:
+def test_renderer_for_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"'jinja'.*harmony and chat_template"):
         renderer_for(card("jinja"), {})
 
 
-def test_render_when_an_answer_has_only_reasoning_then_the_template_gets_it() -> None:
+def test_render_passes_an_answer_of_only_reasoning() -> None:
     template = "{% for m in messages %}[{{ m.content }}|{{ m.reasoning_content }}]{% endfor %}"
     cut = Message(role="assistant", reasoning="why")
     assert prompt(files(template=template), cut) == "[|why]"

@@ -49,21 +49,19 @@ def ids_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_chat_parser_when_markers_are_tokens_of_either_kind_then_they_are_found(
-    special: bool, step: int
-) -> None:
+def test_chat_parser_finds_markers_of_either_token_kind(special: bool, step: int) -> None:
     ids = ids_of(ANSWER)
     made = renderer("basic", "hermes", special=special).chat_parser()
     seen = fold(made, [ids[at : at + step] for at in range(0, len(ids), step)])
     assert seen == Seen("See.", "hm", CALLED, 2)
 
 
-def test_chat_parser_when_no_parser_is_named_then_all_text_is_content() -> None:
+def test_chat_parser_without_parsers_is_all_content() -> None:
     text = ANSWER.removesuffix("<|im_end|>")
     assert fold(renderer(special=False).chat_parser(), [ids_of(ANSWER)]) == Seen(text)
 
 
-def test_text_parser_when_parsers_are_named_then_they_are_not_used() -> None:
+def test_text_parser_ignores_named_parsers() -> None:
     made = renderer("basic", "hermes", special=False)
     assert fold(made.text_parser(), [ids_of("<think>hm</think>See.")]) == Seen(
         "<think>hm</think>See."
@@ -71,9 +69,7 @@ def test_text_parser_when_parsers_are_named_then_they_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(
-    step: int,
-) -> None:
+def test_parsers_hide_only_the_chosen_tokens(step: int) -> None:
     ids = ids_of(f"<|im_start|>{ANSWER}")
     pushes = [ids[at : at + step] for at in range(0, len(ids), step)]
     hidden = frozenset(ids[-1:])
@@ -85,9 +81,7 @@ def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_te
 
 
 @pytest.mark.parametrize(("calls", "end"), [("hermes", "}\n</tool_call>"), ("json", "}")])
-def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments(
-    calls: str, end: str
-) -> None:
+def test_call_header_of_named_tool_precedes_arguments(calls: str, end: str) -> None:
     made = renderer("none", calls)
     header = made.call_header(Tool(name="f"))
     assert header is not None
@@ -105,18 +99,18 @@ def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments
         ("none", "json", None),
     ],
 )
-def test_call_header_when_the_format_can_not_be_forced_then_there_is_none(
+def test_call_header_of_unforceable_format_is_absent(
     reasoning: str, calls: str, tool: Tool | None
 ) -> None:
     assert renderer(reasoning, calls).call_header(tool) is None
 
 
-def test_call_header_when_the_name_would_break_the_json_then_it_is_refused() -> None:
+def test_call_header_that_breaks_json_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="can't be forced"):
         renderer("none", "json").call_header(Tool(name='f"'))
 
 
-def test_answer_header_when_output_begins_with_reasoning_then_it_is_what_ends_it() -> None:
+def test_answer_header_ends_the_reasoning() -> None:
     made = renderer("deepseek_r1")
     assert made.answer_header() == ("</think>", token_ids(ids_of("</think>")))
     for other in ("basic", "none"):
@@ -132,9 +126,7 @@ def test_answer_header_when_output_begins_with_reasoning_then_it_is_what_ends_it
         ("harmony", "tool_call_parser", "json"),
     ],
 )
-def test_renderer_for_when_a_parser_is_not_of_the_format_then_it_is_named(
-    kind: str, field: str, value: str
-) -> None:
+def test_renderer_for_parser_of_another_format_names_it(kind: str, field: str, value: str) -> None:
     card = msgspec.structs.replace(CARD, renderer=kind, **{field: value})
     with pytest.raises(ConfigError, match=f"{field} '{value}'.*none") as caught:
         renderer_for(card, files(special=True))

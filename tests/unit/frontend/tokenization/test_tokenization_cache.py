@@ -23,7 +23,7 @@ def size(text: str) -> int:
     return sys.getsizeof(text) + sys.getsizeof(token_ids(map(ord, text)))
 
 
-def test_get_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_are_equal() -> None:
+def test_get_encodes_a_repeated_text_once() -> None:
     encode = Counting()
     known = TextCache(encode)
     for text in ("x" * 300, "y" * 300, "x" * 300, "x" * 299):
@@ -31,7 +31,7 @@ def test_get_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_ar
     assert [len(text) for text in encode.texts] == [300, 300, 299]
 
 
-def test_get_when_there_are_too_many_bytes_then_the_texts_used_longest_ago_go() -> None:
+def test_get_over_byte_limit_drops_least_recently_used() -> None:
     encode = Counting()
     known = TextCache(encode, max_bytes=3 * size("a" * 300))
     for letter in "abcadaeb":  # a is used all the time
@@ -40,14 +40,14 @@ def test_get_when_there_are_too_many_bytes_then_the_texts_used_longest_ago_go() 
     assert [text[0] for text in encode.texts] == ["a", "b", "c", "d", "e", "b"]
 
 
-def test_get_when_characters_are_wide_then_they_count_as_the_bytes_that_they_take() -> None:
+def test_get_counts_wide_characters_in_bytes() -> None:
     for text in ("a" * 300, "é" * 300, "中" * 300, "🧑" * 300):
         known = TextCache(Counting())
         known.get(text)
         assert known.num_bytes == size(text)
 
 
-def test_get_when_a_text_alone_is_too_large_then_it_is_not_kept_and_drives_out_nothing() -> None:
+def test_get_of_too_large_text_drops_nothing() -> None:
     encode = Counting()
     known = TextCache(encode, max_bytes=size("a" * 300))
     for text in ("a" * 300, "b" * 301, "a" * 300):

@@ -120,9 +120,7 @@ def reference(text: str) -> list[int]:
     return ids
 
 
-def test_encode_when_texts_are_of_all_kinds_then_ids_are_those_of_openai_harmony(
-    o200k: O200kTokenizer,
-) -> None:
+def test_encode_of_all_text_kinds_equals_openai_harmony(o200k: O200kTokenizer) -> None:
     for text in (*mixed(1500), *files(), "", " ", "\n"):
         assert o200k.encode(text).tolist() == reference(text), text[:200]
 
@@ -136,15 +134,13 @@ def test_encode_when_text_spells_a_special_token_then_it_is_text(o200k: O200kTok
         assert o200k.decode(ids) == text
 
 
-def test_encode_when_text_is_anything_then_its_tokens_are_its_bytes(o200k: O200kTokenizer) -> None:
+def test_encode_tokens_join_to_the_bytes_of_the_text(o200k: O200kTokenizer) -> None:
     for text in mixed(300):
         ids = o200k.encode(text)
         assert b"".join(map(o200k.token_bytes, ids)).decode() == o200k.decode(ids) == replaced(text)
 
 
-def test_token_bytes_then_they_are_those_of_the_vocabulary_and_none_of_special_tokens(
-    o200k: O200kTokenizer,
-) -> None:
+def test_token_bytes_are_those_of_the_vocabulary(o200k: O200kTokenizer) -> None:
     for token, token_id in vocabulary.mergeable_ranks().items():
         assert o200k.token_bytes(token_id) == token
     for token_id in (*vocabulary.harmony_specials().values(), 4_000_000_000):
@@ -152,7 +148,7 @@ def test_token_bytes_then_they_are_those_of_the_vocabulary_and_none_of_special_t
 
 
 @pytest.mark.parametrize("character", ["a", " ", "!", "中"])
-def test_encode_when_text_is_one_character_then_time_is_linear_in_its_length(
+def test_encode_of_one_repeated_character_takes_linear_time(
     o200k: O200kTokenizer, character: str
 ) -> None:
     def seconds(count: int) -> float:
@@ -177,9 +173,7 @@ def test_encode_when_text_is_long_then_no_thread_is_started(o200k: O200kTokenize
 
 
 @pytest.mark.parametrize("run", ["a", " ", "!"])
-def test_encode_when_a_run_is_longer_than_any_context_then_request_is_invalid(
-    o200k: O200kTokenizer, run: str
-) -> None:
+def test_encode_of_run_longer_than_context_is_invalid(o200k: O200kTokenizer, run: str) -> None:
     with pytest.raises(InvalidRequest, match="1000000 characters"):
         o200k.encode("x 1 " + run * 2_000_000)
 
@@ -209,9 +203,7 @@ def fresh(loads: Loads) -> O200kTokenizer:
     return O200kTokenizer(vocabulary.o200k_ranks_path())
 
 
-def test_encode_when_texts_are_short_then_fastokens_is_not_loaded(
-    fresh: O200kTokenizer, loads: Loads
-) -> None:
+def test_encode_of_short_texts_does_not_load_fastokens(fresh: O200kTokenizer, loads: Loads) -> None:
     for text in mixed(100):
         short = text[: o200k_tokenizer.SHORT_CHARS]
         assert fresh.encode(short).tolist() == reference(short)
@@ -223,7 +215,7 @@ def test_encode_when_texts_are_short_then_fastokens_is_not_loaded(
     "piece",
     ["ก\u0e31", "क\u094d", "a\u0301", "_", "!_", "/\n", "!\x1c", "\U00031350", "😀", "中", " \n"],
 )
-def test_run_finder_when_pieces_are_long_then_found_whatever_their_characters(piece: str) -> None:
+def test_run_finder_finds_long_pieces_of_any_characters(piece: str) -> None:
     assert run_finder(128)((piece * 256)[:256] + " ")
 
 
@@ -243,7 +235,7 @@ def test_run_finder_when_pieces_are_short_then_none_is_found(text: str) -> None:
 WIDE = "a long text, naïve and wide "
 
 
-def test_encode_when_a_text_is_long_then_it_does_not_wait_for_fastokens(
+def test_encode_of_long_text_does_not_wait_for_fastokens(
     fresh: O200kTokenizer, loads: Loads
 ) -> None:
     assert fresh.encode(WIDE * 500).tolist() == reference(WIDE * 500)
@@ -253,7 +245,7 @@ def test_encode_when_a_text_is_long_then_it_does_not_wait_for_fastokens(
 @pytest.mark.parametrize(
     "text", ["ก" * 2_000, WIDE * 5_000], ids=["a long word", "a very long text"]
 )
-def test_encode_when_openai_harmony_would_take_long_then_fastokens_is_loaded_once(
+def test_encode_of_slow_text_loads_fastokens_once(
     fresh: O200kTokenizer, loads: Loads, text: str
 ) -> None:
     with ThreadPoolExecutor(2) as pool:
@@ -357,7 +349,7 @@ def library(file: dict[str, Any], *, is_plain: bool) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_json_tokenizer_when_fastokens_supports_it_then_all_is_as_by_tokenizers(kind: str) -> None:
+def test_json_tokenizer_with_fastokens_equals_tokenizers(kind: str) -> None:
     file = SUPPORTED[kind]()
     made, is_byte_level = load_json_tokenizer(json.dumps(file).encode())
     assert made.is_fast
@@ -377,9 +369,7 @@ def test_json_tokenizer_when_fastokens_supports_it_then_all_is_as_by_tokenizers(
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_json_tokenizer_when_fastokens_does_not_support_it_then_tokenizers_is_used(
-    kind: str,
-) -> None:
+def test_json_tokenizer_without_fastokens_uses_tokenizers(kind: str) -> None:
     made, is_byte_level = load_json_tokenizer(json.dumps(UNSUPPORTED[kind]()).encode())
     assert not made.is_fast
     assert is_byte_level
@@ -449,9 +439,7 @@ def prompts() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", SLOW)
-def test_json_tokenizer_when_parts_of_prompts_are_cached_then_ids_are_those_of_the_whole(
-    kind: str,
-) -> None:
+def test_json_tokenizer_cached_parts_equal_the_uncached(kind: str) -> None:
     file = SLOW[kind]()
     made, _ = load_json_tokenizer(json.dumps(file).encode())
     chat = library(file, is_plain=False)
@@ -462,7 +450,7 @@ def test_json_tokenizer_when_parts_of_prompts_are_cached_then_ids_are_those_of_t
         ), text
 
 
-def test_json_tokenizer_when_a_conversation_goes_on_then_only_its_new_turn_is_encoded() -> None:
+def test_json_tokenizer_encodes_only_a_new_turn() -> None:
     made, _ = load_json_tokenizer(json.dumps(sentencepiece()).encode())
     assert isinstance(made, SlowJsonTokenizer)
     encoded: list[str] = []
@@ -487,9 +475,7 @@ def test_json_tokenizer_when_the_file_is_broken_then_it_is_named(source: bytes) 
         load_json_tokenizer(source)
 
 
-def test_encode_when_threads_encode_at_once_then_each_gets_its_own_ids(
-    o200k: O200kTokenizer,
-) -> None:
+def test_encode_in_threads_gives_each_its_ids(o200k: O200kTokenizer) -> None:
     texts = mixed(400)
     expected = [o200k.encode(text).tolist() for text in texts]
     with ThreadPoolExecutor(2) as pool:

@@ -18,13 +18,13 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_path_when_cache_is_empty_then_checked_file_is_written_alone(tmp_path: Path) -> None:
+def test_path_with_empty_cache_writes_the_checked_file(tmp_path: Path) -> None:
     path = vocabulary.o200k_ranks_path(tmp_path / "deep" / "er")
     assert sha256(path) == vocabulary.O200K_SHA256
     assert [found.name for found in path.parent.iterdir()] == ["o200k_base.tiktoken"]
 
 
-def test_path_when_cached_file_is_good_then_it_is_not_written_again(tmp_path: Path) -> None:
+def test_path_with_good_cached_file_writes_nothing(tmp_path: Path) -> None:
     before = vocabulary.o200k_ranks_path(tmp_path).stat()
     after = vocabulary.o200k_ranks_path(tmp_path).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -54,7 +54,7 @@ def test_path_when_packed_file_is_another_then_says_both_hashes(
     assert not (tmp_path / "cache").exists()
 
 
-def test_path_when_packed_file_is_missing_then_says_what_to_reinstall(
+def test_path_without_packed_file_says_what_to_reinstall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
@@ -72,9 +72,7 @@ def test_ranks_when_read_then_they_number_all_ordinary_tokens() -> None:
     assert sorted(vocabulary.mergeable_ranks().values()) == list(range(vocabulary.FIRST_SPECIAL))
 
 
-def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_openai_harmony() -> (
-    None
-):
+def test_specials_fill_the_vocabulary_of_openai_harmony() -> None:
     specials = vocabulary.harmony_specials()
     assert sorted(specials.values()) == list(
         range(vocabulary.FIRST_SPECIAL, vocabulary.HARMONY_VOCAB_SIZE)
@@ -89,7 +87,7 @@ def test_load_when_called_in_both_ways_then_loads_once() -> None:
     )
 
 
-def test_load_when_several_threads_ask_at_once_then_all_share_one_copy(tmp_path: Path) -> None:
+def test_load_in_several_threads_shares_one_copy(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         loaded = list(pool.map(o200k_tokenizer.load_tokenizer, [tmp_path] * 3))
     assert len({id(loaded_ranks) for loaded_ranks in loaded}) == 1

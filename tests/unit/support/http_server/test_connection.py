@@ -69,9 +69,7 @@ class Held:
         response.send(200, request.path.encode())
 
 
-async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after_the_one_before() -> (
-    None
-):
+async def test_requests_in_one_packet_are_answered_in_order() -> None:
     held = Held()
     client = MemoryClient(held)
     client.send(GET % b"a" + GET % b"b" + GET % b"c")
@@ -82,9 +80,7 @@ async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after
     assert bodies(client) == [b"/a", b"/b", b"/c"]
 
 
-async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_are_answered() -> (
-    None
-):
+async def test_waiting_requests_pause_receiving() -> None:
     held = Held()
     client = MemoryClient(held)
     for count in range(9):
@@ -97,7 +93,7 @@ async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_
     assert len(bodies(client)) == 9
 
 
-async def test_packet_when_it_has_thousands_of_requests_then_few_are_parsed_before_the_first_is_answered(
+async def test_packet_of_thousands_parses_few_before_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed: list[HttpRequest] = []
@@ -122,9 +118,7 @@ async def test_packet_when_it_has_thousands_of_requests_then_few_are_parsed_befo
     assert len(bodies(client)) == 3_000
 
 
-async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_the_rest_of_it_is_received() -> (
-    None
-):
+async def test_head_after_answered_requests_is_received() -> None:
     go = asyncio.Event()
 
     async def answer_first(request: HttpRequest, response: HttpResponse) -> None:
@@ -143,9 +137,7 @@ async def test_head_when_requests_had_to_be_answered_before_it_was_parsed_then_t
     await turns()
 
 
-async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> (
-    None
-):
+async def test_client_leaving_cancels_its_handler_if_wanted() -> None:
     for cancels in (False, True):
         held = Held()
         held.cancels = cancels
@@ -160,7 +152,7 @@ async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_f
         assert (held.begun, client.received, client.server.tasks) == (["/a"], b"", set())
 
 
-async def test_client_when_it_leaves_after_the_answer_then_its_handler_is_not_cancelled() -> None:
+async def test_client_leaving_after_the_answer_cancels_nothing() -> None:
     go = asyncio.Event()
     ended: list[str] = []
 
@@ -180,7 +172,7 @@ async def test_client_when_it_leaves_after_the_answer_then_its_handler_is_not_ca
     assert ended == ["/x"]
 
 
-async def test_client_when_it_is_lost_twice_then_the_end_of_its_handler_is_not_cancelled() -> None:
+async def test_client_lost_twice_lets_its_handler_end() -> None:
     ended: list[str] = []
     go = asyncio.Event()
 
@@ -205,9 +197,7 @@ async def test_client_when_it_is_lost_twice_then_the_end_of_its_handler_is_not_c
     assert ended == ["/a"]
 
 
-async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> (
-    None
-):
+async def test_client_leaving_before_handler_ends_it_at_once() -> None:
     held = Held()
     held.cancels = True
     client = MemoryClient(held)
@@ -217,7 +207,7 @@ async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handl
     assert (held.begun, client.server.tasks) == (["/a"], set())
 
 
-async def test_body_when_its_handler_does_not_read_then_no_more_than_a_buffer_is_received() -> None:
+async def test_unread_body_receives_no_more_than_a_buffer() -> None:
     go = asyncio.Event()
 
     async def late(request: HttpRequest, response: HttpResponse) -> None:
@@ -238,9 +228,7 @@ async def test_body_when_its_handler_does_not_read_then_no_more_than_a_buffer_is
     assert bodies(client) == [b"/x:" + b"x" * 150_000]
 
 
-async def test_expectation_when_the_handler_reads_then_100_before_the_response_and_not_twice() -> (
-    None
-):
+async def test_expectation_gets_100_once_when_body_is_read() -> None:
     client = MemoryClient(echo)
     client.send(POST.replace(b"Host", b"Expect: 100-continue\r\nHost") % 4)
     await turns()
@@ -285,9 +273,7 @@ CHUNKED = POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
 @pytest.mark.parametrize(
     "request_", [GET % b"x", CHUNKED.replace(b"Transfer-Encoding: chunked", b"X-Some: 1")]
 )
-async def test_upgrade_when_asked_for_without_a_body_then_http_1_1_and_what_follows_is_no_request(
-    request_: bytes,
-) -> None:
+async def test_upgrade_without_body_stays_http_1_1(request_: bytes) -> None:
     client = MemoryClient(echo)
     client.send(request_.replace(b"Host", UPGRADE) + GET % b"next")
     await turns()
@@ -298,9 +284,7 @@ async def test_upgrade_when_asked_for_without_a_body_then_http_1_1_and_what_foll
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("request_", [POST % 2 + b"ab", CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"])
-async def test_upgrade_when_asked_for_with_a_body_then_it_is_a_usual_request(
-    request_: bytes, size: int
-) -> None:
+async def test_upgrade_with_body_is_a_usual_request(request_: bytes, size: int) -> None:
     client = MemoryClient(echo)
     data = request_.replace(b"Host", UPGRADE) * 2 + GET % b"next"
     for first in range(0, len(data), size):
@@ -323,9 +307,7 @@ async def test_upgrade_when_asked_for_with_a_body_then_it_is_a_usual_request(
         (POST % 2).replace(b"Host", UPGRADE).replace(b"POST /x", b"CONNECT x:1"),
     ],
 )
-async def test_upgrade_when_the_end_of_the_body_is_unclear_then_400_and_what_follows_is_no_request(
-    request_: bytes,
-) -> None:
+async def test_upgrade_with_unclear_body_end_is_400(request_: bytes) -> None:
     client = MemoryClient(echo)
     client.send(request_ + b"ab" + GET % b"next")
     await turns()
@@ -352,9 +334,7 @@ async def test_trailer_then_it_is_not_a_header() -> None:
     assert seen == [None]
 
 
-async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_can_not_be_asked_for() -> (
-    None
-):
+async def test_header_that_is_never_read_is_not_stored() -> None:
     kept: list[list[tuple[bytes, bytes]]] = []
 
     async def look(request: HttpRequest, response: HttpResponse) -> None:
@@ -369,9 +349,7 @@ async def test_header_when_the_server_does_not_read_it_then_it_is_not_kept_and_c
     assert [name for name, _ in kept[0]] == [b"x-request-id", b"host"]
 
 
-async def test_connection_close_then_said_in_the_response_and_what_follows_is_not_answered() -> (
-    None
-):
+async def test_connection_close_ends_further_requests() -> None:
     client = MemoryClient(echo)
     client.send((GET % b"a").replace(b"Host", b"Connection: close\r\nHost") + GET % b"b")
     await turns()
@@ -380,7 +358,7 @@ async def test_connection_close_then_said_in_the_response_and_what_follows_is_no
     assert client.transport.is_closing()
 
 
-async def test_handler_when_it_fails_or_forgets_to_answer_then_500_and_closed(
+async def test_handler_without_answer_gives_500_and_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
@@ -398,7 +376,7 @@ async def test_handler_when_it_fails_or_forgets_to_answer_then_500_and_closed(
     assert "GET /nothing failed" in caplog.text
 
 
-async def test_handler_when_it_fails_within_a_stream_then_the_stream_has_no_end() -> None:
+async def test_handler_failing_in_a_stream_leaves_it_unended() -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
         await response.send_events(b"data: x\n\n")
@@ -411,7 +389,7 @@ async def test_handler_when_it_fails_within_a_stream_then_the_stream_has_no_end(
     assert client.transport.is_closing()
 
 
-async def test_response_when_the_one_before_was_not_read_then_the_next_request_waits() -> None:
+async def test_unread_response_delays_the_next_request() -> None:
     client = MemoryClient(echo)
     client.connection.pause_writing()
     client.send(GET % b"a" + GET % b"b")
@@ -423,9 +401,7 @@ async def test_response_when_the_one_before_was_not_read_then_the_next_request_w
 
 
 @pytest.mark.parametrize("wrong", [b"nonsense\r\n\r\n", POST.replace(b"%d", b"1 1"), b"GET / HT"])
-async def test_request_when_it_is_wrong_and_others_are_before_it_then_they_are_answered_and_closed(
-    wrong: bytes,
-) -> None:
+async def test_wrong_request_after_others_closes_at_last(wrong: bytes) -> None:
     held = Held()
     client = MemoryClient(held)
     client.send(GET % b"a" + GET % b"b" + wrong)
@@ -439,9 +415,7 @@ async def test_request_when_it_is_wrong_and_others_are_before_it_then_they_are_a
     assert client.transport.is_closing()
 
 
-async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_is_answered_and_closed() -> (
-    None
-):
+async def test_wrong_body_after_a_request_closes_at_last() -> None:
     held = Held()
     client = MemoryClient(held)
     client.send(
@@ -455,9 +429,7 @@ async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_
     assert client.transport.is_closing()
 
 
-async def test_body_when_another_request_was_before_it_then_its_time_begins_when_it_is_read() -> (
-    None
-):
+async def test_body_time_begins_when_it_is_read() -> None:
     held = Held()
     client = MemoryClient(held)
     client.send(GET % b"a" + POST % 2)
@@ -471,7 +443,7 @@ async def test_body_when_another_request_was_before_it_then_its_time_begins_when
     assert after.when() >= before.when() + 0.01
 
 
-async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watched() -> None:
+async def test_answer_limit_passed_still_watches_a_slow_reader() -> None:
     transport = MemoryTransport()
     transport.set_protocol(asyncio.Protocol())
     response = HttpResponse(
@@ -490,7 +462,7 @@ async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watch
 
 @pytest.mark.parametrize("sent", [GET % b"a" * 12, POST % 200_000 + b"x" * 150_000])
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_client_when_it_leaves_while_nothing_is_received_then_its_handler_is_cancelled(
+def test_client_leaving_while_paused_cancels_its_handler(
     new_loop: Callable[[], asyncio.AbstractEventLoop], sent: bytes
 ) -> None:
     async def leave() -> None:

@@ -95,9 +95,7 @@ def test_network_then_an_ipv4_address_or_64_bits_of_an_ipv6_one(address: str, ne
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", GET % b"a"], ids=["silent", "head", "idle"])
-async def test_connection_when_there_are_too_many_then_the_idlest_of_the_client_with_most_is_closed(
-    sent: bytes,
-) -> None:
+async def test_connection_over_limit_closes_idlest_of_busiest_client(sent: bytes) -> None:
     served = Served(max_connections=3, reserved_connections=2)
     other = await served.client(OTHER, GET % b"a")
     attackers = [await served.client(ATTACKER, sent) for _ in range(4)]
@@ -113,7 +111,7 @@ async def test_connection_when_there_are_too_many_then_the_idlest_of_the_client_
     await served.end()
 
 
-async def test_connection_when_all_have_one_address_then_the_idlest_is_closed() -> None:
+async def test_connection_over_limit_of_one_address_closes_idlest() -> None:
     served = Served(max_connections=2, reserved_connections=1)
     clients = [await served.client(OTHER, GET % b"a") for _ in range(3)]
     clients[0].send(GET % b"b")
@@ -136,7 +134,7 @@ async def test_connection_when_all_have_one_address_then_the_idlest_is_closed() 
     ],
     ids=["silent", "head", "idle", "next head", "body", "chunks", "expectation"],
 )
-async def test_connection_when_it_is_closed_for_another_then_a_request_that_is_received_gets_429(
+async def test_connection_closed_while_receiving_gets_429(
     sent: list[bytes], answered: list[int]
 ) -> None:
     served = Served(max_connections=1, reserved_connections=1)
@@ -150,9 +148,7 @@ async def test_connection_when_it_is_closed_for_another_then_a_request_that_is_r
     await served.end()
 
 
-async def test_requests_when_they_run_on_all_connections_then_only_health_is_answered_and_none_is_closed() -> (
-    None
-):
+async def test_requests_on_all_connections_allow_only_health() -> None:
     served = Served(max_connections=2, reserved_connections=1)
     running = [await served.client(ATTACKER, GET % b"held") for _ in range(2)]
     for path in (b"live", b"ready", b"health"):
@@ -171,9 +167,7 @@ async def test_requests_when_they_run_on_all_connections_then_only_health_is_ans
     await served.end()
 
 
-async def test_bodies_when_more_end_at_once_than_may_run_then_all_run_and_the_rest_may_be_closed() -> (
-    None
-):
+async def test_bodies_ending_together_all_run() -> None:
     served = Served(max_connections=1, reserved_connections=3)
     body = b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n"
     clients = [await served.client(ATTACKER, body) for _ in range(3)]
@@ -187,9 +181,7 @@ async def test_bodies_when_more_end_at_once_than_may_run_then_all_run_and_the_re
     await served.end()
 
 
-async def test_relief_when_there_are_no_files_then_idle_connections_are_closed_while_there_are_any() -> (
-    None
-):
+async def test_relief_without_files_closes_idle_connections() -> None:
     served = Served(max_connections=10, reserved_connections=1)
     running = await served.client(ATTACKER, GET % b"held")
     idle = await served.client(OTHER)
@@ -203,7 +195,7 @@ async def test_relief_when_there_are_no_files_then_idle_connections_are_closed_w
     ("files", "running", "reserved"),
     [(8704, 8192, 256), (1024, 576, 192), (256, 96, 32), (64, 24, 8)],
 )
-async def test_server_when_the_process_may_open_few_files_then_it_has_fewer_connections(
+async def test_server_with_few_files_has_fewer_connections(
     files: int, running: int, reserved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
@@ -269,15 +261,13 @@ async def test_head_then_it_takes_at_most_four_times_its_size(head: bytes) -> No
 
 
 @pytest.mark.parametrize("header", [b"a:b\r\n", b"Expect:b\r\n", b"Connection:b\r\n"])
-async def test_head_when_it_has_many_short_headers_then_it_takes_little_more_than_with_a_long_one(
-    header: bytes,
-) -> None:
+async def test_head_of_many_short_headers_takes_little_memory(header: bytes) -> None:
     short = header * (MAX_HEADERS - 1)
     long = b"a:" + b"b" * (len(short) - 4) + b"\r\n"
     assert await memory_of(HEAD + short) < await memory_of(HEAD + long) + 4 * len(short)
 
 
-async def test_head_when_its_request_has_ended_then_the_idle_connection_does_not_keep_it() -> None:
+async def test_head_of_ended_request_is_released() -> None:
     served = Served()
     client = await served.client(OTHER, HEAD + LARGE_HEADERS + b"Content-Length: 1\r\n\r\n")
     assert client.connection in served.server.large_heads
@@ -302,9 +292,7 @@ async def test_head_when_its_request_has_ended_then_the_idle_connection_does_not
     ],
     ids=["headers", "trailers", "path", "query"],
 )
-async def test_head_when_it_is_beyond_a_limit_then_431_which_names_the_limit(
-    head: bytes, said: bytes
-) -> None:
+async def test_head_over_limit_is_431_with_the_limit(head: bytes, said: bytes) -> None:
     served = Served(max_header_bytes=64 << 10)
     client = await served.client(OTHER, head)
     assert statuses(client)[-1] == 431
@@ -313,7 +301,7 @@ async def test_head_when_it_is_beyond_a_limit_then_431_which_names_the_limit(
     await served.end()
 
 
-async def test_head_when_it_begins_behind_another_request_then_the_limit_is_the_same() -> None:
+async def test_head_behind_another_request_has_the_same_limit() -> None:
     served = Served(max_header_bytes=64 << 10)
     client = await served.client(OTHER, GET % b"a" + HEAD + b"X-Long: " + b"a" * 90_000)
     assert statuses(client) == [200]  # it was received before the head that is too large
@@ -321,9 +309,7 @@ async def test_head_when_it_begins_behind_another_request_then_the_limit_is_the_
     await served.end()
 
 
-async def test_large_heads_when_there_are_too_many_then_the_oldest_is_closed_and_no_small_one() -> (
-    None
-):
+async def test_large_heads_over_limit_close_the_oldest() -> None:
     served = Served(max_connections=20, reserved_connections=1, max_large_head_bytes=25_000)
     small = await served.client(
         ATTACKER, b"GET / HTTP/1.1\r\nX-Small: " + b"a" * (SMALL_HEAD_BYTES - 100)
@@ -343,9 +329,7 @@ async def test_large_heads_when_there_are_too_many_then_the_oldest_is_closed_and
     await served.end()
 
 
-async def test_large_heads_when_their_requests_run_then_none_is_closed_and_a_further_one_gets_429() -> (
-    None
-):
+async def test_large_heads_of_running_requests_stay_open() -> None:
     served = Served(max_connections=20, reserved_connections=1, max_large_head_bytes=15_000)
     large = b"GET /held HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * 7900 + b"\r\n\r\n"
     running = await served.client(OTHER, large)

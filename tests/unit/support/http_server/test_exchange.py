@@ -34,9 +34,7 @@ class Sent(HttpResponse):
         return self
 
 
-async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_the_rest_by_itself() -> (
-    None
-):
+async def test_head_leaves_with_the_events_of_its_turn() -> None:
     response = Sent()
     response.start_events({"X-Some": "value"})
     await response.send_events(b"data: x\n\n")
@@ -53,14 +51,14 @@ async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_t
     assert response.transport.sent[1:] == [b"1\r\nz\r\n"]
 
 
-async def test_send_events_when_much_comes_in_a_turn_then_it_leaves_before_the_turn_ends() -> None:
+async def test_send_events_of_a_large_turn_leaves_early() -> None:
     response = Sent().started_events()
     for _ in range(4):
         await response.send_events(b"y" * 10_000)
     assert [len(data) > 30_000 for data in response.transport.sent] == [True]
 
 
-async def test_head_when_nothing_follows_in_this_turn_then_it_leaves_alone() -> None:
+async def test_head_without_events_leaves_alone() -> None:
     response = Sent()
     response.start_events({})
     await asyncio.sleep(0)
@@ -76,13 +74,13 @@ async def test_whole_response_then_head_and_body_leave_at_once() -> None:
     assert (response.num_ends, response.ended) == (1, True)
 
 
-async def test_whole_response_when_the_method_is_head_then_its_length_and_no_body() -> None:
+async def test_head_method_gets_length_without_body() -> None:
     response = Sent(is_head=True)
     response.send_json(200, {"a": 1})
     assert response.transport.sent[0].endswith(b"Content-Length: 7\r\n\r\n")
 
 
-async def test_write_when_several_events_come_in_a_turn_then_each_response_is_sent_once() -> None:
+async def test_write_of_several_events_sends_each_response_once() -> None:
     batch = FlushBatch()
     one = Sent(batch).started_events()
     two = Sent(batch).started_events()
@@ -98,7 +96,7 @@ async def test_write_when_several_events_come_in_a_turn_then_each_response_is_se
     assert one.transport.sent[1:] == [b"1\r\ny\r\n"]
 
 
-async def test_write_when_the_last_events_follow_then_they_come_behind_it_and_once() -> None:
+async def test_write_of_last_events_follows_once() -> None:
     response = Sent().started_events()
     response.write(b"y")
     await response.send_events(b"z", last=True)
@@ -118,7 +116,7 @@ async def test_stream_of_http_1_0_then_its_events_have_no_frames() -> None:
     assert events == b"yz"
 
 
-async def test_write_when_a_connection_closes_then_the_other_responses_are_still_sent() -> None:
+async def test_write_to_closing_connection_spares_others() -> None:
     batch = FlushBatch()
     gone, closing, there = (Sent(batch).started_events() for _ in range(3))
     for response in (gone, closing, there):
@@ -130,7 +128,7 @@ async def test_write_when_a_connection_closes_then_the_other_responses_are_still
     assert [len(answer.transport.sent) for answer in (gone, closing, there)] == [0, 0, 1]
 
 
-async def test_is_writable_when_the_client_does_not_read_or_is_gone_then_not() -> None:
+async def test_is_writable_is_false_for_unread_or_gone_clients() -> None:
     response = Sent()
     assert not response.is_writable
     response.started_events()
@@ -143,7 +141,7 @@ async def test_is_writable_when_the_client_does_not_read_or_is_gone_then_not() -
     assert not response.is_writable
 
 
-async def test_send_events_when_the_client_does_not_read_then_they_wait_until_it_does() -> None:
+async def test_send_events_waits_for_a_slow_reader() -> None:
     response = Sent().started_events()
     response.pause()
     sending = asyncio.create_task(response.send_events(b"y"))
@@ -155,14 +153,14 @@ async def test_send_events_when_the_client_does_not_read_then_they_wait_until_it
     assert response.transport.sent == [b"1\r\ny\r\n"]
 
 
-async def test_cancel_on_disconnect_when_the_client_has_left_then_it_raises() -> None:
+async def test_cancel_on_disconnect_raises_for_a_gone_client() -> None:
     response = Sent()
     response.lose()
     with pytest.raises(ClientDisconnected):
         response.cancel_on_disconnect()
 
 
-async def test_header_when_its_value_has_a_line_break_then_it_is_not_sent() -> None:
+async def test_header_with_line_break_is_not_sent() -> None:
     response = Sent()
     with pytest.raises(ValueError, match="line break"):
         response.send_json(200, {}, {"X-Some": "a\r\nSet-Cookie: b"})
@@ -181,7 +179,7 @@ async def test_response_when_it_has_ended_then_nothing_more_is_sent() -> None:
     assert (response.transport.sent, response.num_ends) == ([b"1\r\nz\r\n0\r\n\r\n"], 1)
 
 
-async def test_fail_when_a_stream_was_started_then_it_ends_without_its_last_chunk() -> None:
+async def test_fail_during_a_stream_sends_no_last_chunk() -> None:
     response = Sent().started_events()
     response.write(b"y")
     response.fail(InvalidRequest("late"))

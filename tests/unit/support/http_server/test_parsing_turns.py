@@ -50,9 +50,7 @@ class WaitingConnection:
             self._turns.wait(self, is_behind=True)  # type: ignore[arg-type]
 
 
-async def test_turns_when_several_clients_wait_then_they_alternate_within_the_time_of_an_iteration() -> (
-    None
-):
+async def test_turns_of_waiting_clients_alternate() -> None:
     clock = TickingClock()
     log = list[str]()
     turns = ParsingTurns(clock)
@@ -79,9 +77,7 @@ class Answered:
         response.send(200, b"")
 
 
-async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served_before_the_rest() -> (
-    None
-):
+async def test_slow_chunks_let_other_clients_be_served() -> None:
     handler = Answered()
     clock = TickingClock()
     server = HttpServer(handler, LIMITS, error_form=openai_error, shutdown_s=0.0)
@@ -101,9 +97,7 @@ async def test_chunks_when_parsing_them_takes_long_then_other_clients_are_served
     assert slow.transport.is_reading
 
 
-async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_in_one_iteration() -> (
-    None
-):
+async def test_handlers_of_many_requests_begin_few_at_a_time() -> None:
     handler = Answered()
     server = HttpServer(
         handler, replace(LIMITS, max_connections=400), error_form=openai_error, shutdown_s=0.0
@@ -133,9 +127,7 @@ async def test_handlers_when_clients_send_many_requests_at_once_then_few_begin_i
         b"1\r\n \r\n0\r\n" + b"a: " + b"x" * 40_000,
     ],
 )
-async def test_chunks_when_they_take_more_bytes_than_the_data_then_400_which_says_so(
-    body: bytes,
-) -> None:
+async def test_chunks_larger_than_their_data_are_400(body: bytes) -> None:
     client = MemoryClient(Answered())
     client.send(CHUNKED + body)
     for _ in range(300):
@@ -155,7 +147,7 @@ async def test_chunks_when_they_take_more_bytes_than_the_data_then_400_which_say
         b"1\r\n \r\n0\r\n" + b"a: b\r\n" * 90 + b"\r\n",
     ],
 )
-async def test_chunks_when_they_are_few_or_not_tiny_then_the_body_is_received(body: bytes) -> None:
+async def test_few_or_large_chunks_are_received(body: bytes) -> None:
     client = MemoryClient(Answered())
     client.send(CHUNKED + body)
     for _ in range(300):

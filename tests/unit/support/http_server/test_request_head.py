@@ -17,7 +17,7 @@ def headers_of(*pairs: tuple[bytes, bytes]) -> Headers:
     return headers
 
 
-def test_headers_then_the_first_value_of_each_that_is_read_is_found() -> None:
+def test_headers_return_the_first_value() -> None:
     headers = headers_of(
         (b"x-request-id", b"1"), (b"x-request-id", b"2"), (b"origin", b""), (b"host", b"\xe9 \t")
     )
@@ -38,7 +38,7 @@ def test_header_when_it_has_a_line_break_then_400() -> None:
         headers_of((b"host", b"1\nx-request-id:2"))
 
 
-def test_head_when_it_asks_for_an_upgrade_then_all_values_that_the_parser_needs_stay() -> None:
+def test_head_of_upgrade_keeps_all_needed_values() -> None:
     headers = headers_of(
         (b"upgrade", b"h2c"),
         (b"transfer-encoding", b"gzip"),

@@ -49,9 +49,7 @@ async def ask(method: str, target: str) -> tuple[int, str, bytes]:
         ("/m/lab%2Ftiny/ready", {"name": "lab/tiny"}),
     ],
 )
-async def test_path_when_a_route_matches_then_its_parameters_are_decoded(
-    target: str, params: dict[str, str]
-) -> None:
+async def test_path_parameters_are_decoded(target: str, params: dict[str, str]) -> None:
     status, _, body = await ask("GET", target)
     assert (status, json.loads(body)[0]) == (200, params)
 
@@ -73,7 +71,7 @@ async def test_query_then_every_value_of_a_parameter_also_an_empty_one() -> None
         ("HEAD", "/r/1/cancel", 405, "POST"),
     ],
 )
-async def test_request_when_no_route_takes_it_then_404_or_405_with_the_methods(
+async def test_unrouted_request_is_404_or_405(
     method: str, target: str, status: int, allow: str | None
 ) -> None:
     got, head, body = await ask(method, target)
@@ -91,9 +89,7 @@ async def test_head_then_the_headers_of_get_and_no_body() -> None:
     assert f"Content-Length: {len(body)}" in only.split("\r\n")
 
 
-async def test_error_when_the_response_was_started_then_it_is_logged_and_the_connection_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_error_after_start_is_logged_and_closes(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
         raise InvalidRequest("too late")

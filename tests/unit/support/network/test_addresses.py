@@ -25,7 +25,7 @@ def test_address_when_all_servers_are_on_this_host_then_loopback(url: str) -> No
 @pytest.mark.parametrize(
     ("url", "address"), [("nats://name:word@127.0.0.2", "10.0.0.2"), ("127.0.0.3:2379", "10.0.0.3")]
 )
-def test_address_when_a_server_is_on_another_interface_then_that_interfaces(
+def test_address_follows_the_interface_of_the_server(
     url: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Probe(socket.socket):
@@ -49,7 +49,7 @@ def test_host_when_it_means_one_then_it_is_no_wildcard(host: str) -> None:
     assert not is_wildcard(host)
 
 
-def test_name_when_it_has_no_address_then_config_error_and_an_address_stays() -> None:
+def test_name_without_address_is_config_error() -> None:
     with pytest.raises(ConfigError, match=r"^--some-host .a+. can.t be resolved"):
         resolve_host(70 * "a", "--some-host")
     with pytest.raises(ConfigError, match=r"^--some-host .no-such-host.invalid. can.t be resolved"):

@@ -67,9 +67,7 @@ async def turns_to_accept_all(sock: socket.socket, accepts_per_turn: int) -> int
 
 
 @pytest.mark.parametrize("host", ["nope.invalid", "192.0.2.7", 70 * "a", "::zz"])
-def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of_the_host(
-    host: str,
-) -> None:
+def test_listen_on_foreign_host_blames_the_host(host: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^--http-host {host} is not an address of this machine "
     ) as caught:
@@ -78,9 +76,7 @@ def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of
 
 
 @pytest.mark.parametrize("accepts_per_turn", [ACCEPTS_PER_TURN, 1])
-def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several_up_to_a_limit(
-    accepts_per_turn: int,
-) -> None:
+def test_acceptor_accepts_several_per_turn(accepts_per_turn: int) -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sock = stack.enter_context(listen(HOST, 0))
         for _ in range(CLIENTS):
@@ -98,7 +94,7 @@ class NoDelay(asyncio.Protocol):
         transport.close()
 
 
-def test_acceptor_when_a_client_is_accepted_then_small_writes_are_not_held_back() -> None:
+def test_acceptor_sends_small_writes_at_once() -> None:
     async def accept(sock: socket.socket) -> int:
         NoDelay.value = asyncio.get_running_loop().create_future()
         acceptor = acceptor_of(sock, NoDelay)
@@ -130,7 +126,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("idle", [0, 30])
-def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_are_and_says_so_once(
+def test_acceptor_without_file_descriptors_logs_once(
     idle: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def accept(failing: Failing) -> None:
@@ -147,9 +143,7 @@ def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_acceptor_with_unusable_socket_gives_up(caplog: pytest.LogCaptureFixture) -> None:
     async def accept(sock: socket.socket) -> OSError | None:
         acceptor = acceptor_of(sock, Counted)
         sock.shutdown(socket.SHUT_RDWR)
@@ -170,7 +164,7 @@ def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(
     ("wanted", "hard", "files"),
     [(728, 4096, 728), (728, resource.RLIM_INFINITY, 728), (2128, 1000, 1000)],
 )
-def test_files_when_the_process_may_open_too_few_then_more_or_a_warning_with_what_to_do(
+def test_too_few_files_are_raised_or_warned_of(
     wanted: int,
     hard: int,
     files: int,
@@ -199,7 +193,7 @@ def test_files_when_the_process_may_open_too_few_then_more_or_a_warning_with_wha
         ("gpu-host", True),
     ],
 )
-def test_warn_if_exposed_when_other_machines_can_connect_then_one_warning_says_who_can_do_what(
+def test_warn_if_exposed_warns_once(
     caplog: pytest.LogCaptureFixture, host: str, is_exposed: bool
 ) -> None:
     warn_if_exposed(host, 81, "use the API", "--http-host")

@@ -35,7 +35,7 @@ async def test_child_when_it_ends_then_what_it_left_behind_is_gone() -> None:
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_child_when_it_is_killed_then_what_it_left_behind_is_gone() -> None:
+async def test_killed_child_leaves_nothing_behind() -> None:
     process, grandchild = started(600.0)
     child = Child(process, 5)
     process.send_signal(signal.SIGKILL)
@@ -52,9 +52,7 @@ sys.stdin.buffer.read(1)
 """
 
 
-async def test_child_when_it_is_stopped_by_several_then_it_gets_one_signal_and_drains_in_peace() -> (
-    None
-):
+async def test_child_stopped_by_several_gets_one_signal() -> None:
     script = [sys.executable, "-c", SECOND_SIGNAL_IS_CRUEL]
     process = spawn(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -80,7 +78,7 @@ async def test_child_when_it_has_ended_then_it_is_asked_nothing() -> None:
     assert not child.is_terminating
 
 
-async def test_child_when_it_survives_sigkill_then_stop_says_so_and_returns(
+async def test_child_that_survives_sigkill_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a process that is stuck in a driver."""

@@ -21,9 +21,7 @@ def test_ports_when_one_in_between_is_taken_then_others(monkeypatch: pytest.Monk
         assert addresses.free_ports(3) == free
 
 
-def test_ports_when_all_are_taken_then_error_says_how_many_were_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ports_all_taken_says_how_many_were_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(addresses.random, "choice", lambda _: taken.getsockname()[1] - 1)
         with pytest.raises(ConfigError, match="no 2 consecutive free ports from 20000 to 31999"):

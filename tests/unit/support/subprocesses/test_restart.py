@@ -8,14 +8,14 @@ from dynamo_trtllm.support.subprocesses import RunFailed, decide, describe
 CONFIG = RestartConfig(max_restarts=2, window_s=10)
 
 
-def test_decide_when_first_death_then_it_is_restarted_and_the_status_is_said():
+def test_decide_first_death_restarts():
     assert decide(CONFIG, -9, [], 100.0) == (
         "was killed by SIGKILL; starting it again (1 of 2 in 10 s)",
         0.0,
     )
 
 
-def test_decide_when_bound_is_reached_within_window_then_given_up_with_status_1():
+def test_decide_at_bound_within_window_gives_up():
     with pytest.raises(
         RunFailed, match="exited with status 1; it was restarted 2 times in 10 s"
     ) as failed:
@@ -23,17 +23,17 @@ def test_decide_when_bound_is_reached_within_window_then_given_up_with_status_1(
     assert failed.value.exit_status == 1
 
 
-def test_decide_when_older_restarts_are_out_of_window_then_it_is_restarted():
+def test_decide_ignores_restarts_outside_the_window():
     assert "starting it again" in decide(CONFIG, 1, [90.0, 99.0], 100.0)[0]
 
 
-def test_decide_when_configuration_was_refused_then_given_up_at_once_with_status_2():
+def test_decide_rejected_configuration_gives_up_with_2():
     with pytest.raises(RunFailed) as failed:
         decide(CONFIG, 2, [], 100.0)
     assert failed.value.exit_status == 2
 
 
-def test_decide_when_no_restart_is_allowed_then_first_death_gives_up():
+def test_decide_without_restarts_gives_up_at_once():
     with pytest.raises(RunFailed):
         decide(RestartConfig(max_restarts=0), 0, [], 1.0)
 
@@ -46,7 +46,7 @@ def test_describe_when_status_then_words(status, text):
     assert describe(status) == text
 
 
-def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarted() -> None:
+def test_decide_foreign_exit_with_2_restarts() -> None:
     """A panic of etcd or nats-server has that status too."""
     assert "starting it again" in decide(RestartConfig(), 2, [], 0.0, is_status_2_final=False)[0]
 
@@ -54,13 +54,13 @@ def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarte
 @pytest.mark.parametrize(
     ("before", "pause_s"), [([], 0), ([50.0], 5), ([50.0, 60.0], 10), ([1.0, 50.0, 60.0], 10)]
 )
-def test_decide_when_it_died_before_then_each_restart_waits_twice_as_long(before, pause_s):
+def test_decide_doubles_each_wait(before, pause_s):
     text, pause = decide(RestartConfig(max_restarts=9, window_s=90, pause_s=5), 1, before, 100.0)
     assert pause == pause_s
     assert (f"starting it again in {pause_s} s (" if pause_s else "starting it again (") in text
 
 
-def test_decide_when_a_process_dies_at_once_each_time_then_a_pause_keeps_it_below_the_limit():
+def test_decide_paces_immediate_deaths_below_the_limit():
     """So the others go on serving, with the values of the launch scripts."""
     config = RestartConfig(max_restarts=10, window_s=600, pause_s=5)
     restarts = []

@@ -91,7 +91,7 @@ async def nothing() -> None:
     """Do nothing."""
 
 
-async def test_run_when_a_signal_comes_then_programs_end_in_the_order_of_their_ranks() -> None:
+async def test_run_on_signal_ends_programs_by_rank() -> None:
     made = Programs()
 
     async def then() -> None:
@@ -111,7 +111,7 @@ async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
     assert await Programs().run({"a": IGNORES, "b": IGNORES}, then) == {"a": -9, "b": -9}
 
 
-async def test_run_when_a_program_survives_sigkill_then_the_others_are_stopped_all_the_same(
+async def test_run_with_unkillable_program_stops_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = Programs()
@@ -139,9 +139,7 @@ async def test_run_when_stopped_twice_then_programs_still_drain() -> None:
     assert await made.run({"a": DRAINS}, then) == {"a": 0}
 
 
-async def test_run_when_a_program_is_given_up_then_that_is_said_first_and_the_others_drain() -> (
-    None
-):
+async def test_run_given_up_program_drains_the_others() -> None:
     made = Programs(max_restarts=1)
 
     async def then() -> None:
@@ -158,7 +156,7 @@ async def test_run_when_a_program_is_given_up_then_that_is_said_first_and_the_ot
     assert made.children["a"].has_ended
 
 
-async def test_run_when_a_program_is_asked_to_end_then_its_restart_does_not_count() -> None:
+async def test_run_requested_end_does_not_count_as_restart() -> None:
     made = Programs(max_restarts=0)
 
     async def then() -> None:
@@ -182,7 +180,7 @@ async def test_run_when_the_work_fails_then_programs_drain_first(error: Exceptio
     assert made.said == []
 
 
-async def test_run_when_stopped_in_the_pause_before_a_restart_then_it_ends_at_once() -> None:
+async def test_run_stopped_in_restart_pause_ends_at_once() -> None:
     made = Programs(pause_s=600)
 
     async def then() -> None:
