@@ -1,4 +1,7 @@
-"""The gate of names finds what it is for: a class name used twice, and a private word."""
+"""The gate of names finds what it is for.
+
+That is a class name used twice, a long name of a test, and a private word.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,22 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         )
     (line,) = gate.repeated_classes(root)
     assert line == "class Scheduler is defined 2 times: dynamo_trtllm/a.py:1, dynamo_trtllm/b.py:1"
+
+
+def test_long_test_name_is_found_with_its_place(gate: ModuleType, root: Path) -> None:
+    longest = "test_".ljust(60, "x")
+    too_long = "test_".ljust(61, "x")
+    helper = "make_".ljust(61, "x")
+    folder = root / "tests" / "unit"
+    folder.mkdir(parents=True)
+    (folder / "test_a.py").write_text(
+        f"def {longest}(): ...\n"
+        f"def {helper}(): ...\n"
+        "class TestA:\n"
+        f"    async def {too_long}(self): ...\n"
+    )
+    (line,) = gate.long_test_names(root)
+    assert line == f"tests/unit/test_a.py:4: {too_long} has 61 characters, at most 60"
 
 
 @pytest.mark.parametrize(
