@@ -49,7 +49,7 @@ pytestmark = [
 ]
 
 
-async def test_dummy_weights_give_different_answers_to_prompts(tmp_path: Path) -> None:
+async def test_dummy_weights_distinguish_prompts_that_end_alike(tmp_path: Path) -> None:
     """From config.json alone."""
     folder = save_model(tmp_path / "shape")
     (folder / "model.safetensors").unlink()

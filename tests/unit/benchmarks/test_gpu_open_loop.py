@@ -57,7 +57,7 @@ def record(
     ],
     ids=["good", "late", "one long gap", "slow", "failed", "no token"],
 )
-def test_request_mean_and_worst_gap_differ(
+def test_request_is_judged_by_mean_or_worst_gap(
     found: RequestRecord, by_mean: bool, by_worst: bool
 ) -> None:
     assert (MEAN.is_met(found), WORST.is_met(found)) == (by_mean, by_worst)

@@ -111,7 +111,9 @@ async def test_chat_with_slow_tokenizer_renders_off_the_loop(size: int) -> None:
         (16_000, 900, False),
     ],
 )
-def test_is_large_body_counts_less_for_objects(size: int, objects: int, is_large: bool) -> None:
+def test_is_large_body_of_objects_begins_at_a_smaller_size(
+    size: int, objects: int, is_large: bool
+) -> None:
     # the last ones are text
     body = b'{\n"a":{}}' * (objects // 2) + b'{ "' * (objects % 2) + b'{\\"' * 900
     assert is_large_body(body.ljust(size, b"x")) is is_large

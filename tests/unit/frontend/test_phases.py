@@ -55,7 +55,7 @@ def served(prefill: PhaseTimings | None, decode: PhaseTimings | None) -> PhaseSe
     return divide(spans, 14.25, prefill, decode)
 
 
-def test_divide_leaves_the_rest_of_each_call_to_its_way() -> None:
+def test_divide_counts_the_rest_of_each_call_as_send() -> None:
     phases = served(PREFILL, DECODE)
     assert phases == pytest.approx(
         {

@@ -204,7 +204,7 @@ def test_calls_in_a_full_batch_recover_predictions() -> None:
     assert fit.kv_transfer.num_changes == 0
 
 
-def test_fits_of_rare_kinds_are_learned_beside_frequent() -> None:
+def test_fits_with_many_samples_do_not_delay_others() -> None:
     engine = Engine()
     fit = CostFit()
     calls = [CallSample(0.05, 500, 0, WORK, fetches_kv=True)] * 40

@@ -238,7 +238,7 @@ async def test_arrivals_when_they_end_then_the_owner_learns_once_how() -> None:
     assert left.events.empty()
 
 
-async def test_fail_all_shares_no_data_among_errors() -> None:
+async def test_fail_all_error_retains_no_other_stream() -> None:
     class Prompt:
         """The state of a reader of one stream."""
 

@@ -65,9 +65,7 @@ def test_weights_of_dense_model_have_two_bytes_a_parameter() -> None:
         ({"tensor_parallel_size": 4, "enable_attention_dp": True}, 36),
     ],
 )
-def test_kv_of_a_token_when_split_or_typed_then_counted(
-    changes: dict[str, Any], kib: float
-) -> None:
+def test_kv_of_a_token_follows_split_and_type(changes: dict[str, Any], kib: float) -> None:
     assert table(changes=changes).kv_token_bytes == kib * 1024
 
 

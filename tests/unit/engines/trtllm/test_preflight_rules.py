@@ -105,7 +105,7 @@ def test_variable_of_section_with_odd_key_is_seen(extra: dict[Any, str]) -> None
     assert "inflight-cancel-transceiver" in {finding.rule for finding in check_role(judged)}
 
 
-def test_parallelism_with_data_parallel_attention_allows_heads() -> None:
+def test_data_parallel_attention_need_not_divide_heads() -> None:
     model = replace(LLAMA, num_attention_heads=40)
     judged = facts(A, {"tensor_parallel_size": 16, "enable_attention_dp": True}, model=model)
     assert "tensor-parallel-heads" not in {finding.rule for finding in check_role(judged)}

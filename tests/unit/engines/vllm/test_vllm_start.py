@@ -64,7 +64,7 @@ def passed(*events: threading.Event) -> Any:
     return events[0]
 
 
-def test_first_pass_before_another_engine_does_not_wait(folder: Path) -> None:
+def test_first_pass_over_makes_no_engine_wait(folder: Path) -> None:
     """The first engine captures graphs and warms up for minutes, without the lock."""
     worker = worker_class(passed(threading.Event()), passed(threading.Event()))
     lock_first_pass(worker)
