@@ -26,16 +26,16 @@ async def running_workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runn
         return engines[-1]
 
     planes: list[NatsPlane] = []
-    connect = worker_module.NatsPlane.connect
+    connect = worker_module.connect_plane
 
-    class Connecting:
-        @staticmethod
-        async def connect(*args: Any) -> NatsPlane:
-            planes.append(await connect(*args))
-            return planes[-1]
+    async def connecting(*args: Any) -> NatsPlane:
+        plane = await connect(*args)
+        assert isinstance(plane, NatsPlane)
+        planes.append(plane)
+        return plane
 
     monkeypatch.setattr(worker_module, "create_engine", creating)
-    monkeypatch.setattr(worker_module, "NatsPlane", Connecting)
+    monkeypatch.setattr(worker_module, "connect_plane", connecting)
     made = RunningWorkers(engines, planes)
     yield made
     for worker in made.workers:

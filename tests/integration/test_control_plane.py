@@ -13,13 +13,13 @@ from functools import partial
 
 import pytest
 
+from dynamo_trtllm.cluster.discovery import etcd as etcd_module
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk
-from dynamo_trtllm.worker import worker
 from tests.kit.engines import tokens
 from tests.kit.etcd_client import EtcdClient
 from tests.kit.servers import TestServer
@@ -121,7 +121,7 @@ async def test_worker_waits_for_etcd_at_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # it may start slowly
-    monkeypatch.setattr(worker, "EtcdDiscovery", partial(EtcdDiscovery, start_timeout_s=30.0))
+    monkeypatch.setattr(etcd_module, "EtcdDiscovery", partial(EtcdDiscovery, start_timeout_s=30.0))
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)

@@ -19,7 +19,7 @@ def stop(*_: object) -> None:
 @pytest.mark.parametrize(
     ("module", "next_step", "argv"),
     [
-        (frontend_main, "listen", []),
+        (frontend_main, "Frontend", []),
         (worker_main, "Worker", ["--engine", "mock", "--model", "m"]),
     ],
 )
