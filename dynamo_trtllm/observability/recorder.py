@@ -279,10 +279,16 @@ class Recorder:
         hashes = block_hashes(token_ids)
         first_hash = hashes[0] if hashes else 0
         self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, first_hash)
-        # Three hashes for each further event.
-        rest = itertools.zip_longest(hashes[1::3], hashes[2::3], hashes[3::3], fillvalue=0)
-        for a, b, c in rest:
-            self.record(request_id, RecordedEvent.PROMPT_HASHES, a, b, c)
+        # Each further event has three hashes; after the last one, it has zeros.
+        padded = [*hashes, 0, 0]
+        for first in range(1, len(hashes), 3):
+            self.record(
+                request_id,
+                RecordedEvent.PROMPT_HASHES,
+                padded[first],
+                padded[first + 1],
+                padded[first + 2],
+            )
 
     def follow(self, stream: RecordedStream) -> None:
         """Record the progress of a running stream, at most once a second, until `unfollow`."""

@@ -367,6 +367,7 @@ def test_recorded_prompt_has_lengths_and_hashes_only(memory_path: Path) -> None:
     # Two blocks are equal, and the third is not.
     assert (tokenized.c, hashes.a) == (other_tokenized.c, other_hashes.a)
     assert hashes.b != other_hashes.b
+    assert hashes.c == 0  # there is no further block
     assert ids[100:104].tobytes() not in next(memory_path.iterdir()).read_bytes()
 
 
