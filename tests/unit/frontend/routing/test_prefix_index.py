@@ -155,6 +155,7 @@ async def test_known_prefixes_after_resync_equal_engine_caches(
     readers = [ClusterPrefixes(), ClusterPrefixes()]
     loss = 0.1
     silent = set(engines)  # publishers that have sent nothing since updates stopped to be lost
+    delivered = asyncio.Event()
 
     def deliver(data: bytes) -> bool:
         update = decode(data, KvCacheUpdate)
@@ -162,6 +163,7 @@ async def test_known_prefixes_after_resync_equal_engine_caches(
         for reader in readers:
             if rnd.random() >= loss:
                 reader.on_update(update)
+        delivered.set()
         return True
 
     timing = KvEventTiming(interval_s=0, resync_interval_s=0, idle_s=3600)
@@ -196,10 +198,12 @@ async def test_known_prefixes_after_resync_equal_engine_caches(
     async with asyncio.timeout(30):
         # Publishers send by the clock, a little later than in the next turn of the event loop.
         while silent:
-            await asyncio.sleep(0.001)
+            delivered.clear()
+            await delivered.wait()
         while any(reader.unsynced for reader in readers):
+            delivered.clear()
             await resync()
-            await asyncio.sleep(0.001)
+            await delivered.wait()
     asked = [random_blocks(rnd) for _ in range(50)]
     naive = [
         {name: found for name, engine in engines.items() if (found := engine.overlap(blocks))}
