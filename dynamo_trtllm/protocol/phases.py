@@ -113,9 +113,11 @@ def divide(
             if seconds > 0 and left_s > 0 and "." not in phase:
                 part_s = seconds if seconds < left_s else left_s
                 left_s -= part_s
-                phases[role, phase] = phases.get((role, phase), 0.0) + part_s
+                key = (role, phase)
+                phases[key] = phases.get(key, 0.0) + part_s
         if left_s > 0:
-            phases[role, rest] = phases.get((role, rest), 0.0) + left_s
+            key = (role, rest)
+            phases[key] = phases.get(key, 0.0) + left_s
     return phases
 
 

@@ -101,9 +101,20 @@ class StreamReceiver(TaskStream):
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
-        chunk = frame.chunk
+        on_event = self._on_event
         number = frame.number
-        if self._on_event is None or number < self._next_number:
+        chunk = frame.chunk
+        # Nearly all frames are the next token of a running stream.
+        if (
+            number == self._next_number
+            and isinstance(chunk, int)
+            and frame.failure is None
+            and on_event is not None
+        ):
+            self._next_number = number + 1
+            on_event(TOKEN_CHUNKS[chunk])
+            return
+        if on_event is None or number < self._next_number:
             return
         if number > self._next_number:
             self.emit(
@@ -111,18 +122,16 @@ class StreamReceiver(TaskStream):
                     f"frame {number} arrived instead of frame {self._next_number}"
                 )
             )
-        elif frame.failure is None and chunk is not None:
-            self._next_number = number + 1
-            if isinstance(chunk, int):
-                self._on_event(TOKEN_CHUNKS[chunk])
-            elif chunk.finish_reason is None:  # `emit` would do the same, one call later
-                self._on_event(chunk)
-            else:
-                self.emit(chunk)
         elif frame.failure is not None:
             self.emit(frame.failure.error())
+        elif isinstance(chunk, Chunk):
+            self._next_number = number + 1
+            if chunk.finish_reason is None:  # `emit` would do the same, one call later
+                on_event(chunk)
+            else:
+                self.emit(chunk)
         else:
-            self.emit(errors.StreamIncomplete(f"frame {frame.number} is empty"))
+            self.emit(errors.StreamIncomplete(f"frame {number} is empty"))
 
     def compare_with_worker(self, ping: int, sent: int | None) -> None:
         """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.

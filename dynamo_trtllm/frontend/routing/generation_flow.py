@@ -70,7 +70,6 @@ class _Attempt:
     num_sent_before: int  # tokens that were sent to the client before this attempt
     # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
     num_unsettled_tokens: int
-    passes_tokens: bool = False  # it has begun and settled, so its tokens only have to be passed on
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
@@ -134,6 +133,8 @@ class GenerationFlow:
         self._options = options
         self._fixed_selection = selection
         self._attempt: _Attempt | None = None
+        # The attempt has begun and settled, so its tokens only have to be passed on.
+        self._passes_tokens = False
         self._num_attempts = 0
         self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
         self._error: DynamoError | None = None  # of the last attempt
@@ -186,10 +187,8 @@ class GenerationFlow:
 
         Return True if so: then, `handle` must not be called with it.
         """
-        attempt = self._attempt
         if (
-            attempt is None
-            or not attempt.passes_tokens
+            not self._passes_tokens
             or chunk.finish_reason is not None
             or chunk.stats is not None
         ):
@@ -273,6 +272,7 @@ class GenerationFlow:
             num_unsettled_tokens=self._timeline.suspicion.num_unsettled_tokens(),
         )
         self._attempt = attempt
+        self._passes_tokens = False
         if prefill is None:
             self._call_decode(attempt)
         elif decode.strategy != "decode_first":
@@ -326,11 +326,11 @@ class GenerationFlow:
         if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
             attempt.num_unsettled_tokens = 0
             # The first chunk may settle it at once: then, what follows lets the next ones pass.
-            attempt.passes_tokens = attempt.has_begun
+            self._passes_tokens = attempt.has_begun
             self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             attempt.has_begun = True
-            attempt.passes_tokens = not attempt.num_unsettled_tokens
+            self._passes_tokens = not attempt.num_unsettled_tokens
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
                 self._driver.record_transfer(attempt.pair)
