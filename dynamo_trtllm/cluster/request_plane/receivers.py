@@ -11,13 +11,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Protocol
 
 from dynamo_trtllm.cluster.request_plane.frames import Frame
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
-from dynamo_trtllm.protocol.messages import Chunk, token_ids
+from dynamo_trtllm.protocol.messages import Chunk, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
 
 # Time for which an iteration of the event loop passes frames on. In a frontend, a frame takes 5 to
@@ -76,27 +75,43 @@ class StreamReceiver(TaskStream):
         return self._next_number + len(self.waiting)
 
     def catch_up(self) -> None:
-        """Feed the waiting frames, with consecutive frames that have only tokens merged."""
+        """Feed the waiting frames, with consecutive frames that have only tokens merged.
+
+        The loop runs once per token while this process is behind.
+        """
         frames = self.waiting
         self.waiting = []
-        run = list[Chunk]()
+        ids = token_ids()
+        logprobs: list[TokenLogprob] = []
+        number = self._next_number
         for frame in frames:
-            chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
-            is_next = frame.number == self._next_number + len(run)
-            if is_next and chunk is not None and chunk.is_plain:
-                run.append(chunk)
-                continue
-            self._feed_merged(run)
-            run = []
+            chunk = frame.chunk
+            if frame.number == number and frame.failure is None:
+                if isinstance(chunk, int):
+                    ids.append(chunk)
+                    number += 1
+                    continue
+                if chunk is not None and chunk.is_plain:
+                    ids.extend(chunk.token_ids)
+                    logprobs += chunk.logprobs
+                    number += 1
+                    continue
+            self._feed_merged(number, ids, logprobs)
+            ids = token_ids()
+            logprobs = []
             self.feed(frame)
-        self._feed_merged(run)
+            number = self._next_number
+        self._feed_merged(number, ids, logprobs)
 
-    def _feed_merged(self, chunks: Sequence[Chunk]) -> None:
-        if not chunks:
+    def _feed_merged(
+        self, next_number: int, ids: TokenIds, logprobs: Sequence[TokenLogprob]
+    ) -> None:
+        """Feed the tokens of the frames before `next_number`, if there are any."""
+        if next_number == self._next_number:
             return
-        chunk = chunks[0] if len(chunks) == 1 else _merged(chunks)
-        # The merged chunk has the number of its last frame, so the next one follows it.
-        self._next_number += len(chunks) - 1
+        # The merged frame has the number of its last one, so the next one follows it.
+        self._next_number = next_number - 1
+        chunk = Chunk(token_ids=ids, logprobs=tuple(logprobs))
         self.feed(Frame(0, self._next_number, chunk))
 
     def feed(self, frame: Frame) -> None:
@@ -196,14 +211,6 @@ class StreamReceiver(TaskStream):
             return False
         self._send_cancel(awaits_kv=True)
         return True
-
-
-def _merged(chunks: Sequence[Chunk]) -> Chunk:
-    ids = token_ids()
-    for chunk in chunks:
-        ids.extend(chunk.token_ids)
-    logprobs = chain.from_iterable(chunk.logprobs for chunk in chunks)
-    return Chunk(token_ids=ids, logprobs=tuple(logprobs))
 
 
 class StreamDemux(dict[int, StreamReceiver]):
