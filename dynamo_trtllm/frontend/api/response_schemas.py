@@ -5,9 +5,9 @@ Tests validate responses against the schemas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
 
+import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
@@ -534,8 +534,7 @@ def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseMeta:
+class ResponseMeta(msgspec.Struct, frozen=True, kw_only=True):
     """The fields with which every object of a response begins.
 
     `created`: seconds since the epoch.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import orjson
+from msgspec.structs import replace
 
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.api.messages import CountTokensRequest, MessagesRequest

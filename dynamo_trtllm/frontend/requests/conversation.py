@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -42,8 +41,7 @@ _ABRIDGED_CHARS = 16
 _ANY_TEXT = r"(.|\n)+"  # as a regular expression
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a generation beside its conversation."""
 
     # As requested, without `guided`. With max_tokens 0: as many as the context allows.
@@ -64,7 +62,7 @@ class GenerationOptions:
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
     # The API's names by internal field names, where they differ.
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def name(self, field: str) -> str:
         """Return the API's name of a field, for errors."""

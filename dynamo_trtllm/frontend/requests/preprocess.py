@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,8 +47,7 @@ _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer t
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceRequest:
+class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice of a response needs to run: the call to workers, and how to read its output."""
 
     request: GenerateRequest
@@ -67,7 +65,7 @@ class ChoiceRequest:
     # The client wants no generated token, but the engine generates one.
     is_prompt_only: bool = False
     # The API's names by internal field names, for errors.
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -87,8 +85,7 @@ class ChoiceRequest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationPlan:
+class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The generation requests of one HTTP request: one per choice, in the order of the prompts.
 
     The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are
@@ -135,7 +132,7 @@ def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) 
         ignored.append("skip_special_tokens")
     if not ignored:
         return plan
-    return replace(plan, ignored=(*plan.ignored, *ignored))
+    return msgspec.structs.replace(plan, ignored=(*plan.ignored, *ignored))
 
 
 def prepare_conversation(

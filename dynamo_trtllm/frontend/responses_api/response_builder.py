@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 
 from dynamo_trtllm.frontend.api.chat import ToolChoice
 from dynamo_trtllm.frontend.api.nvext import Extras

@@ -187,11 +187,7 @@ class GenerationFlow:
 
         Return True if so: then, `handle` must not be called with it.
         """
-        if (
-            not self._passes_tokens
-            or chunk.finish_reason is not None
-            or chunk.stats is not None
-        ):
+        if not self._passes_tokens or chunk.finish_reason is not None or chunk.stats is not None:
             return False
         self._sent_ids.extend(chunk.token_ids)
         return True
