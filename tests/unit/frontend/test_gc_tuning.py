@@ -51,3 +51,9 @@ def test_settle_then_collections_are_rare() -> None:
     run_app.tune_gc()
     assert gc.get_threshold() == run_app.THRESHOLDS
     assert gc.isenabled()
+
+
+def test_settle_then_a_middle_collection_has_few_objects() -> None:
+    run_app.tune_gc()
+    young, middle, _ = gc.get_threshold()
+    assert young * middle <= 100_000

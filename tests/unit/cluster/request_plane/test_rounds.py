@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.cluster.request_plane import receivers
-from dynamo_trtllm.cluster.request_plane.frames import Frame
+from dynamo_trtllm.cluster.request_plane.frames import ErrorPayload, Frame
 from dynamo_trtllm.cluster.request_plane.receivers import StreamDemux
-from dynamo_trtllm.protocol.errors import Disconnected, DynamoError
+from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, TokenLogprob, token_ids
 from dynamo_trtllm.protocol.streams import StreamEvent
 from tests.unit.cluster.request_plane.arrivals import Arrivals, opened
@@ -250,6 +250,36 @@ async def test_logprobs_stay_with_tokens_of_joined_chunks() -> None:
     arrivals.catch_up()
     chunk = await arrivals.get()
     assert list(chunk.token_ids) == [logprob.token_id for logprob in chunk.logprobs] == [0, 1, 2]
+
+
+async def test_catch_up_joins_tokens_with_and_without_logprobs() -> None:
+    logprob = TokenLogprob(5, -1.0)
+    scored = Chunk(token_ids=token_ids([5]), logprobs=(logprob,))
+    arrivals = behind(Frame(1, 0, 4), Frame(1, 1, scored), Frame(1, 2, 6))
+    arrivals.catch_up()
+    assert await arrivals.get() == Chunk(token_ids=token_ids([4, 5, 6]), logprobs=(logprob,))
+    assert arrivals.received == 3
+    arrivals.feed(Frame(1, 3, 7))
+    assert list((await arrivals.get()).token_ids) == [7]
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        (Frame(1, 3, 6), StreamIncomplete),
+        (Frame(1, 2, 6, ErrorPayload.of(Overloaded("busy"))), Overloaded),
+    ],
+    ids=["one-is-lost", "failure"],
+)
+async def test_catch_up_passes_tokens_before_an_error(
+    frame: Frame, error: type[DynamoError]
+) -> None:
+    arrivals = behind(Frame(1, 0, 4), Frame(1, 1, 5), frame, Frame(1, 4, 7))
+    arrivals.catch_up()
+    assert list((await arrivals.get()).token_ids) == [4, 5]
+    with pytest.raises(error):
+        await arrivals.get()
+    assert arrivals.events.empty()
 
 
 async def test_prompt_logprobs_are_not_joined() -> None:
