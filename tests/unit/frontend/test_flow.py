@@ -279,6 +279,17 @@ def test_flow_when_no_slot_is_free_then_none_is_freed() -> None:
     assert not named("send_control", Played().play(*TO_RESERVE, (Overloaded("full"), PAIR)))
 
 
+def test_try_forward_passes_no_first_chunk_of_an_attempt() -> None:
+    played = Played(retries=1)
+    token = Chunk(token_ids=token_ids([5]))
+    played.play(*TO_DECODE)
+    assert not played.flow.try_forward(token)
+    played.on(token)
+    assert played.flow.try_forward(token)
+    played.on(WorkerDied("gone"), PAIR)
+    assert not played.flow.try_forward(token)
+
+
 def test_flow_broken_stream_migrates_the_rest() -> None:
     *_, (_, _, call) = Played().play(
         *TO_DECODE, FINISHED[0], FINISHED[1], (Disconnected("gone"), PAIR)
