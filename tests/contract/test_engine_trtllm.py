@@ -106,20 +106,27 @@ async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
         (stop, expected.stopped, FinishReason.STOP),
         (ENDED, expected.ended, FinishReason.STOP),
     ]
-    for sampling, wanted, reason in cases:
-        chosen = {"logprobs": 1, **sampling}
-        # which has no log-probabilities
-        split = chosen if engines.package.standin.release.LINE >= (1, 3) else sampling
-        for chunks in (
-            await collect(engines.aggregated, ask(PROMPT, **chosen)),
-            await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **split),
-        ):
-            assert tokens(chunks) == wanted
-            assert chunks[-1].finish_reason is reason
-            if chunks[0].logprobs or split is chosen:
-                check_logprobs(chunks)
+    # At once, because a step of the model then serves several of them.
+    await asyncio.gather(*(check_case(engines, *case) for case in cases))
     for engine in (engines.prefill, engines.decode, engines.aggregated):
         await check_stats(engine, running=0)
+
+
+async def check_case(
+    engines: TrtllmEngines, sampling: dict[str, Any], wanted: list[int], reason: FinishReason
+) -> None:
+    chosen = {"logprobs": 1, **sampling}
+    # which has no log-probabilities
+    split = chosen if engines.package.standin.release.LINE >= (1, 3) else sampling
+    aggregated, disaggregated = await asyncio.gather(
+        collect(engines.aggregated, ask(PROMPT, **chosen)),
+        prefill_then_decode(engines.prefill, engines.decode, PROMPT, **split),
+    )
+    for chunks in (aggregated, disaggregated):
+        assert tokens(chunks) == wanted
+        assert chunks[-1].finish_reason is reason
+        if chunks[0].logprobs or split is chosen:
+            check_logprobs(chunks)
 
 
 def check_logprobs(chunks: list[Chunk]) -> None:
