@@ -18,7 +18,7 @@ from tests.kit.answer_parts import (
     fold,
 )
 
-STEPS = ([1], [2], [3, 1], [7], [100_000])
+STEPS = ((1,), (2,), (3, 1), (7,), (100_000,))
 
 
 def parser(reasoning: str = "none", calls: str = "none") -> ChatOutputParser:
@@ -27,17 +27,20 @@ def parser(reasoning: str = "none", calls: str = "none") -> ChatOutputParser:
     )
 
 
-def seen(made: ChatOutputParser, text: str, steps: list[int]) -> Seen:
-    found = fold(made, cut([ord(char) for char in text], steps))
-    found.reasoning_tokens = 0
-    return found
+def check(expected: Seen, text: str, reasoning: str = "none", calls: str = "none") -> None:
+    """Check what a parser makes of a text, in steps of any sizes."""
+    seen = {}
+    for steps in STEPS:
+        found = fold(parser(reasoning, calls), cut([ord(char) for char in text], steps))
+        found.reasoning_tokens = 0
+        seen[steps] = found
+    assert seen == dict.fromkeys(STEPS, expected)
 
 
 def each_step(made: ChatOutputParser, text: str) -> list[StepOutput]:
     return [made.push(token_ids([ord(char)])) for char in text]
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize(
     ("reasoning", "text", "expected"),
     [
@@ -62,9 +65,9 @@ def each_step(made: ChatOutputParser, text: str) -> list[StepOutput]:
     ],
 )
 def test_push_separates_reasoning_from_the_answer(
-    reasoning: str, text: str, expected: Seen, steps: list[int]
+    reasoning: str, text: str, expected: Seen
 ) -> None:
-    assert seen(parser(reasoning), text, steps) == expected
+    check(expected, text, reasoning)
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -141,11 +144,10 @@ HERMES = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("name", HERMES)
-def test_push_reads_calls_between_markers(name: str, steps: list[int]) -> None:
+def test_push_reads_calls_between_markers(name: str) -> None:
     text, expected = HERMES[name]
-    assert seen(parser(calls="hermes"), text, steps) == expected
+    check(expected, text, calls="hermes")
 
 
 JSON = {
@@ -176,18 +178,16 @@ JSON = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
 @pytest.mark.parametrize("name", JSON)
-def test_push_reads_an_answer_that_is_a_call(name: str, steps: list[int]) -> None:
+def test_push_reads_an_answer_that_is_a_call(name: str) -> None:
     text, expected = JSON[name]
-    assert seen(parser(calls="json"), text, steps) == expected
+    check(expected, text, calls="json")
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
-def test_push_ignores_calls_in_the_reasoning(steps: list[int]) -> None:
+def test_push_ignores_calls_in_the_reasoning() -> None:
     text = f"I could write {CALL} here.</think>\n\n{CALL}"
     expected = Seen("", f"I could write {CALL} here.", [["f", '{"a": [1, "}"]}']])
-    assert seen(parser("deepseek_r1", "hermes"), text, steps) == expected
+    check(expected, text, "deepseek_r1", "hermes")
 
 
 def test_push_streams_call_name_and_arguments_early() -> None:

@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.addresses import network_of
@@ -36,6 +37,7 @@ class Served:
         self.server = HttpServer(
             self._handle, replace(LIMITS, **limits), error_form=openai_error, shutdown_s=0.0
         )
+        self.server.parsing_turns = ParsingTurns(lambda: 0.0)  # a busy machine changes nothing
 
     async def _handle(self, request: HttpRequest, response: HttpResponse) -> None:
         if request.method == "POST":
