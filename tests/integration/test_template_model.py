@@ -1,23 +1,23 @@
-"""A model with a chat template through real processes: parser flags on the worker, tool calls at
-the SDK.
+"""A model with a chat template, by a worker and a frontend of this process: the worker's parser
+settings, and tool calls in answers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.kit.cluster import Cluster, command, events
+from dynamo_trtllm import Frontend, FrontendConfig, Worker, WorkerConfig
+from tests.kit.cluster import PLAIN, START_TIMEOUT_S, command, events
 from tests.kit.tiny_models import write_tiny_llama
-
-pytestmark = pytest.mark.timeout(240)  # a worker of its own is started
 
 NAME = "template-model"
 TEMPLATE = (
@@ -72,28 +72,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(make_cluster: Callable[..., Cluster], folder: Path) -> Cluster:
-    made = make_cluster()
-    flags = ("--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "basic")
-    made.torch("prefill_and_decode", NAME, *flags, model=str(folder))
-    made.until_ready(NAME)
-    return made
+async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Return a client of a frontend whose worker has other parsers than the default."""
+    servers: dict[str, Any] = {"nats_server": "inproc://", "etcd_endpoints": "memory://"}
+    worker = Worker(
+        WorkerConfig(
+            model_path=str(folder),
+            served_model_name=NAME,
+            engine="torch",
+            dyn_tool_call_parser="hermes",
+            dyn_reasoning_parser="basic",
+            **servers,
+        )
+    )
+    frontend = Frontend(FrontendConfig(http_host="127.0.0.1", http_port=0, **servers))
+    async with (
+        worker,
+        frontend,
+        httpx.AsyncClient(base_url=frontend.url, timeout=START_TIMEOUT_S, **PLAIN) as client,
+    ):
+        yield client
 
 
-def test_required_calls_use_the_parser_flag_of_the_worker(cluster: Cluster) -> None:
-    with cluster.client() as client:
-        for choice, names in ((NAMED, {"look"}), ("required", {"look", "ask"})):
-            answer = client.post("/v1/chat/completions", json=body(choice)).json()
-            message = answer["choices"][0]["message"]
-            (call,) = message["tool_calls"]
-            assert call["function"]["name"] in names
-            assert set(json.loads(call["function"]["arguments"])) == {"is_warm"}
-            assert not message["content"]
-            assert answer["choices"][0]["finish_reason"] == "tool_calls"
-        with client.stream(
-            "POST", "/v1/chat/completions", json=body(NAMED, stream=True)
-        ) as response:
-            deltas = [c["delta"] for e in events(response.iter_lines()) for c in e["choices"]]
+async def test_required_calls_use_the_parser_of_the_worker(client: httpx.AsyncClient) -> None:
+    for choice, names in ((NAMED, {"look"}), ("required", {"look", "ask"})):
+        answer = (await client.post("/v1/chat/completions", json=body(choice))).json()
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"]["name"] in names
+        assert set(json.loads(call["function"]["arguments"])) == {"is_warm"}
+        assert not message["content"]
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    streamed = await client.post("/v1/chat/completions", json=body(NAMED, stream=True))
+    deltas = [c["delta"] for e in events(iter(streamed.text.split("\n"))) for c in e["choices"]]
     calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
     assert calls[0]["function"]["name"] == "look"
     assert len(calls) > 3

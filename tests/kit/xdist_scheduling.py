@@ -30,6 +30,7 @@ TOGETHER = (
         "tests/contract/test_changed_kv.py",
         "tests/contract/test_sampling_after_transfer.py",
         "tests/contract/test_pair_probes.py",
+        "tests/integration/test_template_model.py",
         "tests/unit/models/test_checkpoint.py",
         "tests/unit/engines/torch/test_load",
         "tests/unit/engines/torch/test_sizing.py",
