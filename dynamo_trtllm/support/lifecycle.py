@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from dynamo_trtllm.protocol.errors import Draining
+
+# `ready` waits this long for a `serve` that has not begun, such as one on a thread.
+_BEGIN_S: Final = 5.0
 
 
 class Lifecycle(ABC):
@@ -22,10 +27,14 @@ class Lifecycle(ABC):
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
+        self._is_stopped = False  # `stop` was called
         self._is_ready = False
-        self._settled = asyncio.Event()  # ready, or ended
+        # Other threads may wait for these two.
+        self._begun = _Occurrence()
+        self._settled = _Occurrence()  # ready, or ended
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of `serve`
+        self._changing = threading.Lock()  # for `_loop` and `_is_stopped`
         self._serving: asyncio.Task[None] | None = None  # of `async with`
         self._block: asyncio.Task[object] | None = None  # that runs the block
         self._has_cancelled_block = False
@@ -36,7 +45,7 @@ class Lifecycle(ABC):
 
     def _accept_requests(self) -> None:
         self._is_ready = True
-        self._settled.set()
+        self._settled.happen()
 
     async def serve(self) -> None:
         """Serve until `stop()`, then end after the running requests. Call it once.
@@ -46,47 +55,95 @@ class Lifecycle(ABC):
         Raises:
             ConfigError: a setting is invalid.
             DynamoError: a server or the engine failed.
+            RuntimeError: it was called before.
         """
-        if self._loop is not None:
-            raise RuntimeError(
-                f"a {type(self).__name__} serves once; create another one to serve again"
-            )
-        self._loop = asyncio.get_running_loop()
+        self._begin()
+        await self._run_once()
+
+    def _begin(self) -> None:
+        """Bind this object to the running event loop. Raises RuntimeError the second time."""
+        with self._changing:
+            if self._loop is not None:
+                raise RuntimeError(
+                    f"a {self._kind} serves once, in `async with` or in serve(); create another one"
+                    " to serve again"
+                )
+            self._loop = asyncio.get_running_loop()
+        self._begun.happen()
+
+    async def _run_once(self) -> None:
         try:
-            await self._serve()
+            if not self._is_stopped:
+                await self._serve()
         except BaseException as exc:
             self._failure = exc
             raise
         finally:
             self._is_ready = False
-            self._settled.set()
+            self._settled.happen()
 
     async def ready(self) -> None:
-        """Wait until requests are accepted.
+        """Wait until requests are accepted. Callable on the event loop of any thread.
 
         Raises:
             DynamoError: the error with which `serve` ended.
-            Draining: `serve` has ended without an error.
+            Draining: it was stopped, or `serve` has ended without an error.
+            RuntimeError: nothing serves: neither `serve` nor `async with` has begun in 5 seconds.
         """
+        if self._is_stopped and not self._begun.has_happened:
+            raise self._stopped_error()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_BEGIN_S):
+                await self._begun.wait()
+        if not self._begun.has_happened:
+            raise RuntimeError(
+                f"this {self._kind} does not serve, so it can't become ready: run serve() in a task"
+                " first, or use `async with`"
+            )
         await self._settled.wait()
         if self._is_ready:
             return
         if isinstance(self._failure, Exception):
             raise self._failure
-        raise Draining(f"the {type(self).__name__.lower()} was stopped; create another one")
+        raise self._stopped_error()
+
+    def _check_can_run(self) -> None:
+        """Raise RuntimeError unless `run` can start an event loop here and handle signals."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"{self._kind}.run handles signals and needs the main thread; in other threads,"
+                " await serve()"
+            )
+        if _is_in_event_loop():
+            raise RuntimeError(
+                f"{self._kind}.run starts an event loop, but one runs in this thread already (as in"
+                " a notebook); await serve(), or use `async with`"
+            )
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__
+
+    def _stopped_error(self) -> Draining:
+        return Draining(f"the {self._kind.lower()} was stopped; create another one")
 
     def stop(self) -> None:
-        """End `serve` after the running requests. Callable from any thread; idempotent."""
-        if self._loop is None:
-            self._stop.set()
-            return
-        # RuntimeError: the event loop is closed, so `serve` has ended.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop.set)
+        """End `serve` after the running requests. Callable from any thread; idempotent.
+
+        Before `serve`, it makes `serve` end at once.
+        """
+        with self._changing:
+            self._is_stopped = True
+            loop = self._loop
+        if loop is not None:
+            # RuntimeError: the event loop is closed, so `serve` has ended.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._stop.set)
 
     async def __aenter__(self) -> Self:
+        self._begin()
         self._block = asyncio.current_task()
-        serving = asyncio.create_task(self.serve(), name=f"{type(self).__name__.lower()}-serve")
+        serving = asyncio.create_task(self._run_once(), name=f"{self._kind.lower()}-serve")
         self._serving = serving
         try:
             await self._settled.wait()
@@ -122,3 +179,32 @@ class Lifecycle(ABC):
         self.stop()
         # Raises the error of a server that failed. A cancel from outside ends it at once.
         await self._serving
+
+
+class _Occurrence:
+    """Something that happens once. Event loops of any thread can wait for it."""
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+        # A waiter that is cancelled must not cancel it for the others.
+        self._future.set_running_or_notify_cancel()
+
+    @property
+    def has_happened(self) -> bool:
+        return self._future.done()
+
+    def happen(self) -> None:
+        """Wake those who wait. Only the first call has an effect."""
+        if not self._future.done():
+            self._future.set_result(None)
+
+    async def wait(self) -> None:
+        await asyncio.wrap_future(self._future)
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -11,7 +11,6 @@ import logging
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -177,14 +176,11 @@ class Worker(Lifecycle):
             ConfigError: the configuration is invalid.
             Unreachable: NATS or etcd does not answer.
             EngineFailed: the engine failed, or a restart was requested.
+            RuntimeError: this is another thread, or it runs an event loop.
         """
         import uvloop
 
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "Worker.run handles signals and needs the main thread; in other threads, await"
-                " serve()"
-            )
+        self._check_can_run()
         self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)

@@ -12,7 +12,6 @@ import importlib
 import logging
 import signal
 import socket
-import threading
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -137,12 +136,9 @@ class Frontend(Lifecycle):
         Raises:
             ConfigError: the configuration is invalid.
             Unreachable: NATS or etcd does not answer.
+            RuntimeError: this is another thread, or it runs an event loop.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "Frontend.run handles signals and needs the main thread; in other threads, await"
-                " serve()"
-            )
+        self._check_can_run()
         config = self._config
         if config.workers > 1:
             from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
