@@ -32,9 +32,9 @@ async def connect_plane(
         Unreachable: no NATS server answers in time.
     """
     if config.uses_inproc_plane:
-        from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, bus_at
+        from dynamo_trtllm.cluster.request_plane.inproc import BUSES, InprocPlane
 
-        return InprocPlane(limits, bus_at(config.nats_server), tasks, on_unreadable)
+        return InprocPlane(limits, BUSES.at(config.nats_server), tasks, on_unreadable)
     from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 
     return await NatsPlane.connect(config.nats_server, limits, tasks, on_unreadable)
@@ -54,9 +54,9 @@ def open_discovery(
         ConfigError: the addresses or certificate files are invalid.
     """
     if config.uses_memory_discovery:
-        from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, records_at
+        from dynamo_trtllm.cluster.discovery.memory import RECORDS, MemoryDiscovery
 
-        return MemoryDiscovery(records_at(config.etcd_endpoints))
+        return MemoryDiscovery(RECORDS.at(config.etcd_endpoints))
     from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 
     return EtcdDiscovery(config, lease_ttl_s=lease_ttl_s, tasks=tasks)

@@ -11,11 +11,11 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Final
-from weakref import WeakValueDictionary
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
+from dynamo_trtllm.cluster.shared_by_address import SharedByAddress
 from dynamo_trtllm.protocol.messages import Instance
 
 _Change = tuple[str, bytes | None]  # key, record; None: deleted
@@ -91,19 +91,7 @@ class InstanceRecords:
             watcher.notify((key, record))
 
 
-# By address. Records live as long as a discovery uses them.
-_RECORDS: Final[WeakValueDictionary[str, InstanceRecords]] = WeakValueDictionary()
-_FINDING_RECORDS: Final = threading.Lock()
-
-
-def records_at(address: str) -> InstanceRecords:
-    """Return the records that all users of an address in this process share."""
-    with _FINDING_RECORDS:
-        records = _RECORDS.get(address)
-        if records is None:
-            records = InstanceRecords()
-            _RECORDS[address] = records
-        return records
+RECORDS: Final = SharedByAddress(InstanceRecords)
 
 
 class MemoryRegistration:

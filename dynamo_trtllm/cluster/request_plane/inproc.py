@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
-from weakref import WeakValueDictionary
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
@@ -23,6 +22,7 @@ from dynamo_trtllm.cluster.request_plane.transport import (
     no_listener,
     no_reply,
 )
+from dynamo_trtllm.cluster.shared_by_address import SharedByAddress
 from dynamo_trtllm.protocol.errors import Disconnected
 from dynamo_trtllm.support.background import BackgroundTasks
 
@@ -90,19 +90,7 @@ class InprocBus:
         return bool(subscriptions)
 
 
-# By address. A bus lives as long as a transport uses it.
-_BUSES: Final[WeakValueDictionary[str, InprocBus]] = WeakValueDictionary()
-_FINDING_BUS: Final = threading.Lock()
-
-
-def bus_at(address: str) -> InprocBus:
-    """Return the bus that all users of an address in this process share."""
-    with _FINDING_BUS:
-        bus = _BUSES.get(address)
-        if bus is None:
-            bus = InprocBus()
-            _BUSES[address] = bus
-        return bus
+BUSES: Final = SharedByAddress(InprocBus)
 
 
 class InprocTransport:

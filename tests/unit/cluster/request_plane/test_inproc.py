@@ -9,8 +9,8 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Removed, Synced
-from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, records_at
-from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport, bus_at
+from dynamo_trtllm.cluster.discovery.memory import RECORDS, MemoryDiscovery
+from dynamo_trtllm.cluster.request_plane.inproc import BUSES, InprocTransport
 from dynamo_trtllm.protocol.errors import NoListener
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
@@ -28,22 +28,22 @@ async def ask(transport: InprocTransport) -> bytes:
 
 
 async def test_transports_of_different_addresses_are_separate() -> None:
-    worker = InprocTransport(bus_at("inproc://a"))
+    worker = InprocTransport(BUSES.at("inproc://a"))
     await echo(worker)
-    assert await ask(InprocTransport(bus_at("inproc://a"))) == b"x"
+    assert await ask(InprocTransport(BUSES.at("inproc://a"))) == b"x"
     with pytest.raises(NoListener):
-        await ask(InprocTransport(bus_at("inproc://b")))
+        await ask(InprocTransport(BUSES.at("inproc://b")))
 
 
 async def test_transport_without_users_leaves_nothing() -> None:
-    await echo(InprocTransport(bus_at("inproc://a")))
+    await echo(InprocTransport(BUSES.at("inproc://a")))
     gc.collect()
     with pytest.raises(NoListener):
-        await ask(InprocTransport(bus_at("inproc://a")))
+        await ask(InprocTransport(BUSES.at("inproc://a")))
 
 
 async def test_publish_reaches_both_subscribers_until_one_closes() -> None:
-    bus = bus_at("inproc://a")
+    bus = BUSES.at("inproc://a")
     receivers = [InprocTransport(bus), InprocTransport(bus)]
     received: list[tuple[int, bytes]] = []
     for number, receiver in enumerate(receivers):
@@ -62,7 +62,7 @@ async def test_publish_reaches_both_subscribers_until_one_closes() -> None:
 
 
 async def test_request_is_answered_in_the_thread_of_the_worker() -> None:
-    bus = bus_at("inproc://threads")
+    bus = BUSES.at("inproc://threads")
     is_up = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -88,7 +88,7 @@ async def test_request_is_answered_in_the_thread_of_the_worker() -> None:
 
 async def test_watch_reports_an_instance_of_another_thread() -> None:
     instance = make_instance(1, namespace="ns")
-    records = records_at("memory://threads")
+    records = RECORDS.at("memory://threads")
 
     async def register() -> None:
         discovery = MemoryDiscovery(records)
