@@ -13,6 +13,7 @@ _MODULES = {
     "Chunk": "protocol.messages",
     "ConfigError": "protocol.errors",
     "DynamoError": "protocol.errors",
+    "EmbeddedDeployment": "launch.embedded",
     "Engine": "engines.engine_interface",
     "EngineInfo": "engines.engine_interface",
     "Frontend": "frontend.process.frontend",
@@ -24,6 +25,7 @@ _MODULES = {
     "WorkerConfig": "config.models",
     "as_stream": "protocol.streams",
     "create_engine": "engines.factory",
+    "serve": "launch.embedded",
 }
 __all__ = list(_MODULES)
 

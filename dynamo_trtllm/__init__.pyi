@@ -2,6 +2,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.launch.embedded import EmbeddedDeployment, serve
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role, Sampling
 from dynamo_trtllm.protocol.streams import as_stream
@@ -12,6 +13,7 @@ __all__ = [
     "Chunk",
     "ConfigError",
     "DynamoError",
+    "EmbeddedDeployment",
     "Engine",
     "EngineInfo",
     "Frontend",
@@ -23,4 +25,5 @@ __all__ = [
     "WorkerConfig",
     "as_stream",
     "create_engine",
+    "serve",
 ]

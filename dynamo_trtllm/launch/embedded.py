@@ -1,0 +1,268 @@
+"""Serve a model with prefill and decode workers and a frontend in this process, on a thread.
+
+It is one process, because notebooks and tests need a deployment that starts in a second, needs no
+servers, and can't outlive its program. It has a thread of its own, because the program may block,
+or run an event loop of its own, while requests are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib.util
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+import uvloop
+
+from dynamo_trtllm.config.config_base import INPROC, MEMORY
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady, install_hint
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.worker.worker import Worker
+
+# Each takes the memory of all GPUs that the process sees.
+_ONE_PER_PROCESS: Final = ("trtllm", "vllm")
+_MAX_WORKERS: Final = 64
+
+
+def serve(
+    model: str,
+    *,
+    engine: str = "torch",
+    prefill: int = 1,
+    decode: int = 1,
+    aggregated: int = 0,
+    worker_settings: Mapping[str, Any] | None = None,
+    frontend_settings: Mapping[str, Any] | None = None,
+) -> EmbeddedDeployment:
+    """Serve a model in this process, for notebooks and tests.
+
+    It needs no etcd, NATS or network. It also works where an event loop runs, as in a notebook.
+
+        with serve("tiny-gpt-oss") as deployment:
+            print(deployment.url, deployment.model)
+
+    Args:
+        model: bundled model, or folder.
+        engine: engine of all workers. The mock engine generates random tokens.
+        prefill: number of prefill workers.
+        decode: number of decode workers.
+        aggregated: number of workers that do both phases; with `prefill=0` and `decode=0`, there
+            are no others.
+        worker_settings: more fields of `WorkerConfig`, for every worker.
+        frontend_settings: more fields of `FrontendConfig`. By default, the frontend accepts
+            connections from this machine, on a free port.
+
+    Returns:
+        The deployment, which starts with its block or `start()`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the torch engine is not installed.
+    """
+    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
+    _check_counts(counts, engine)
+    if engine == "torch" and importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"serve() runs the torch engine, but torch is not installed; {install_hint('torch')},"
+            ' or pass engine="mock", which generates random tokens',
+            field="engine",
+        )
+    cluster = _own_cluster()
+    fixed = {"model_path": model, "engine": engine, "disaggregation_mode": None, **cluster}
+    for_worker = _combined("worker_settings", worker_settings, fixed)
+    workers = []
+    for role, count in counts.items():
+        for _ in range(count):
+            config = WorkerConfig(**for_worker | {"disaggregation_mode": role})
+            workers.append(Worker(config))
+    address = {"http_host": "127.0.0.1", "http_port": 0}
+    for_frontend = address | _combined("frontend_settings", frontend_settings, cluster)
+    frontend = Frontend(FrontendConfig(**for_frontend))
+    return EmbeddedDeployment(workers, frontend, config.model_name)
+
+
+def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
+    """Raise ConfigError if these workers can't serve together in one process."""
+    names = {Role.AGGREGATED: "aggregated"}
+    for role, count in counts.items():
+        if not 0 <= count <= _MAX_WORKERS:
+            name = names.get(role, role.value)
+            raise ConfigError(
+                f"{name}={count} workers are not possible; pass 0 to {_MAX_WORKERS}", field=name
+            )
+    has_both_phases = counts[Role.PREFILL] > 0 and counts[Role.DECODE] > 0
+    has_one_phase = counts[Role.PREFILL] > 0 or counts[Role.DECODE] > 0
+    if not has_both_phases and (has_one_phase or counts[Role.AGGREGATED] == 0):
+        raise ConfigError(
+            f"prefill={counts[Role.PREFILL]} and decode={counts[Role.DECODE]} serve no request"
+            " together; pass at least one of each, or aggregated=1 without them",
+            field="prefill",
+        )
+    if engine in _ONE_PER_PROCESS and sum(counts.values()) > 1:
+        raise ConfigError(
+            f"{sum(counts.values())} workers with engine={engine!r} can't share the GPUs of one"
+            f" process; run `dynamo-trtllm serve MODEL --engine {engine}`, which starts processes,"
+            " or pass prefill=0, decode=0, aggregated=1",
+            field="engine",
+        )
+
+
+def _own_cluster() -> dict[str, str]:
+    """Return the settings of a cluster that no other deployment of this process is in."""
+    name = f"serve-{secrets.token_hex(8)}"
+    return {"nats_server": INPROC + name, "etcd_endpoints": MEMORY + name, "namespace": name}
+
+
+def _combined(
+    argument: str, settings: Mapping[str, Any] | None, fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return both, in one. Raise ConfigError for a setting that `serve` fixes."""
+    given = dict(settings or {})
+    for name in fixed:
+        if name in given:
+            raise ConfigError(f"serve() sets {name} itself; remove it from {argument}", field=name)
+    return {**given, **fixed}
+
+
+class EmbeddedDeployment:
+    """Workers and a frontend of this process, which `serve` has created.
+
+    Its block begins when requests are accepted. The end of the block stops everything after the
+    running requests; if the block raises, also at Ctrl-C, it does so at once. If a worker fails
+    meanwhile, the end of the block raises the error.
+
+    `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
+    A deployment that was not stopped ends with its program.
+    """
+
+    def __init__(self, workers: Sequence[Worker], frontend: Frontend, model: str) -> None:
+        """Create the deployment, which does nothing yet. Call `serve` instead.
+
+        Args:
+            workers: its workers.
+            frontend: its frontend.
+            model: the name that clients send as `model`.
+        """
+        self.model = model
+        self._workers = workers
+        self._frontend = frontend
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._stopping = asyncio.Event()
+        self._has_begun = threading.Event()  # `_loop` and `_main` are set, or the thread has ended
+        self._started: Future[None] = Future()
+        self._failure: BaseException | None = None
+
+    @property
+    def url(self) -> str:
+        """The URL of the frontend. The API is below `{url}/v1`.
+
+        Raises:
+            EngineNotReady: the deployment has not started.
+        """
+        if not self._started.done():
+            raise EngineNotReady("this deployment has not started; use `with`, or call start()")
+        return self._frontend.url
+
+    def start(self) -> Self:
+        """Start, and return when requests are accepted. Call it once.
+
+        Raises:
+            ConfigError: a setting is invalid.
+            DynamoError: an engine failed.
+            RuntimeError: it was called before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a deployment starts once; call serve() again for another one")
+        self._thread = threading.Thread(target=self._run_thread, name="serve", daemon=True)
+        self._thread.start()
+        atexit.register(self._cancel)
+        try:
+            self._started.result()
+        except BaseException:  # also KeyboardInterrupt
+            self._cancel()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop after the running requests, and return when all has ended. Idempotent.
+
+        Raises:
+            DynamoError: a worker or the frontend has failed since the start.
+        """
+        if self._thread is None:
+            return
+        self._call_soon(self._stopping.set)
+        try:
+            self._thread.join()
+        finally:
+            self._cancel()  # waits no longer after a KeyboardInterrupt
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        self._cancel()
+        if isinstance(error, Exception) and self._failure is not None:
+            raise self._failure  # the cause of the block's error
+
+    def _cancel(self) -> None:
+        """End everything at once, and wait until it has ended. Idempotent."""
+        assert self._thread is not None
+        self._has_begun.wait()
+        if self._main is not None:
+            self._call_soon(self._main.cancel)
+        self._thread.join()
+        atexit.unregister(self._cancel)
+
+    def _call_soon(self, action: Callable[[], object]) -> None:
+        """Call it on the event loop, unless that has ended."""
+        self._has_begun.wait()
+        if self._loop is not None:
+            # RuntimeError: the event loop is closed, so everything has ended.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(action)
+
+    def _run_thread(self) -> None:
+        try:
+            uvloop.run(self._run())
+        except asyncio.CancelledError:  # by `_cancel`
+            if not self._started.done():
+                self._started.set_exception(Draining("the deployment was stopped; create another"))
+        except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it
+            if self._started.done():
+                self._failure = exc
+            else:
+                self._started.set_exception(exc)
+        finally:
+            self._has_begun.set()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        self._has_begun.set()
+        async with AsyncExitStack() as stack:
+            for worker in self._workers:
+                await stack.enter_async_context(worker)
+            # It accepts requests when it has found the workers.
+            await stack.enter_async_context(self._frontend)
+            self._started.set_result(None)
+            await self._stopping.wait()

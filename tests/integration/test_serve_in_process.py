@@ -1,0 +1,142 @@
+"""`serve()`: a deployment on a thread of this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm import ConfigError, serve
+from dynamo_trtllm.launch.embedded import EmbeddedDeployment
+from dynamo_trtllm.protocol.errors import EngineFailed, EngineNotReady
+from tests.kit.waiting import SOON_S
+
+MODEL = "tiny-gpt-oss"
+
+
+def ask(deployment: EmbeddedDeployment) -> int:
+    """Return the number of tokens of an answer."""
+    body = {"model": deployment.model, "prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
+    response = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=SOON_S)
+    return int(response.raise_for_status().json()["usage"]["completion_tokens"])
+
+
+def test_deployment_when_used_with_and_without_a_block_then_both_answer() -> None:
+    other = serve(MODEL, engine="mock", prefill=0, decode=0, aggregated=1)
+    with pytest.raises(EngineNotReady, match=r"use `with`, or call start\(\)"):
+        _ = other.url
+    with serve(MODEL, engine="mock", worker_settings={"served_model_name": "m"}) as deployment:
+        other.start()
+        assert deployment.model == "m"
+        assert ask(deployment) == 5
+        assert ask(other) == 5
+    other.stop()
+    other.stop()
+    with pytest.raises(RuntimeError, match="starts once"):
+        other.start()
+    assert "serve" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_deployment_when_an_event_loop_runs_then_it_answers() -> None:
+    with serve(MODEL, engine="mock") as deployment:
+        assert ask(deployment) == 5  # blocks this event loop, but not that of the deployment
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_block_when_it_raises_then_the_deployment_ends(error: type[BaseException]) -> None:
+    def run() -> None:
+        with serve(MODEL, engine="mock"):
+            if error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert "serve" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("block_raises", [False, True])
+def test_block_when_a_worker_fails_then_it_ends_with_the_error(block_raises: bool) -> None:
+    async def fail() -> None:
+        raise EngineFailed("planted")
+
+    def run() -> None:
+        with serve(MODEL, engine="mock") as deployment:
+            worker = deployment._workers[0]
+            loop = deployment._loop
+            assert loop is not None
+            loop.call_soon_threadsafe(lambda: worker._tasks.start(fail(), "planted"))
+            assert deployment._thread is not None
+            deployment._thread.join(SOON_S)
+            if block_raises:
+                raise ValueError("of the block")
+
+    with pytest.raises(EngineFailed, match="planted") as raised:
+        run()
+    assert isinstance(raised.value.__context__, ValueError) is block_raises
+
+
+def test_deployment_when_the_start_fails_then_its_error_is_raised() -> None:
+    wrong = {"override_engine_args": {"no_such": 1}}
+    with (
+        pytest.raises(ConfigError, match="no_such"),
+        serve(MODEL, engine="mock", worker_settings=wrong),
+    ):
+        pytest.fail("the block was entered")
+    assert "serve" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_start_when_interrupted_then_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    deployment = serve(MODEL, engine="mock")
+    monkeypatch.setattr(deployment._started, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        deployment.start()
+    assert "serve" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefill": 0}, "prefill=0 and decode=1 serve no request together"),
+        ({"prefill": 0, "decode": 0}, "pass at least one of each, or aggregated=1"),
+        ({"decode": -1}, "decode=-1 workers are not possible"),
+        ({"aggregated": 65}, "aggregated=65 workers are not possible; pass 0 to 64"),
+        ({"engine": "vllm"}, "dynamo-trtllm serve MODEL --engine vllm"),
+        ({"engine": "no-such"}, "engine"),
+        ({"worker_settings": {"no_such": 1}}, "there is no setting no_such"),
+        ({"worker_settings": {"engine": "mock"}}, "remove it from worker_settings"),
+        ({"frontend_settings": {"nats_server": "inproc://"}}, "from frontend_settings"),
+    ],
+)
+def test_serve_when_an_argument_is_wrong_then_it_says_what_to_do(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        serve(MODEL, **{"engine": "mock", **arguments})
+
+
+def test_serve_without_torch_names_the_extra_and_the_mock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install .*'\.\[torch\]'.*engine=\"mock\""):
+        serve(MODEL)
+
+
+def test_program_when_it_ends_without_stop_then_it_exits() -> None:
+    program = f"""
+from dynamo_trtllm import serve
+print(serve({MODEL!r}, engine="mock").start().model)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{MODEL}\n")
+    assert done.stderr == ""
