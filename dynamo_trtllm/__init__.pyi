@@ -1,6 +1,7 @@
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.frontend.http.hooks import FrontendRequest, FrontendResponse, Refusal
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment, serve
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
@@ -18,7 +19,10 @@ __all__ = [
     "EngineInfo",
     "Frontend",
     "FrontendConfig",
+    "FrontendRequest",
+    "FrontendResponse",
     "GenerateRequest",
+    "Refusal",
     "Role",
     "Sampling",
     "Worker",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import urllib.parse
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -462,4 +462,7 @@ class FrontendProcessConfig(FrontendConfig):
 
     number: PositiveInt = option(
         "process", ..., help="Number of this process among the processes of the frontend, from 1."
+    )
+    hooks: dict[str, Any] | None = option(
+        "process", None, help="Names of the middleware and routes of the program, as JSON."
     )

@@ -82,7 +82,7 @@ def serve(
         for _ in range(count):
             config = WorkerConfig(**for_worker | {"disaggregation_mode": role})
             workers.append(Worker(config))
-    address = {"http_host": "127.0.0.1", "http_port": 0}
+    address: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0}
     for_frontend = address | _combined("frontend_settings", frontend_settings, cluster)
     frontend = Frontend(FrontendConfig(**for_frontend))
     return EmbeddedDeployment(workers, frontend, config.model_name)

@@ -55,6 +55,14 @@ class InternalError(DynamoError, code="internal"):
     """
 
 
+class HookFailed(DynamoError, code="hook_failed"):
+    """Middleware, or a route that a program added to its frontend, failed."""
+
+
+class HookTimeout(HookFailed, code="hook_timeout"):
+    """Middleware, or a route that a program added to its frontend, took too long."""
+
+
 # --- the caller's fault ---------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         DynamoError,
         errors.ConfigError,
         errors.InternalError,
+        errors.HookFailed,
         errors.EngineError,
         errors.EngineFailed,
         errors.NonFinite,
@@ -61,7 +62,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         errors.Disconnected,
         errors.WorkerDied,
     ),
-    504: (errors.DeadlineExceeded, errors.TransferTimeout),
+    504: (errors.DeadlineExceeded, errors.TransferTimeout, errors.HookTimeout),
 }
 STATUS: Final = {cls: status for status, classes in _BY_STATUS.items() for cls in classes}
 

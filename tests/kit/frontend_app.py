@@ -14,6 +14,7 @@ import msgspec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.response_schemas import ReadinessReport
 from dynamo_trtllm.frontend.http.app import build_app
+from dynamo_trtllm.frontend.http.hooks import Hooks
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Tool
 from dynamo_trtllm.frontend.tokenization.output import Channel, DeltaBuilder, StepOutput
@@ -281,6 +282,7 @@ class FakeFrontend:
     catalog: Catalog = field(default_factory=Catalog)
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
     not_ready_reason: str | None = None  # why /ready does not return 200
+    hooks: Hooks | None = None
 
     def __post_init__(self) -> None:
         self.built = build_app(
@@ -289,6 +291,7 @@ class FakeFrontend:
             self.router,
             self.metrics,
             not_ready_reason=lambda: self.not_ready_reason,
+            hooks=self.hooks,
         )
 
     @property

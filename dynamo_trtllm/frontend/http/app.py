@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.http.documentation_routes import docs, openapi
+from dynamo_trtllm.frontend.http.hooks import Hooks, ReadBody
 from dynamo_trtllm.frontend.http.responses_api_routes import ResponseRoutes
 from dynamo_trtllm.frontend.http.status_routes import StatusRoutes, version
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
@@ -17,6 +19,7 @@ from dynamo_trtllm.frontend.requests.answer import ApiAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.requests.preprocess import B
+from dynamo_trtllm.frontend.requests.request_body import read_body
 from dynamo_trtllm.frontend.requests.serve_request import handle_request, serve_request
 from dynamo_trtllm.frontend.requests.traces import TraceExporter
 from dynamo_trtllm.frontend.responses_api.key_value_store import KeyValueStore, MemoryStore
@@ -25,6 +28,7 @@ from dynamo_trtllm.frontend.responses_api.response_store import ResponseStore, s
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
 from dynamo_trtllm.support.http_server.server import Route, Router
 
 _MESSAGES: Final = "/v1/messages"
@@ -45,12 +49,17 @@ def build_app(
     metrics: FrontendMetrics,
     store: KeyValueStore | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
+    hooks: Hooks | None = None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
+        hooks: middleware and routes of the program.
+
+    Raises:
+        ConfigError: a route of the program has a path of the frontend.
     """
     traces = None
     if config.otlp_endpoint is not None:
@@ -93,8 +102,13 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
+    before = None
+    if hooks is not None:
+        hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
+        routes += hooks.route_list(routes, partial(_open_body, app_state))
+        before = hooks.before
     forms = {_MESSAGES: messages_error}
-    router = Router(routes, "; see /docs for the API", config.allowed_origins, forms)
+    router = Router(routes, "; see /docs for the API", config.allowed_origins, forms, before=before)
     return FrontendApp(router, traces, response_store.aclose)
 
 
@@ -102,6 +116,20 @@ def _generating(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:
     """Return the route of an API that generates."""
     serve = partial(serve_request, api, app_state)
     return Route("POST", path, partial(handle_request, api.endpoint, serve, app_state))
+
+
+@contextmanager
+def _open_body(state: AppState, request: HttpRequest) -> Iterator[ReadBody]:
+    """Let a route of the program read a body, within the limits of all bodies."""
+    budget = state.limits.body_budget
+    account = budget.body(request.client)
+    max_bytes = state.config.max_body_bytes
+    try:
+        yield partial(
+            read_body, request, max_bytes, state.config.receive_timeout_s, budget, account
+        )
+    finally:
+        budget.release(account)
 
 
 def _watch(state: AppState, metrics: FrontendMetrics) -> None:

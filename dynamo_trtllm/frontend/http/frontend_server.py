@@ -19,7 +19,11 @@ _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 
 def frontend_server(
-    handler: Handler, config: FrontendConfig, timing: ConnectionTiming = TIMING
+    handler: Handler,
+    config: FrontendConfig,
+    timing: ConnectionTiming = TIMING,
+    *,
+    keeps_all_headers: bool = False,
 ) -> HttpServer:
     """Create the server, which does not serve yet.
 
@@ -32,7 +36,12 @@ def frontend_server(
     reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
     # The settings have the names of the limits.
     configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
-    limits = ConnectionLimits(reserved_connections=reserved, timing=timing, **configured)
+    limits = ConnectionLimits(
+        reserved_connections=reserved,
+        timing=timing,
+        keeps_all_headers=keeps_all_headers,
+        **configured,
+    )
     if limits.max_connections > for_connections - reserved:
         limits = replace(limits, max_connections=for_connections - reserved)
     return HttpServer(handler, limits, error_form=openai_error, shutdown_s=_SHUTDOWN_S)

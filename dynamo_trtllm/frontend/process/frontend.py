@@ -12,6 +12,7 @@ import importlib
 import logging
 import signal
 import socket
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -19,6 +20,7 @@ import uvloop
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
+from dynamo_trtllm.frontend.http.hooks import HOOK_TIMEOUT_S, Hooks, Middleware, RouteHandler
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady
 from dynamo_trtllm.protocol.http_status import retry_headers
 from dynamo_trtllm.support.background import cancel_all
@@ -97,6 +99,9 @@ class Frontend(Lifecycle):
         self,
         config: FrontendConfig,
         *,
+        middleware: Sequence[Middleware] = (),
+        routes: Mapping[str, RouteHandler] | None = None,
+        hook_timeout_s: float = HOOK_TIMEOUT_S,
         sock: socket.socket | None = None,
         pipe: ControlPipe | None = None,
     ) -> None:
@@ -104,13 +109,23 @@ class Frontend(Lifecycle):
 
         Args:
             config: its settings.
+            middleware: async functions that are called for each request, in this order. Each may
+                answer it, by returning a FrontendResponse or a Refusal instead of None, and may add
+                headers to its response.
+            routes: async functions that answer requests, by method and path, such as
+                "GET /hello/{name}".
+            hook_timeout_s: longest time in seconds of each call of middleware or of a route.
             sock: a listening socket to serve on, which the frontend closes. Default: it listens on
                 `http_host` and `http_port`.
             pipe: leads to the parent, if this process is one of several on the port. Its end stops
                 the frontend.
+
+        Raises:
+            ConfigError: middleware or a route is no async function, or a path is wrong.
         """
         super().__init__()
         self._config = config
+        self._hooks = Hooks(middleware, routes, hook_timeout_s)
         self._sock = sock
         self._pipe = pipe
         self._server: HttpServer | None = None
@@ -145,7 +160,9 @@ class Frontend(Lifecycle):
 
             with reserve_port(config) as port:
                 _warn_if_exposed(config, port)
-                group = ProcessGroup(config, port.getsockname()[1], process_environment())
+                number = port.getsockname()[1]
+                hooks = self._hooks.names() if self._hooks else None
+                group = ProcessGroup(config, number, process_environment(), hooks)
                 return asyncio.run(group.run())
         uvloop.run(self.serve_with_signals())
         return 0
@@ -184,7 +201,7 @@ class Frontend(Lifecycle):
 
     async def _serve_on(self, sock: socket.socket) -> None:
         gate = StartupGate()
-        server = frontend_server(gate, self._config)
+        server = frontend_server(gate, self._config, keeps_all_headers=bool(self._hooks))
         self._server = server
         running = asyncio.create_task(self._run_app(gate, server), name="frontend-app")
         running.add_done_callback(lambda _: gate.close())
@@ -217,7 +234,7 @@ class Frontend(Lifecycle):
             gate.open(app)
             self._accept_requests()
 
-        await run_app(self._config, open_gate, self._pipe, server.stop)
+        await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks)
 
 
 async def _follow_parent(pipe: ControlPipe) -> None:

@@ -14,6 +14,7 @@ import uvloop
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.http.hooks import import_hooks
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -51,7 +52,8 @@ async def _serve_with_parent(config: FrontendProcessConfig) -> None:
 
     own_end = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=own_end)
-    await Frontend(config, pipe=ControlPipe(reader, writer)).serve_with_signals()
+    hooks = {} if config.hooks is None else import_hooks(config.hooks)
+    await Frontend(config, **hooks, pipe=ControlPipe(reader, writer)).serve_with_signals()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from typing import Any
 
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
@@ -58,13 +59,16 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
     return bind(config.http_host, port, is_shared=True)
 
 
-def process_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
+def process_argv(
+    config: FrontendConfig, number: int, port: int, hooks: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the command line of process `number`, counted from 1.
 
     Every user of the host can read a command line, so settings that may contain a password are in
     `process_environ`.
     """
-    settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
+    settings = config.model_dump(exclude={"nats_server"})
+    settings |= {"http_port": port, "number": number, "hooks": hooks}
     return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
 
 
@@ -94,10 +98,20 @@ class ProcessGroup:
     Created and run once, in the main thread. Processes inherit `environ`.
     """
 
-    def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: FrontendConfig,
+        port: int,
+        environ: Mapping[str, str],
+        hooks: Mapping[str, Any] | None = None,
+    ) -> None:
         self._config = config
         self._port = port
+        self._hooks = hooks  # names, see `Hooks.names`
         self._environ = process_environ(config, environ)
+        if hooks is not None:
+            # The processes import them from where this one has them.
+            self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()
         self._aggregator = MetricsAggregator()
@@ -116,7 +130,7 @@ class ProcessGroup:
     async def _start_all(self) -> None:
         for number in range(1, self._config.workers + 1):
             name = f"frontend-{number}"
-            argv = process_argv(self._config, number, self._port)
+            argv = process_argv(self._config, number, self._port, self._hooks)
             self._supervisor.keep(name, partial(self._running, name, argv))
 
     @asynccontextmanager

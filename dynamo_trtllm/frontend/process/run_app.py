@@ -17,6 +17,7 @@ from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
+from dynamo_trtllm.frontend.http.hooks import Hooks
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.responses_api.response_store import store_limits
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -56,6 +57,7 @@ async def run_app(
     open_gate: Callable[[Handler], None],
     pipe: ControlPipe | None,
     stop: Callable[[], None],
+    hooks: Hooks,
 ) -> None:
     """Run the frontend until cancelled.
 
@@ -65,8 +67,10 @@ async def run_app(
         pipe: leads to the parent, if this process is one of several on the port.
         stop: called when a background task has ended. `/ready` reports it, the server finishes
             running requests, and the failure is raised once this is cancelled.
+        hooks: middleware and routes of the program.
 
     Raises:
+        ConfigError: a route of the program has a path of the frontend.
         Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store
             needs it.
     """
@@ -99,7 +103,8 @@ async def run_app(
                 return tasks.reason
             return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
-        app = build_app(config, models, router, metrics, store, not_ready)
+        app = build_app(config, models, router, metrics, store, not_ready, hooks or None)
+        stack.push_async_callback(hooks.aclose)
         stack.push_async_callback(app.close_responses)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))

@@ -42,4 +42,5 @@ class ConnectionLimits:
     # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
     max_body_bytes: int = 0
     max_large_head_bytes: int = 32 << 20  # of all request heads together that are large
+    keeps_all_headers: bool = False  # also those that this server does not read
     timing: ConnectionTiming = TIMING

@@ -38,8 +38,8 @@ _LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 class Headers:
     """The headers of a request that this server reads, `READ_HEADERS`.
 
-    The others take no memory. As a list of pairs, short ones would take twenty times as much as
-    their client sent.
+    The others take no memory, unless hooks of a program may read them. As a list of pairs, short
+    ones would take twenty times as much as their client sent.
     """
 
     __slots__ = ("_num_more_hosts", "_values")
@@ -52,7 +52,7 @@ class Headers:
         """Add a header. Of a repeated one, the first value counts, unless its values form a list.
 
         Args:
-            name: one of READ_HEADERS.
+            name: in lower case.
             value: the value.
 
         Raises:

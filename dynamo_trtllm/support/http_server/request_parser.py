@@ -158,7 +158,8 @@ class RequestParser:
         if self._num_headers > MAX_HEADERS:
             raise request_head.too_many_headers()
         name = name.lower()
-        if name in READ_HEADERS and self.awaits_head:  # after the head, it is a trailer
+        is_read = name in READ_HEADERS or self._limits.keeps_all_headers
+        if is_read and self.awaits_head:  # after the head, it is a trailer
             self._headers.add(name, value)
 
     def on_headers_complete(self) -> None:

@@ -50,6 +50,7 @@ class Router:
         hint: str = "",
         origins: Set[str] = frozenset(),
         error_forms: Mapping[str, ErrorForm] = _NO_FORMS,
+        before: Handler | None = None,
     ) -> None:
         """Create the router. The first path that matches decides.
 
@@ -59,11 +60,15 @@ class Router:
             origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
             error_forms: the form of errors, by the beginning of the path. Others have that of the
                 server.
+            before: is called with every request, also for unknown paths, before its handler. The
+                handler is left out if `before` has answered.
         """
         self.routes = routes
+        self._before = before
         self._hint = hint
         self._origins = origins
         self._error_forms = error_forms
+        self._allowed_methods = ", ".join(sorted({route.method for route in routes}))
         by_path: dict[str, dict[str, Handler]] = {}
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route.handler
@@ -71,7 +76,7 @@ class Router:
         self._patterns: list[tuple[re.Pattern[str], Mapping[str, Handler]]] = []
         for path, methods in by_path.items():
             if "{" in path:
-                self._patterns.append((_compile(path), methods))
+                self._patterns.append((path_pattern(path), methods))
             else:
                 self._exact[path] = methods
 
@@ -90,6 +95,13 @@ class Router:
                 response.headers["Request-Id"] = response.request_id  # as its clients name it
         if self._origins and self._answer_origin(request, response):
             return
+        if self._before is not None:
+            try:
+                await self._before(request, response)
+            except DynamoError as error:
+                response.send_error(error)
+            if response.started:
+                return
         methods = self._exact.get(request.path) or self._match(request)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         about = f"{request.method} {request.path}"
@@ -128,7 +140,7 @@ class Router:
             return False
         wanted = request.header(b"access-control-request-headers")
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Methods": self._allowed_methods,
             "Access-Control-Allow-Headers": wanted or "*",
             "Access-Control-Max-Age": "600",
         }
@@ -147,7 +159,7 @@ def _body(response: HttpResponse, status: int, message: str, code: str) -> Mappi
     return response.error_form(status, message, code=code, request_id=response.request_id)
 
 
-def _compile(path: str) -> re.Pattern[str]:
+def path_pattern(path: str) -> re.Pattern[str]:
     """Return the pattern of a path with parameters."""
     pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.*)", path.replace(".", r"\."))
     return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern), re.DOTALL)

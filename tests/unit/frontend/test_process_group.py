@@ -4,7 +4,9 @@ end-to-end tests.
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 
 import pytest
 
@@ -12,6 +14,7 @@ from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process.process_group import (
+    ProcessGroup,
     combined_exit_status,
     process_argv,
     process_environ,
@@ -49,6 +52,15 @@ def test_member_argv_passes_all_settings() -> None:
         name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"
     }
     assert {name: getattr(read, name) for name in same} == same
+
+
+def test_member_argv_has_the_names_of_hooks() -> None:
+    config = FrontendConfig(workers=2)
+    names = {"middleware": ["a:b"], "routes": {"GET /c": "a:c"}, "hook_timeout_s": 1.5}
+    _, _, _, *argv = process_argv(config, 1, 8123, names)
+    assert load(FrontendProcessConfig, prog="member", argv=argv, environ={}).hooks == names
+    group = ProcessGroup(config, 8123, {"PYTHONPATH": "/old"}, names)
+    assert group._environ["PYTHONPATH"] == os.pathsep.join(path for path in sys.path if path)
 
 
 @pytest.mark.parametrize(
