@@ -21,6 +21,7 @@ _MODULES = {
     "FrontendRequest": "frontend.http.hooks",
     "FrontendResponse": "frontend.http.hooks",
     "GenerateRequest": "protocol.messages",
+    "Phase": "protocol.messages",
     "Refusal": "frontend.http.hooks",
     "Role": "protocol.messages",
     "Sampling": "protocol.messages",

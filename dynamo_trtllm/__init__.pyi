@@ -5,7 +5,7 @@ from dynamo_trtllm.frontend.http.hooks import FrontendRequest, FrontendResponse,
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment, serve
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
-from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role, Sampling
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, Role, Sampling
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.worker.worker import Worker
 
@@ -22,6 +22,7 @@ __all__ = [
     "FrontendRequest",
     "FrontendResponse",
     "GenerateRequest",
+    "Phase",
     "Refusal",
     "Role",
     "Sampling",

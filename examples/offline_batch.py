@@ -1,0 +1,107 @@
+"""Generate answers to a file of prompts with a prefill and a decode engine: no HTTP, no servers.
+
+    python examples/offline_batch.py /models/tiny prompts.jsonl answers.jsonl --engine torch
+
+A line of prompts is {"id": "a", "token_ids": [1, 2], "max_tokens": 40}. Ctrl-C keeps the answers so
+far; when the script is started again, it goes on with the other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from array import array
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TextIO
+
+from dynamo_trtllm import (
+    DynamoError,
+    Engine,
+    GenerateRequest,
+    Phase,
+    Role,
+    Sampling,
+    WorkerConfig,
+    as_stream,
+    create_engine,
+)
+
+CONCURRENT = 32  # prompts at once
+TIMEOUT_S = 600
+
+
+async def generate(prefill: Engine, decode: Engine, prompt: dict[str, Any]) -> list[int]:
+    call: dict[str, Any] = {
+        "request_id": str(prompt["id"]),
+        "model": "batch",
+        "token_ids": array("I", prompt["token_ids"]),
+        "sampling": Sampling(max_tokens=prompt.get("max_tokens", 256), temperature=0.0),
+        "deadline": time.time() + TIMEOUT_S,
+    }
+    output: list[int] = []
+    async with aclosing(as_stream(prefill, GenerateRequest(phase=Phase.PREFILL, **call))) as chunks:
+        async for chunk in chunks:
+            output += chunk.token_ids
+    # Without KV, the answer has ended with its first token.
+    if chunk.kv_params is not None:
+        request = GenerateRequest(phase=Phase.DECODE, kv_params=chunk.kv_params, **call)
+        async with aclosing(as_stream(decode, request)) as chunks:
+            async for chunk in chunks:
+                output += chunk.token_ids
+    return output
+
+
+async def run(model: str, engine: str, prompts: list[dict[str, Any]], answers: TextIO) -> None:
+    configs = [
+        WorkerConfig(model_path=model, engine=engine, disaggregation_mode=role)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    prefill, decode = (
+        create_engine(config, instance_id=number) for number, config in enumerate(configs, 1)
+    )
+    places = asyncio.Semaphore(CONCURRENT)
+    num_done = 0
+
+    async def answer(prompt: dict[str, Any]) -> None:
+        nonlocal num_done
+        async with places:
+            try:
+                result: dict[str, Any] = {"token_ids": await generate(prefill, decode, prompt)}
+            except DynamoError as error:
+                # The other prompts go on.
+                result = {"error": error.code, "message": error.message}
+        answers.write(json.dumps({"id": prompt["id"], **result}) + "\n")
+        answers.flush()
+        num_done += 1
+        print(f"\r{num_done} of {len(prompts)}", end="", file=sys.stderr)
+
+    try:
+        await asyncio.gather(prefill.start(), decode.start())
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(answer(prompt))
+    finally:
+        await asyncio.gather(prefill.aclose(), decode.aclose())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--engine", default="torch")
+    given = parser.parse_args()
+    with given.answers.open("a+") as answers:
+        answers.seek(0)
+        done = {json.loads(line)["id"] for line in answers}
+        prompts = [json.loads(line) for line in given.prompts.read_text().splitlines()]
+        left = [prompt for prompt in prompts if prompt["id"] not in done]
+        asyncio.run(run(given.model, given.engine, left, answers))
+
+
+if __name__ == "__main__":
+    main()
