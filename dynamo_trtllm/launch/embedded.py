@@ -61,7 +61,7 @@ def serve(
             connections from this machine, on a free port.
 
     Returns:
-        The deployment, which starts with its block or `start()`.
+        deployment: starts with its block or `start()`.
 
     Raises:
         ConfigError: a setting is wrong, or the torch engine is not installed.
@@ -140,6 +140,9 @@ class EmbeddedDeployment:
 
     `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
     A deployment that was not stopped ends with its program.
+
+    Attributes:
+        model: name that clients send as `model`.
     """
 
     def __init__(self, workers: Sequence[Worker], frontend: Frontend, model: str) -> None:

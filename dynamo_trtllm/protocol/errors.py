@@ -21,6 +21,12 @@ class DynamoError(Exception):
 
     Message and field may quote client input. Each is shortened in its middle, to MESSAGE_CHARS and
     FIELD_CHARS characters. Passwords in addresses are masked.
+
+    Attributes:
+        code: stable name of the kind of error, for programs.
+        retryable: another worker may succeed with the same request.
+        message: text of the error.
+        field: setting, or field of a request, at fault; None: not known.
     """
 
     code: ClassVar[str] = "error"

@@ -151,20 +151,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     The frontend has validated them. Temperature 0: greedy.
     """
 
-    max_tokens: Count
-    min_tokens: Count = 0
-    temperature: _Temperature = 1.0
-    top_p: _TopP = 1.0
-    top_k: _TopK = 0
+    max_tokens: Count  # longest output
+    min_tokens: Count = 0  # no stop before so many output tokens
+    temperature: _Temperature = 1.0  # divides the logits; 0: greedy
+    top_p: _TopP = 1.0  # keep the most probable tokens with this total probability
+    top_k: _TopK = 0  # keep so many of the most probable tokens; 0: all
     min_p: _Probability = 0.0  # drop tokens less probable than min_p times the most probable one
     frequency_penalty: _Penalty = 0.0  # subtracted from a logit for each occurrence in the output
     presence_penalty: _Penalty = 0.0  # subtracted once if the token is in the output
     # The logits of tokens in prompt or output are divided by it if positive, else multiplied.
     repetition_penalty: _RepetitionPenalty = 1.0
     logit_bias: tuple[tuple[TokenId, _Bias], ...] = ()  # (token id, value added to its logit)
-    guided: StructuredOutput | None = None
-    seed: Int64 | None = None
-    stop_token_ids: tuple[TokenId, ...] = ()
+    guided: StructuredOutput | None = None  # format that the output must have
+    seed: Int64 | None = None  # equal requests with equal seeds get equal outputs
+    stop_token_ids: tuple[TokenId, ...] = ()  # further tokens that end the output
     ignore_eos: bool = False  # continue after the model's own stop tokens
     # number of alternatives per token; None: no log-probabilities
     logprobs: _NumLogprobs | None = None
@@ -225,12 +225,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model's card.
     """
 
-    request_id: str
-    model: str
-    token_ids: TokenIds
-    sampling: Sampling
-    deadline: EpochSeconds
-    phase: Phase = Phase.AGGREGATED
+    request_id: str  # unique among the calls that run
+    model: str  # name that the engine serves
+    token_ids: TokenIds  # prompt, an array of unsigned 32-bit integers
+    sampling: Sampling  # how to sample, and when to stop
+    deadline: EpochSeconds  # seconds since the epoch, after which the call ends
+    phase: Phase = Phase.AGGREGATED  # which phase this call runs
     # set exactly when phase is DECODE
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
     # number of the last `token_ids` that are output tokens of another worker, which failed after it
@@ -275,11 +275,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     cycles, and a busy frontend holds many.
     """
 
+    # generated since the chunk before
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
     # of the next prompt tokens; such a chunk has no other field
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # why the stream ends; None: it goes on
     # set exactly when finish_reason is KV_TRANSFER
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
     # set on the terminal chunk, and on the first one if it is known by then

@@ -140,6 +140,9 @@ class Worker(Lifecycle):
     Use it with `async with`, which registers it and drains it at the end of the block; or run
     `serve()` in a task; or call `run()` in a program that does nothing else. Only `run` handles
     signals and changes settings of the process.
+
+    Attributes:
+        instance_id: id under which it registers.
     """
 
     def __init__(self, config: WorkerConfig, *, timing: WorkerTiming = TIMING) -> None:

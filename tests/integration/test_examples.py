@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import runpy
 import signal
 import sys
@@ -60,6 +61,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Lifecycle]]:
         server.stop()
     for thread in threads:
         thread.join(SOON_S)
+
+
+PAGE = (EXAMPLES.parent / "docs" / "embedding.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"(<!-- not run by tests: .* -->)?\n```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [code for reason, code in BLOCKS if not reason])
+def test_page_of_embedding_has_code_that_runs(
+    code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out
 
 
 def test_one_process_answers_an_openai_client(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 
-from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Role, Worker, WorkerConfig
+from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Role, Worker, WorkerConfig, serve
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed
 from tests.kit.waiting import SOON_S
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "one_process.py"
 CLUSTER: dict[str, Any] = {"nats_server": "inproc://", "etcd_endpoints": "memory://"}
 MODEL = "tiny-gpt-oss"
 
@@ -53,24 +50,13 @@ async def serve_and_ask() -> None:
         assert await ask(frontend.url) == 5
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("one_process", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def serve_in_a_thread_and_ask() -> None:
+    with serve(MODEL, engine="mock") as deployment:
+        assert asyncio.run(ask(deployment.url)) == 5
 
 
-@pytest.mark.parametrize("engine", ["mock", pytest.param("torch", marks=pytest.mark.long)])
-async def test_example_answers_an_openai_client_without_servers(
-    engine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await example().main(engine)
-    printed = capsys.readouterr().out
-    assert "CompletionUsage" in printed
-    if engine == "torch":
-        assert "I am tiny-gpt-oss" in printed
+async def serve_with_threads() -> None:
+    await asyncio.to_thread(serve_in_a_thread_and_ask)
 
 
 def left_behind() -> dict[str, Any]:
@@ -87,14 +73,17 @@ def left_behind() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("use", [serve_and_ask, serve_with_threads])
 @pytest.mark.parametrize(
     "count", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
-async def test_cluster_restarted_repeatedly_leaves_nothing(count: int) -> None:
-    await serve_and_ask()
+async def test_cluster_restarted_repeatedly_leaves_nothing(
+    count: int, use: Callable[[], Awaitable[None]]
+) -> None:
+    await use()
     after_first = left_behind()
     for _ in range(count - 1):
-        await serve_and_ask()
+        await use()
     assert left_behind() == after_first
 
 

@@ -43,6 +43,19 @@ def test_deployment_when_used_with_and_without_a_block_then_both_answer() -> Non
     assert "serve" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.long
+def test_deployment_of_the_torch_engine_answers_with_the_model() -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "temperature": 0,
+    }
+    with serve(MODEL) as deployment:
+        url = f"{deployment.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, timeout=6 * SOON_S).raise_for_status().json()
+    assert "I am tiny-gpt-oss" in answer["choices"][0]["message"]["content"]
+
+
 async def test_deployment_when_an_event_loop_runs_then_it_answers() -> None:
     with serve(MODEL, engine="mock") as deployment:
         assert ask(deployment) == 5  # blocks this event loop, but not that of the deployment

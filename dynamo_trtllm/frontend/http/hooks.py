@@ -50,7 +50,12 @@ OpenBody: TypeAlias = Callable[[HttpRequest], AbstractContextManager[ReadBody]]
 
 
 class FrontendRequest:
-    """A request, as middleware and routes see it."""
+    """A request, as middleware and routes see it.
+
+    Attributes:
+        id: id of the request, as in `X-Request-Id` of the response and in log lines.
+        response_headers: headers that middleware adds to the response, whoever answers.
+    """
 
     __slots__ = ("_body", "_headers", "_read_body", "_request", "id", "response_headers")
 
@@ -63,9 +68,7 @@ class FrontendRequest:
             read_body: reads its body; None: only its route may do that.
         """
         self.id = request_id
-        """The id of the request, as in `X-Request-Id` of the response and in log lines."""
         self.response_headers: dict[str, str] = {}
-        """Headers that middleware adds to the response, whoever answers."""
         self._request = request
         self._read_body = read_body
         self._body: bytes | None = None
@@ -109,7 +112,8 @@ class FrontendRequest:
         """Return the body. Only routes can read it: middleware runs before it has arrived.
 
         Raises:
-            DynamoError: the body is too large or too slow; a route lets it pass.
+            DynamoError: the body is too large, or arrives too slowly. If the route does not catch
+                it, it is the answer.
         """
         if self._read_body is None:
             raise RuntimeError("middleware can't read the body of a request; a route can")
@@ -122,10 +126,10 @@ class FrontendRequest:
 class FrontendResponse:
     """A response of middleware or of a route."""
 
-    body: bytes = b""
-    status: int = 200  # from 200 on, but for 204 and 304
-    content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""  # the whole of it
+    status: int = 200  # not one that has no body: 1xx, 204 and 304
+    content_type: str = "application/json"  # of the body
+    headers: Mapping[str, str] = field(default_factory=dict)  # further ones
 
     @classmethod
     def json(
@@ -141,8 +145,8 @@ class Refusal:
 
     status: int  # from 400 on
     message: str  # what is wrong, and what to do
-    code: str  # for programs
-    headers: Mapping[str, str] = field(default_factory=dict)
+    code: str  # names the kind of error for programs
+    headers: Mapping[str, str] = field(default_factory=dict)  # further ones
 
 
 Middleware: TypeAlias = Callable[[FrontendRequest], Awaitable[FrontendResponse | Refusal | None]]
@@ -174,8 +178,8 @@ class Hooks:
         self._routes = dict(routes or {})
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[object]] = set()  # of the calls that run
+        # Called with the error code of each call that fails.
         self.on_failure: Callable[[str], None] = lambda code: None
-        """Called with the error code of each call that fails."""
         for hook in self._middleware:
             _check_async(hook, "middleware")
         for given, handler in self._routes.items():

@@ -1,0 +1,29 @@
+"""The Python reference is what the docstrings say, and has every public name."""
+
+from __future__ import annotations
+
+import re
+
+import dynamo_trtllm
+from scripts import python_reference
+
+
+def test_page_when_written_again_then_as_committed() -> None:
+    written = python_reference.page()
+    assert written == python_reference.PAGE.read_text(encoding="utf-8"), "run scripts/docs"
+    names = re.findall(r"^## (\w+)$", written, re.MULTILINE)
+    assert sorted(names) == sorted(dynamo_trtllm.__all__)
+
+
+def test_docstring_when_written_as_markdown_then_its_sections_are_lists() -> None:
+    docstring = """Do it.
+
+        Args:
+            name: the name,
+                on two lines.
+
+        Then it is done.
+        """
+    assert python_reference.markdown(docstring) == (
+        "Do it.\n\nArgs:\n\n* `name`: the name,\n  on two lines.\n\nThen it is done.\n"
+    )
