@@ -62,6 +62,11 @@ def test_demo_when_started_from_the_wheel_then_it_answers(environment: Path) -> 
     assert "KV moved:   " in said
 
 
+def test_serve_when_run_from_the_wheel_then_it_answers(environment: Path) -> None:
+    said = run(environment, "python", str(ROOT / "examples" / "one_process.py"))
+    assert "CompletionUsage(completion_tokens=100" in said
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

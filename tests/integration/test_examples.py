@@ -80,7 +80,7 @@ def test_one_process_answers_an_openai_client(capsys: pytest.CaptureFixture[str]
     code = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert len(code) <= 10
     runpy.run_path(str(script))
-    assert "CompletionUsage(completion_tokens=40" in capsys.readouterr().out
+    assert "CompletionUsage(completion_tokens=100" in capsys.readouterr().out
 
 
 def test_ranks_and_frontend_with_middleware_serve_together(
