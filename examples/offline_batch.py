@@ -55,14 +55,11 @@ async def generate(prefill: Engine, decode: Engine, prompt: dict[str, Any]) -> l
     return output
 
 
-async def run(model: str, engine: str, prompts: list[dict[str, Any]], answers: TextIO) -> None:
-    configs = [
-        WorkerConfig(model_path=model, engine=engine, disaggregation_mode=role)
-        for role in (Role.PREFILL, Role.DECODE)
-    ]
-    prefill, decode = (
-        create_engine(config, instance_id=number) for number, config in enumerate(configs, 1)
-    )
+async def run(settings: dict[str, Any], prompts: list[dict[str, Any]], answers: TextIO) -> None:
+    config = WorkerConfig(**settings, disaggregation_mode=Role.PREFILL)
+    prefill = create_engine(config, instance_id=1)
+    config = WorkerConfig(**settings, disaggregation_mode=Role.DECODE)
+    decode = create_engine(config, instance_id=2)
     places = asyncio.Semaphore(CONCURRENT)
     num_done = 0
 
@@ -90,7 +87,7 @@ async def run(model: str, engine: str, prompts: list[dict[str, Any]], answers: T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model_path")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--engine", default="torch")
@@ -100,7 +97,8 @@ def main() -> None:
         done = {json.loads(line)["id"] for line in answers}
         prompts = [json.loads(line) for line in given.prompts.read_text().splitlines()]
         left = [prompt for prompt in prompts if prompt["id"] not in done]
-        asyncio.run(run(given.model, given.engine, left, answers))
+        settings = {"model_path": given.model_path, "engine": given.engine}
+        asyncio.run(run(settings, left, answers))
 
 
 if __name__ == "__main__":

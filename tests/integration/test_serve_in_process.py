@@ -27,7 +27,7 @@ def ask(deployment: EmbeddedDeployment) -> int:
     return int(response.raise_for_status().json()["usage"]["completion_tokens"])
 
 
-def test_deployment_when_used_with_and_without_a_block_then_both_answer() -> None:
+def test_deployments_with_and_without_a_block_both_answer() -> None:
     other = serve(MODEL, engine="mock", prefill=0, decode=0, aggregated=1)
     with pytest.raises(EngineNotReady, match=r"use `with`, or call start\(\)"):
         _ = other.url
@@ -95,7 +95,7 @@ def test_block_when_a_worker_fails_then_it_ends_with_the_error(block_raises: boo
     assert isinstance(raised.value.__context__, ValueError) is block_raises
 
 
-def test_deployment_when_the_start_fails_then_its_error_is_raised() -> None:
+def test_deployment_when_the_start_fails_then_error_is_raised() -> None:
     wrong = {"override_engine_args": {"no_such": 1}}
     with (
         pytest.raises(ConfigError, match="no_such"),

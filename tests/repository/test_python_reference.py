@@ -15,7 +15,7 @@ def test_page_when_written_again_then_as_committed() -> None:
     assert sorted(names) == sorted(dynamo_trtllm.__all__)
 
 
-def test_docstring_when_written_as_markdown_then_its_sections_are_lists() -> None:
+def test_sections_of_a_docstring_become_lists() -> None:
     docstring = """Do it.
 
         Args:

@@ -61,24 +61,11 @@ def build_app(
     Raises:
         ConfigError: a route of the program has a path of the frontend.
     """
-    traces = None
-    if config.otlp_endpoint is not None:
-        traces = TraceExporter(
-            config.otlp_endpoint,
-            config.namespace,
-            config.trace_sample_ratio,
-            on_dropped=metrics.traces_dropped,
-        )
+    traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _watch(app_state, metrics)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
-    limits = store_limits(config)
-    response_store = ResponseStore(
-        store or MemoryStore(limits),
-        shared=config.shares_responses,
-        max_bytes=limits.max_value_bytes,
-        on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
-    )
+    response_store = _response_store(config, store, metrics)
     stored = ResponseRoutes(response_store, app_state.running)
     responses = ResponsesAdapter(response_store)
     routes = [
@@ -103,13 +90,39 @@ def build_app(
         Route("GET", "/docs", docs),
     ]
     before = None
-    if hooks is not None:
+    if hooks:
         hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
         routes += hooks.route_list(routes, partial(_open_body, app_state))
         before = hooks.before
     forms = {_MESSAGES: messages_error}
-    router = Router(routes, "; see /docs for the API", config.allowed_origins, forms, before=before)
+    hint = "; see /docs for the API"
+    router = Router(routes, hint, config.allowed_origins, forms, before=before)
     return FrontendApp(router, traces, response_store.aclose)
+
+
+def _response_store(
+    config: FrontendConfig, store: KeyValueStore | None, metrics: FrontendMetrics
+) -> ResponseStore:
+    """Return the store of `/v1/responses`."""
+    limits = store_limits(config)
+    return ResponseStore(
+        store or MemoryStore(limits),
+        shared=config.shares_responses,
+        max_bytes=limits.max_value_bytes,
+        on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
+    )
+
+
+def _trace_exporter(config: FrontendConfig, metrics: FrontendMetrics) -> TraceExporter | None:
+    """Return the exporter of traces; None if no collector is set."""
+    if config.otlp_endpoint is None:
+        return None
+    return TraceExporter(
+        config.otlp_endpoint,
+        config.namespace,
+        config.trace_sample_ratio,
+        on_dropped=metrics.traces_dropped,
+    )
 
 
 def _generating(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:

@@ -54,7 +54,7 @@ class FrontendRequest:
 
     Attributes:
         id: id of the request, as in `X-Request-Id` of the response and in log lines.
-        response_headers: headers that middleware adds to the response, whoever answers.
+        response_headers: headers that middleware adds to the response, also to one with an error.
     """
 
     __slots__ = ("_body", "_headers", "_read_body", "_request", "id", "response_headers")

@@ -234,7 +234,10 @@ class Frontend(Lifecycle):
             gate.open(app)
             self._accept_requests()
 
-        await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks)
+        try:
+            await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks)
+        finally:
+            await self._hooks.aclose()
 
 
 async def _follow_parent(pipe: ControlPipe) -> None:

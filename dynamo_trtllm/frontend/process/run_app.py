@@ -103,8 +103,7 @@ async def run_app(
                 return tasks.reason
             return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
-        app = build_app(config, models, router, metrics, store, not_ready, hooks or None)
-        stack.push_async_callback(hooks.aclose)
+        app = build_app(config, models, router, metrics, store, not_ready, hooks)
         stack.push_async_callback(app.close_responses)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))

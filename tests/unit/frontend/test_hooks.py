@@ -74,7 +74,7 @@ async def echo(request: Request) -> Response:
     return Response(body, headers={"X-Size": str(len(body))})
 
 
-async def test_middleware_when_it_refuses_then_the_api_decides_the_form() -> None:
+async def test_refusal_of_middleware_has_the_form_of_the_api() -> None:
     served = frontend(check_token)
     status, headers, body = await ask(served, "POST /v1/chat/completions")
     assert (status, body["error"]["code"]) == (401, "wrong_token")
@@ -87,14 +87,12 @@ async def test_middleware_when_it_refuses_then_the_api_decides_the_form() -> Non
 @pytest.mark.parametrize(
     ("line", "status"), [("GET /v1/models", 200), ("GET /no/such", 404), ("PUT /v1/models", 405)]
 )
-async def test_middleware_when_it_returns_none_then_the_request_goes_on(
-    line: str, status: int
-) -> None:
+async def test_middleware_when_it_returns_none_then_request_goes_on(line: str, status: int) -> None:
     answered, headers, _ = await ask(frontend(check_token), line, "X-Token: right")
     assert (answered, headers["x-served-by"]) == (status, "me")
 
 
-async def test_middleware_when_a_browser_asks_for_permission_then_not_called() -> None:
+async def test_middleware_is_not_called_for_preflights_of_browsers() -> None:
     served = frontend(check_token, routes={"PUT /own": echo}, cors_origins="*")
     status, headers, _ = await ask(
         served, "OPTIONS /v1/models", "Origin: http://a", "Access-Control-Request-Method: PUT"
@@ -103,7 +101,7 @@ async def test_middleware_when_a_browser_asks_for_permission_then_not_called() -
     assert "PUT" in headers["access-control-allow-methods"]
 
 
-async def test_middleware_when_it_answers_then_later_ones_are_not_called() -> None:
+async def test_middleware_when_it_answers_then_no_later_one_is_called() -> None:
     async def answer(request: Request) -> Response:
         return Response(b'"first"')
 
@@ -191,7 +189,7 @@ async def test_route_when_it_fails_then_its_request_gets_500() -> None:
         assert (status, body["error"]["code"]) == (500, "hook_failed")
 
 
-async def test_hook_when_it_raises_an_error_with_a_code_then_that_is_sent() -> None:
+async def test_hook_when_it_raises_a_dynamo_error_then_that_is_sent() -> None:
     async def overload(request: Request) -> None:
         raise Overloaded("later")
 
@@ -306,7 +304,7 @@ def test_hooks_of_a_module_when_named_then_imported_again() -> None:
 
 
 @pytest.mark.parametrize("hook", [returning(None), Callables(), partial(two, "a")])
-def test_frontend_of_several_processes_when_a_hook_has_no_name_then_rejected(
+def test_hook_without_a_name_is_rejected_for_several_processes(
     hook: Middleware,
 ) -> None:
     with pytest.raises(ConfigError, match="move it to a module outside of the script"):

@@ -109,7 +109,7 @@ async def test_second_start_is_rejected_and_the_first_goes_on(
         await server.ready()
 
 
-async def test_block_when_it_fails_beside_the_server_then_both_errors_show() -> None:
+async def test_block_when_it_fails_like_the_server_then_both_show() -> None:
     async def fail_beside_the_server() -> None:
         async with Server() as server:
             server.is_failing.set()
