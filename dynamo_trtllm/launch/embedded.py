@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.util
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ _MAX_WORKERS: Final = 64
 
 
 def serve(
-    model: str,
+    model: str | os.PathLike[str],
     *,
     engine: str = "torch",
     prefill: int = 1,
@@ -75,7 +76,12 @@ def serve(
             field="engine",
         )
     cluster = _own_cluster()
-    fixed = {"model_path": model, "engine": engine, "disaggregation_mode": None, **cluster}
+    fixed = {
+        "model_path": os.fspath(model),
+        "engine": engine,
+        "disaggregation_mode": None,
+        **cluster,
+    }
     for_worker = _combined("worker_settings", worker_settings, fixed)
     workers = []
     for role, count in counts.items():
@@ -92,10 +98,10 @@ def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
     """Raise ConfigError if these workers can't serve together in one process."""
     names = {Role.AGGREGATED: "aggregated"}
     for role, count in counts.items():
-        if not 0 <= count <= _MAX_WORKERS:
+        if not isinstance(count, int) or not 0 <= count <= _MAX_WORKERS:
             name = names.get(role, role.value)
             raise ConfigError(
-                f"{name}={count} workers are not possible; pass 0 to {_MAX_WORKERS}", field=name
+                f"{name}={count!r} workers are not possible; pass 0 to {_MAX_WORKERS}", field=name
             )
     has_both_phases = counts[Role.PREFILL] > 0 and counts[Role.DECODE] > 0
     has_one_phase = counts[Role.PREFILL] > 0 or counts[Role.DECODE] > 0

@@ -15,7 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Role, Worker, WorkerConfig, serve
+from dynamo_trtllm import (
+    ConfigError,
+    Frontend,
+    FrontendConfig,
+    FrontendRequest,
+    Role,
+    Worker,
+    WorkerConfig,
+    serve,
+)
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed
 from tests.kit.waiting import SOON_S
 
@@ -118,6 +127,16 @@ async def test_serve_without_a_block_has_ready_and_stop() -> None:
         await worker.ready()
     with pytest.raises(RuntimeError, match="a Worker serves once"):
         await worker.serve()
+
+
+async def test_middleware_of_a_frontend_reads_any_header() -> None:
+    async def echo(request: FrontendRequest) -> None:
+        request.response_headers["X-Own"] = request.headers["x-own"]
+
+    config = FrontendConfig(http_host="127.0.0.1", http_port=0, **CLUSTER)
+    async with Frontend(config, middleware=[echo]) as frontend, httpx.AsyncClient() as client:
+        response = await client.get(f"{frontend.url}/live", headers={"X-Own": "1"})
+    assert response.headers["x-own"] == "1"
 
 
 async def test_block_ends_with_the_error_of_a_failed_server() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +32,8 @@ def test_deployments_with_and_without_a_block_both_answer() -> None:
     other = serve(MODEL, engine="mock", prefill=0, decode=0, aggregated=1)
     with pytest.raises(EngineNotReady, match=r"use `with`, or call start\(\)"):
         _ = other.url
-    with serve(MODEL, engine="mock", worker_settings={"served_model_name": "m"}) as deployment:
+    settings = {"served_model_name": "m"}
+    with serve(Path(MODEL), engine="mock", worker_settings=settings) as deployment:
         other.start()
         assert deployment.model == "m"
         assert ask(deployment) == 5
@@ -122,6 +124,7 @@ def test_start_when_interrupted_then_nothing_is_left(monkeypatch: pytest.MonkeyP
         ({"prefill": 0}, "prefill=0 and decode=1 serve no request together"),
         ({"prefill": 0, "decode": 0}, "pass at least one of each, or aggregated=1"),
         ({"decode": -1}, "decode=-1 workers are not possible"),
+        ({"decode": "1"}, "decode='1' workers are not possible"),
         ({"aggregated": 65}, "aggregated=65 workers are not possible; pass 0 to 64"),
         ({"engine": "vllm"}, "dynamo-trtllm serve MODEL --engine vllm"),
         ({"engine": "no-such"}, "engine"),
@@ -143,13 +146,15 @@ def test_serve_without_torch_names_the_extra_and_the_mock(monkeypatch: pytest.Mo
         serve(MODEL)
 
 
-def test_program_when_it_ends_without_stop_then_it_exits() -> None:
+def test_deployment_when_its_program_ends_then_it_ends_before() -> None:
     program = f"""
+import atexit, threading
 from dynamo_trtllm import serve
+atexit.register(lambda: print("serve" in [thread.name for thread in threading.enumerate()]))
 print(serve({MODEL!r}, engine="mock").start().model)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (0, f"{MODEL}\n")
+    assert (done.returncode, done.stdout) == (0, f"{MODEL}\nFalse\n")
     assert done.stderr == ""

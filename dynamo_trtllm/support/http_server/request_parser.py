@@ -63,6 +63,7 @@ class RequestParser:
 
     def __init__(self, limits: ConnectionLimits, events: RequestEvents) -> None:
         self._limits = limits
+        self._keeps_all_headers = limits.keeps_all_headers
         self._events = events
         self._parser = httptools.HttpRequestParser(self)
         # A client may send more after a request with `Connection: close`. It is not answered.
@@ -158,7 +159,7 @@ class RequestParser:
         if self._num_headers > MAX_HEADERS:
             raise request_head.too_many_headers()
         name = name.lower()
-        is_read = name in READ_HEADERS or self._limits.keeps_all_headers
+        is_read = name in READ_HEADERS or self._keeps_all_headers
         if is_read and self.awaits_head:  # after the head, it is a trailer
             self._headers.add(name, value)
 

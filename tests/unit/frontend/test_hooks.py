@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -303,14 +303,25 @@ def test_hooks_of_a_module_when_named_then_imported_again() -> None:
     }
 
 
-@pytest.mark.parametrize("hook", [returning(None), Callables(), partial(two, "a")])
-def test_hook_without_a_name_is_rejected_for_several_processes(
-    hook: Middleware,
-) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        returning(None),
+        Callables(),
+        partial(two, "a"),
+        wraps(check_token)(returning(None)),
+    ],
+    ids=["nested", "object", "partial", "wrapped"],
+)
+def test_hook_without_a_name_is_rejected_for_several_processes(hook: Middleware) -> None:
     with pytest.raises(ConfigError, match="move it to a module outside of the script"):
-        Frontend(
-            FrontendConfig(workers=2, http_host="127.0.0.1", http_port=0), middleware=[hook]
-        ).run()
+        Hooks([hook]).names()
+
+
+def test_frontend_of_several_processes_checks_names_of_hooks() -> None:
+    config = FrontendConfig(workers=2, http_host="127.0.0.1", http_port=0)
+    with pytest.raises(ConfigError, match="move it to a module outside of the script"):
+        Frontend(config, middleware=[returning(None)]).run()
 
 
 def test_import_of_a_hook_that_is_gone_is_named() -> None:
