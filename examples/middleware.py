@@ -9,7 +9,7 @@ curl localhost:8000/tenants/alice                               # the requests o
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 
 from dynamo_trtllm import Frontend, FrontendConfig, FrontendRequest, FrontendResponse, Refusal
@@ -36,7 +36,7 @@ async def show_tenant(request: FrontendRequest) -> FrontendResponse:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--etcd-endpoints", default="http://localhost:2379")
     parser.add_argument("--nats-server", default="nats://localhost:4222")

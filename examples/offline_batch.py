@@ -8,11 +8,11 @@ far; when the script is started again, it goes on with the other prompts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from array import array
 from contextlib import aclosing
 from pathlib import Path
@@ -86,7 +86,7 @@ async def run(settings: dict[str, Any], prompts: list[dict[str, Any]], answers: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model_path")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)

@@ -9,10 +9,10 @@ restarts it. `dynamo-trtllm launch` also restarts single workers.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -22,13 +22,15 @@ ROLES = (Role.PREFILL, Role.DECODE)
 
 
 def run_worker(gpu: int, settings: dict[str, Any]) -> None:
+    # Ctrl-C goes to this program only, which drains its workers with one signal.
+    os.setsid()
     # Before the engine is imported: a worker sees only its own GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     Worker(WorkerConfig(**settings, disaggregation_mode=ROLES[gpu % 2])).run()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model_path")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--gpus", type=int, default=2)
@@ -45,9 +47,14 @@ def main() -> int:
     for worker in workers:
         worker.start()
 
+    is_stopping = False
+
     def stop(*_: object) -> None:
-        for worker in workers:
-            worker.terminate()  # SIGTERM: it drains
+        nonlocal is_stopping
+        if not is_stopping:  # a second SIGTERM would end a worker that drains
+            is_stopping = True
+            for worker in workers:
+                worker.terminate()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

@@ -9,8 +9,8 @@ which drains its worker.
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping
 
 from dynamo_trtllm import Role, Worker, WorkerConfig
@@ -29,7 +29,7 @@ def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model_path")
     parser.add_argument("--engine", default="trtllm")
     parser.add_argument("--prefill", type=int, default=1, help="number of prefill workers")

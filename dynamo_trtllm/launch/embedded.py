@@ -13,7 +13,7 @@ import importlib.util
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
@@ -76,21 +76,17 @@ def serve(
             field="engine",
         )
     cluster = _own_cluster()
-    fixed = {
-        "model_path": os.fspath(model),
-        "engine": engine,
-        "disaggregation_mode": None,
-        **cluster,
-    }
-    for_worker = _combined("worker_settings", worker_settings, fixed)
+    common: dict[str, Any] = {"model_path": os.fspath(model), "engine": engine, **cluster}
+    _check_unset("worker_settings", worker_settings, [*common, "disaggregation_mode"])
+    common |= worker_settings or {}
     workers = []
     for role, count in counts.items():
         for _ in range(count):
-            config = WorkerConfig(**for_worker | {"disaggregation_mode": role})
+            config = WorkerConfig(disaggregation_mode=role, **common)
             workers.append(Worker(config))
+    _check_unset("frontend_settings", frontend_settings, cluster)
     address: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0}
-    for_frontend = address | _combined("frontend_settings", frontend_settings, cluster)
-    frontend = Frontend(FrontendConfig(**for_frontend))
+    frontend = Frontend(FrontendConfig(**{**address, **cluster, **(frontend_settings or {})}))
     return EmbeddedDeployment(workers, frontend, config.model_name)
 
 
@@ -126,15 +122,11 @@ def _own_cluster() -> dict[str, str]:
     return {"nats_server": INPROC + name, "etcd_endpoints": MEMORY + name, "namespace": name}
 
 
-def _combined(
-    argument: str, settings: Mapping[str, Any] | None, fixed: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return both, in one. Raise ConfigError for a setting that `serve` fixes."""
-    given = dict(settings or {})
-    for name in fixed:
-        if name in given:
+def _check_unset(argument: str, settings: Mapping[str, Any] | None, names: Iterable[str]) -> None:
+    """Raise ConfigError if the settings have one of the names, which `serve` sets."""
+    for name in names:
+        if name in (settings or {}):
             raise ConfigError(f"serve() sets {name} itself; remove it from {argument}", field=name)
-    return {**given, **fixed}
 
 
 class EmbeddedDeployment:
