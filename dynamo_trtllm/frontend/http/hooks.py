@@ -366,9 +366,11 @@ def _imported(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return attrgetter(attribute)(import_module(module))
-    except (ImportError, AttributeError) as exc:
+    except Exception as exc:
+        # A module of the program may raise anything.
         raise ConfigError(
-            f"hook {name} can't be imported: {exc}; put its module on PYTHONPATH", field="workers"
+            f"hook {name} can't be imported: {exc!r}; repair its module, or put it on PYTHONPATH",
+            field="workers",
         ) from exc
 
 

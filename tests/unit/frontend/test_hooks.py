@@ -325,5 +325,5 @@ def test_frontend_of_several_processes_checks_names_of_hooks() -> None:
 
 
 def test_import_of_a_hook_that_is_gone_is_named() -> None:
-    with pytest.raises(ConfigError, match="hook no_such:f can't be imported: No module"):
+    with pytest.raises(ConfigError, match="hook no_such:f can't be imported: ModuleNotFound"):
         import_hooks({"middleware": ["no_such:f"], "routes": {}, "hook_timeout_s": 1})
