@@ -241,8 +241,9 @@ class DeploymentConfig(Section):
     )
     ready_timeout_s: PositiveFloat = Field(
         default=120.0,
-        description="Maximum seconds until a process is ready. Beyond it the deployment is"
-        " stopped.",
+        description="Maximum seconds until a process is ready. At the first start, the deployment"
+        " is stopped beyond it. After a restart, only this process is killed, and started again"
+        " with twice the time, up to eight times.",
     )
 
     @model_validator(mode="after")

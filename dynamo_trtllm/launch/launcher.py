@@ -33,6 +33,9 @@ _RECORD = "deployment.json"
 _MAX_LINE_BYTES = 1 << 20
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
+# A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit,
+# up to so many times ready_timeout_s: a busy machine may need longer than for the first start.
+_MAX_LIMIT_FACTOR = 8
 
 
 class ProcessRecord(msgspec.Struct, kw_only=True):
@@ -189,6 +192,9 @@ class Launcher:
         self._environ = dict(self.environ)
         # Names of the processes that have never been ready.
         self._not_ready = {spec.name for spec in self.specs}
+        # How often ready_timeout_s the next run of a process may take until it is ready, by name.
+        # Only restarts that were too slow are in it.
+        self._limit_factors: dict[str, int] = {}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         # Names of the processes of which others may have mapped memory of an earlier run.
         self._mapped: set[str] = set()
@@ -208,7 +214,8 @@ class Launcher:
 
         Raises:
             ConfigError: a port is in use, or a server does not start.
-            RunFailed: a process was not ready in time, or has reached its restart limit.
+            RunFailed: a process was not ready in time at its first start, or has reached its
+                restart limit.
         """
         for spec in self.specs:
             _check_port(spec)
@@ -364,14 +371,25 @@ class Launcher:
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
         spec = process.spec
-        limit_s = self.deployment.ready_timeout_s
+        factor = self._limit_factors.get(spec.name, 1)
+        limit_s = factor * self.deployment.ready_timeout_s
         on_wait = partial(self.output.report_phase, spec.name)
         try:
             answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
-            raise RunFailed(
-                f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s"
-            ) from None
+            late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
+            if spec.name in self._not_ready:
+                raise RunFailed(f"{late}; raise ready_timeout_s") from None
+            # The other processes are in use, so they keep running. The supervisor starts it again.
+            factor = min(2 * factor, _MAX_LIMIT_FACTOR)
+            self._limit_factors[spec.name] = factor
+            self.output.say(
+                f"{late} after a restart, and is killed; the next start may take"
+                f" {factor * self.deployment.ready_timeout_s:g} s (ready_timeout_s)"
+            )
+            process.kill()
+            return
+        self._limit_factors.pop(spec.name, None)
         process.is_ready = True
         self._not_ready.discard(spec.name)
         self._notify_changed()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias, TypeVar
 
@@ -281,6 +282,23 @@ def decide(
     ended = describe(status)
     if status == BAD_CONFIG and is_status_2_final:
         raise RunFailed(ended, BAD_CONFIG)
+    return decide_after(limits, ended, restarts, now)
+
+
+def decide_after(
+    limits: RestartLimits, ended: str, restarts: Sequence[float], now: float
+) -> tuple[str, float]:
+    """Decide whether to start a program again, as `decide` does, after any end or failed start.
+
+    Args:
+        limits: limits of restarts.
+        ended: how the last run ended, in words.
+        restarts: times of the program's earlier restarts, in seconds on the clock of `now`.
+        now: current time in seconds.
+
+    Raises:
+        RunFailed: the limit is reached.
+    """
     num_recent = len([restart_s for restart_s in restarts if now - restart_s < limits.window_s])
     if num_recent >= limits.max_restarts:
         raise RunFailed(
@@ -341,7 +359,7 @@ class Supervisor:
 
         Raises:
             RunFailed: a program can't be restarted, or `work` or the context of a run raised it.
-            ConfigError: `work` or the context of a run raised it.
+            ConfigError: `work` or the context of a program's first run raised it.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -375,7 +393,8 @@ class Supervisor:
             name: name of the program, for log lines.
             running: returns the context of one run. It starts a child, does what the child needs
                 while it runs, and cleans up when the child has ended. If it is cancelled during the
-                start, it leaves no child behind.
+                start, it leaves no child behind. If it raises ConfigError or OSError at a restart,
+                the program is started again later, within the limits of restarts.
             before_restart: prepares each restart; it gets the last child and its exit status.
         """
         supervision = self._keep(name, running, before_restart)
@@ -386,32 +405,59 @@ class Supervisor:
     ) -> None:
         restarts: list[float] = []
         while not self.is_stopping:
-            async with running() as child:
-                self._children[name] = child
-                status = await child.ended()
+            try:
+                async with running() as child:
+                    self._children[name] = child
+                    status = await child.ended()
+            except (ConfigError, OSError) as exc:
+                if name not in self._children:
+                    raise  # its first start failed
+                if self.is_stopping:
+                    return
+                # A restart failed. The other programs are in use, so they keep running.
+                failed = partial(decide_after, self._limits, f"could not be started: {exc}")
+                await self._pause(self._note_restart(name, restarts, failed))
+                continue
             if self.is_stopping:
                 return
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            try:
-                text, pause_s = decide(
-                    self._limits,
-                    status,
-                    restarts,
-                    time.monotonic(),
-                    is_status_2_final=child.is_status_2_final,
-                )
-            except RunFailed as exc:
-                hint = f"; last line: {child.last_line}" if child.last_line else ""
-                raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None
-            self._say(f"{name} {text}")
-            restarts.append(time.monotonic())
+            ended = partial(
+                decide, self._limits, status, is_status_2_final=child.is_status_2_final
+            )
+            pause_s = self._note_restart(name, restarts, ended, child.last_line)
             if before_restart is not None:
                 await before_restart(child, status)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._stopping.wait()
+            await self._pause(pause_s)
+
+    def _note_restart(
+        self,
+        name: str,
+        restarts: list[float],
+        decision: Callable[[Sequence[float], float], tuple[str, float]],
+        last_line: str = "",
+    ) -> float:
+        """Add a restart to those of a program. Return the pause before it, in seconds.
+
+        Raises:
+            RunFailed: the program must not be restarted.
+        """
+        now = time.monotonic()
+        try:
+            text, pause_s = decision(restarts, now)
+        except RunFailed as exc:
+            hint = f"; last line: {last_line}" if last_line else ""
+            raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None
+        self._say(f"{name} {text}")
+        restarts.append(now)
+        return pause_s
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait so many seconds, or until `stop` is called."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
 
     def _on_signal(self) -> None:
         if self.is_stopping:

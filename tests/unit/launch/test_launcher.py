@@ -15,7 +15,7 @@ from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
-from dynamo_trtllm.launch.servers import NotYet
+from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
 from dynamo_trtllm.support.subprocesses import BAD_CONFIG, RunFailed
@@ -93,6 +93,30 @@ async def test_process_not_serving_in_time_reports_last_answer(
         match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s",
     ):
         await made.running
+
+
+async def test_slow_restart_is_tried_again_with_more_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    async def until_ready(ask: Any, within_s: float, on_wait: Any) -> ReadyAnswer:
+        limits.append(within_s)
+        if len(limits) in (1, 2, 4):
+            raise NotYet("loading: reading weights")
+        return ReadyAnswer("serving", instance_id="ab")
+
+    async with run_launcher(WORKER, max_restarts=10) as made:
+        monkeypatch.setattr(launcher, "until", until_ready)
+        for number in (3, 5):
+            latest_child("w").die(KILLED)
+            await until(lambda number=number: len(limits) == number and latest_child("w").is_ready)
+        assert limits == [120.0, 240.0, 480.0, 120.0, 240.0]
+        assert not latest_child("frontend").is_terminating
+        assert (
+            "w was not ready within 120 s (loading: reading weights) after a restart, and is"
+            " killed; the next start may take 240 s (ready_timeout_s)"
+        ) in made.out.getvalue()
 
 
 async def test_record_distinguishes_a_restarted_worker(tmp_path: Path) -> None:

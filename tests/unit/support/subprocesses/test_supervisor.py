@@ -156,6 +156,31 @@ async def test_run_given_up_program_drains_the_others() -> None:
     assert made.children["a"].has_ended
 
 
+@pytest.mark.parametrize("error", [ConfigError("no port"), OSError("no port")])
+async def test_failed_restart_keeps_the_others_running(error: Exception) -> None:
+    made = Programs()
+    failures = [error]
+    start = made._running("b", FAILS, 0)
+
+    def running() -> AbstractAsyncContextManager[Child]:
+        if "b" in made.children and failures:
+            raise failures.pop()
+        return start()
+
+    async def then() -> None:
+        made.supervisor.keep("b", running)
+        for _ in range(2):
+            await made.next_start()
+        assert not made.children["a"].is_terminating
+        made.supervisor.stop()
+
+    await made.run({"a": DRAINS}, then)
+    assert made.said[:2] == [
+        "b exited with status 5; starting it again (1 of 3 in 60 s)",
+        "b could not be started: no port; starting it again (2 of 3 in 60 s)",
+    ]
+
+
 async def test_run_requested_end_does_not_count_as_restart() -> None:
     made = Programs(max_restarts=0)
 
