@@ -97,6 +97,9 @@ class FlowDriver(Protocol):
         Return an error to give the request up.
         """
 
+    def is_death_explained(self, worker: Instance) -> bool:
+        """Return whether another request was given up that has probably ended a worker."""
+
     def record_settled(self) -> None:
         """Record that a suspect has settled: others may be tried on its worker."""
 

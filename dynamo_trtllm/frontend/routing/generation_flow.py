@@ -141,6 +141,8 @@ class GenerationFlow:
         self._excluded: set[int] = set()  # instances that failed this request
         self._avoid: int | None = None  # a prefill instance whose KV transfer failed
         self._num_transfer_failures = 0
+        # Failures that do not use up retries and migrations: another request ended the worker.
+        self._num_explained = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
         # The last call had hardly begun when its worker died: see `suspects`.
@@ -205,6 +207,8 @@ class GenerationFlow:
 
         Without workers, wait for others, then try pairs that were never probed, then all again.
         """
+        if self.awaits_turn and not self._timeline.suspicion.unexplained():
+            self.awaits_turn = False  # another request was the cause
         selected = self._driver.select(
             self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
         )
@@ -430,8 +434,12 @@ class GenerationFlow:
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
         given_up = self._driver.record_death(attempt.worker)
-        is_charged = attempt.worker.id in self._timeline.suspicion.deaths
-        self.is_prime_suspect = is_charged and self.progress().call < SETTLED_TOKENS
+        if self._driver.is_death_explained(attempt.worker):
+            self._num_explained += 1
+        unexplained = self._timeline.suspicion.unexplained()
+        is_charged = any(death.instance_id == attempt.worker.id for death in unexplained)
+        has_just_begun = is_charged and self.progress().call < SETTLED_TOKENS
+        self.is_prime_suspect = has_just_begun or len(unexplained) > 1
         self.awaits_turn = self.is_prime_suspect
         if given_up is not None:
             given_up.__cause__ = error
@@ -450,7 +458,8 @@ class GenerationFlow:
                 self._timeline.retries += 1
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
-            if self._timeline.retries > self._options.retries or self._num_transfer_failures > 1:
+            most = self._options.retries + self._num_explained
+            if self._timeline.retries > most or self._num_transfer_failures > 1:
                 return error
             return None
         history = _token_dependence(self.request.sampling)
@@ -460,7 +469,8 @@ class GenerationFlow:
             )
         if counts:
             self._timeline.migrations += 1
-        return error if self._timeline.migrations > self._options.migrations else None
+        most = self._options.migrations + self._num_explained
+        return error if self._timeline.migrations > most else None
 
     def _start_kv_collection(self) -> bool:
         """Let the driver fetch the KV of a cancelled request, if only a fetch frees it.

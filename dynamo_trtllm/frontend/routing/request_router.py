@@ -262,7 +262,7 @@ class RoutedRequest(Stream):
                 avoid=avoid,
             )
         suspicion.selection = selection
-        if suspicion.deaths:
+        if suspicion.unexplained():
             router.suspects.begin_trial(
                 self._tracked_call, selection, is_prime=self._flow.is_prime_suspect
             )
@@ -322,7 +322,14 @@ class RoutedRequest(Stream):
         self._router.health.record_transfer(pair, error, time.monotonic())
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
-        return self._router.suspects.record_death(self._tracked_call, worker.id, self._flow.request)
+        router = self._router
+        given_up = router.suspects.record_death(self._tracked_call, worker.id, self._flow.request)
+        if given_up is not None:
+            router.view.notify_changed()  # others that wait are no suspects any more
+        return given_up
+
+    def is_death_explained(self, worker: Instance) -> bool:
+        return self._router.suspects.is_explained(worker.id)
 
     def record_settled(self) -> None:
         self._end_trial()

@@ -3,8 +3,7 @@
 When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
 
 * A death is charged to requests that ran on the worker, or whose KV was being read from it. A
-  request that is charged with a death is a suspect. It is given up when it is charged with
-  MAX_DEATHS deaths, so that it ends no third worker.
+  request that is charged with a death is a suspect.
 * A query of death ends each worker at the same point: after as many tokens of a call, or after as
   many tokens of its answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the
   charge, and has settled.
@@ -12,18 +11,25 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
   fewer than SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on
   which all other suspects have settled, and is then tried on these. All other requests migrate at
   once.
-* If prime suspects are tried on a worker that dies, the death is charged to them. Otherwise, it is
-  charged to suspects that are at the point of a death before. If there are none, it is charged to
-  all requests that ran on the worker.
-* A death is also charged to new requests, which are no suspects and whose call had just begun.
-  Otherwise, a query of death that meets suspects of another one would end as many workers as there
-  are suspects, and not be charged.
+* A second death gives suspects up if it singles them out, so that they end no third worker: prime
+  suspects that were tried on the worker, else those that are at the point of a death before, else
+  the only suspect on a worker without new requests. A new request is no suspect, and its call has
+  just begun.
+* If they were at the point of a death before, this death and those with which all of them are
+  charged are explained. A request that is charged with nothing else is no suspect any more: it was
+  only near the cause. But it may be another query of death. So it is given up if it is new and at
+  the point of an explained death when a worker dies on which all new requests were near a death.
+* A death that singles out no request may have another cause than the one before. It is charged to
+  all requests on the worker, and none of them is given up. Those that are charged with two such
+  deaths are prime suspects.
+* A death is always charged to new requests. Otherwise, a query of death that meets suspects of
+  another one would end as many workers as there are suspects, and not be charged.
 * A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
 After a request was given up, requests with the same model, prompt and format are refused for
-REFUSED_S seconds, if its last death was charged to no other request, apart from new ones.
-Otherwise, most of those that were charged are innocent. Then they are refused only after one of
-them is given up again within that time, and none was completed in between.
+REFUSED_S seconds, if its last death gave up no other request. Otherwise, most of those that were
+given up are innocent. Then they are refused only after one of them is given up again within that
+time, and none was completed in between.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
@@ -34,7 +40,7 @@ import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
@@ -44,7 +50,6 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, encode
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS: Final = 2  # with one, each crash of a worker would cost all its requests
 # A request whose prompt, format or first steps end workers does so before it has this many tokens.
 # Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
@@ -55,7 +60,7 @@ MAX_UNSETTLED_TOKENS: Final = 64
 REFUSED_S: Final = 600.0
 MAX_REFUSED: Final = 1024  # requests; the oldest one is dropped
 _LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
-_MAX_DEAD: Final = 4096  # instances; the oldest one is dropped
+_MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
 
 Key = tuple[str, bytes]
 K = TypeVar("K")
@@ -69,6 +74,21 @@ class RequestProgress(NamedTuple):
     answer: int  # of its answer, by all calls
 
 
+class Death:
+    """The death of an instance, and what is known of its cause."""
+
+    __slots__ = ("charged", "given_up", "instance_id", "is_explained", "is_revoked")
+
+    def __init__(
+        self, instance_id: int, charged: set[TrackedCall], given_up: set[Suspicion]
+    ) -> None:
+        self.instance_id = instance_id
+        self.charged = charged  # the calls to which it is charged and that have not failed yet
+        self.given_up = given_up  # because of this death
+        self.is_explained = False  # by a request that was given up
+        self.is_revoked = False  # the instance works again
+
+
 class Suspicion:
     """The deaths with which one prompt of a request is charged.
 
@@ -78,43 +98,30 @@ class Suspicion:
     __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
-        self.deaths: dict[int, RequestProgress] = {}  # by instance id
+        self.deaths: dict[Death, RequestProgress] = {}
         self.is_given_up = False
         self.is_shared = is_shared  # by several choices
         # The workers of the latest attempt. All choices run on them: otherwise one request could
         # end all workers at once.
         self.selection: WorkerSelection | None = None
 
+    def unexplained(self) -> set[Death]:
+        """Return the deaths that make this a suspect."""
+        return {death for death in self.deaths if not death.is_explained and not death.is_revoked}
+
     def num_unsettled_tokens(self) -> int:
         """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
-        if not self.deaths:
+        unexplained = self.unexplained()
+        if not unexplained:
             return 0
-        past_all = max(death.call for death in self.deaths.values()) + SETTLED_TOKENS
+        past_all = max(self.deaths[death].call for death in unexplained) + SETTLED_TOKENS
         return min(past_all, MAX_UNSETTLED_TOKENS)
 
-    def is_new(self, now: RequestProgress) -> bool:
-        """Return whether the request is no suspect, and its call has just begun."""
-        return not self.deaths and now.call < SETTLED_TOKENS
-
-    def is_at_earlier_death(self, now: RequestProgress) -> bool:
-        """Return whether the request is at the point at which it failed before."""
-        for before in self.deaths.values():
-            is_same_call = abs(now.call - before.call) <= _LOST_TOKENS
-            is_same_answer = abs(now.answer - before.answer) <= _LOST_TOKENS
-            if is_same_call or is_same_answer:
-                return True
-        return False
-
-    def charge(self, dead: int, now: RequestProgress, is_dead: Callable[[int], bool]) -> None:
-        """Add a death.
-
-        Drop the deaths whose point the call had passed, and those of workers that work again.
-        """
-        for instance_id, before in list(self.deaths.items()):
-            got_past = now.call >= before.call + SETTLED_TOKENS
-            if got_past or not is_dead(instance_id):
-                del self.deaths[instance_id]
-        self.deaths[dead] = now
+    def drop_past(self, now: RequestProgress) -> None:
+        """Drop the deaths whose point a call has passed, and those of workers that work again."""
+        for death, before in list(self.deaths.items()):
+            if now.call >= before.call + SETTLED_TOKENS or death.is_revoked:
+                del self.deaths[death]
 
 
 class TrackedCall:
@@ -148,6 +155,20 @@ class TrackedCall:
         """Return whether an instance runs the call or holds its KV."""
         return instance_id in (self.instance_id, self.kv_holder)
 
+    def is_new(self) -> bool:
+        """Return whether the request is no suspect, and its call has just begun."""
+        return not self.suspicion.unexplained() and self.progress().call < SETTLED_TOKENS
+
+    def is_at_earlier_death(self) -> bool:
+        """Return whether the request is at the point at which it failed before."""
+        now = self.progress()
+        for before in self.suspicion.deaths.values():
+            is_same_call = abs(now.call - before.call) <= _LOST_TOKENS
+            is_same_answer = abs(now.answer - before.answer) <= _LOST_TOKENS
+            if is_same_call or is_same_answer:
+                return True
+        return False
+
     def is_prime_on(self, instance_id: int) -> bool:
         """Return whether this is a prime suspect that is being tried on an instance."""
         return self.is_prime and instance_id in self.tried_on
@@ -169,13 +190,9 @@ class Suspects:
         self._count = count
         self._clock = clock
         self._running: set[TrackedCall] = set()  # of all workers: it is searched only when one dies
-        # The next four have instance ids as keys, and those about deaths the latest death last.
-        # Suspects that have not settled.
+        # The next two have instance ids as keys. Suspects that have not settled.
         self._trials: defaultdict[int, set[TrackedCall]] = defaultdict(set)
-        self._dead: dict[int, None] = {}
-        # Calls to which the death is charged and that have not failed yet.
-        self._charged: dict[int, set[TrackedCall]] = {}
-        self._is_certain: dict[int, bool] = {}  # one request probably caused the death
+        self._deaths: dict[int, Death] = {}  # the latest last
         # The times at which refusals expire, the latest last.
         self._refused: dict[Key, float] = {}
         # The times until which a request that is given up again is refused, the latest last.
@@ -199,7 +216,7 @@ class Suspects:
             self.end(call)
         call.instance_id = instance_id
         call.kv_holder = kv_holder
-        call.is_after_death = instance_id in self._dead
+        call.is_after_death = instance_id in self._deaths
         self._running.add(call)
 
     def end(self, call: TrackedCall) -> None:
@@ -207,22 +224,23 @@ class Suspects:
         if call.instance_id is None:
             return
         self._running.discard(call)
-        if self._charged:
-            self._forget_charge(call, call.instance_id)
-            self._forget_charge(call, call.kv_holder)
+        self._forget_charge(call, call.instance_id)
+        self._forget_charge(call, call.kv_holder)
         call.instance_id = None
         call.kv_holder = None
 
     def _forget_charge(self, call: TrackedCall, instance_id: int | None) -> None:
         """Forget that the death of an instance is charged to a call: the call has ended."""
-        if instance_id is not None:
-            _discard(self._charged, instance_id, call)
+        if not self._deaths or instance_id is None:
+            return
+        death = self._deaths.get(instance_id)
+        if death is not None:
+            death.charged.discard(call)
 
     def kv_arrived(self, call: TrackedCall) -> None:
         """Note that the worker of a call has read the KV, and succeeds."""
         self.succeeded(call)
-        if self._charged:
-            self._forget_charge(call, call.kv_holder)
+        self._forget_charge(call, call.kv_holder)
         call.kv_holder = None
 
     def succeeded(self, call: TrackedCall) -> None:
@@ -231,7 +249,9 @@ class Suspects:
         If its death was recorded before the call, it works again.
         """
         if call.instance_id is not None and call.is_after_death:
-            self._dead.pop(call.instance_id, None)
+            death = self._deaths.pop(call.instance_id, None)
+            if death is not None:
+                death.is_revoked = True
 
     def begin_trial(self, call: TrackedCall, selection: WorkerSelection, *, is_prime: bool) -> None:
         """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
@@ -245,17 +265,20 @@ class Suspects:
     def end_trial(self, call: TrackedCall) -> None:
         """Note that a suspect has settled, or that its attempt has ended. Idempotent."""
         for instance_id in call.tried_on:
-            _discard(self._trials, instance_id, call)
+            trials = self._trials[instance_id]
+            trials.discard(call)
+            if not trials:
+                del self._trials[instance_id]
         call.tried_on = ()
 
     def tried_on(self, suspicion: Suspicion) -> frozenset[int]:
         """Return the workers on which other suspects are tried."""
-        others = (
-            instance_id
-            for instance_id, calls in self._trials.items()
-            if any(call.suspicion is not suspicion for call in calls)
-        )
-        return frozenset(others)
+        instance_ids = set()
+        for instance_id, calls in self._trials.items():
+            others = {call.suspicion for call in calls} - {suspicion}
+            if any(other.unexplained() for other in others):
+                instance_ids.add(instance_id)
+        return frozenset(instance_ids)
 
     # --- deaths -----------------------------------------------------------------------------------
 
@@ -273,49 +296,83 @@ class Suspects:
         """
         if not call.uses(dead):
             return None
-        if dead not in self._dead:
-            self._note_dead(dead)
-        is_charged = call in self._charged.get(dead, ())
+        death = self._deaths.get(dead)
+        if death is None:
+            death = self._note_death(dead)
+        is_charged = call in death.charged
         self.end(call)
         if not is_charged:
             return None
         suspicion = call.suspicion
-        suspicion.charge(dead, call.progress(), self._dead.__contains__)
-        deaths = suspicion.deaths
-        if len(deaths) < MAX_DEATHS:
+        suspicion.deaths[death] = call.progress()
+        if suspicion not in death.given_up:
             return None
+        names = " and ".join(f"{charged.instance_id:x}" for charged in suspicion.deaths)
         if not suspicion.is_given_up:  # else another choice of the prompt was given up before
             suspicion.is_given_up = True
-            self._note_given_up(request, list(deaths), is_certain=self._is_certain.get(dead, False))
+            self._note_given_up(request, names, is_certain=len(death.given_up) == 1)
         return QueryOfDeath(
-            f"{len(deaths)} workers ended while they ran this request ({_names(deaths)}), so it is"
+            f"{len(suspicion.deaths)} workers ended while they ran this request ({names}), so it is"
             " not tried on another one; change the request"
         )
 
-    def _note_dead(self, instance_id: int) -> None:
+    def is_explained(self, dead: int) -> bool:
+        """Return whether a request was given up that has probably caused the death of an instance.
+
+        The other requests on it are then innocent.
+        """
+        death = self._deaths.get(dead)
+        return death is not None and death.is_explained
+
+    def _note_death(self, instance_id: int) -> Death:
         """Record a death, and charge it to calls that ran on the worker."""
         running = {call for call in self._running if call.uses(instance_id)}
-        likely = self._find_likely(instance_id, running)
-        new = {call for call in running if call.suspicion.is_new(call.progress())}
-        self._dead[instance_id] = None
-        self._charged[instance_id] = likely | new
-        self._is_certain[instance_id] = len({call.suspicion for call in likely}) == 1
-        _drop_oldest(self._dead, _MAX_DEAD)
-        _drop_oldest(self._is_certain, _MAX_DEAD)
+        for call in running:
+            call.suspicion.drop_past(call.progress())
+        new = {call for call in running if call.is_new()}
+        singled_out = self._single_out(instance_id, running, new)
+        given_up = {call.suspicion for call in singled_out}
+        charged = running
+        if given_up:
+            charged = new | {call for call in running if call.suspicion in given_up}
+        death = Death(instance_id, charged, given_up)
+        if given_up and all(call.is_at_earlier_death() for call in singled_out):
+            # One of them has caused the earlier deaths that all of them are charged with.
+            shared = set.intersection(*(suspicion.unexplained() for suspicion in given_up))
+            for explained in (death, *shared):
+                explained.is_explained = True
+        self._deaths[instance_id] = death
+        _drop_oldest(self._deaths, _MAX_DEATHS_KEPT)
+        return death
 
-    def _find_likely(self, instance_id: int, running: set[TrackedCall]) -> set[TrackedCall]:
-        """Return the calls, of those that ran on an instance, that probably caused its death."""
-        prime_suspects = {call for call in running if call.is_prime_on(instance_id)}
+    def _single_out(
+        self, instance_id: int, running: set[TrackedCall], new: set[TrackedCall]
+    ) -> set[TrackedCall]:
+        """Return the calls that are given up because an instance died; maybe none.
+
+        Args:
+            instance_id: the instance.
+            running: the calls that it ran.
+            new: those of them that are no suspects and have just begun.
+        """
+        suspects = {call for call in running if call.suspicion.unexplained()}
+        prime_suspects = {call for call in suspects if call.is_prime_on(instance_id)}
+        near = {call for call in prime_suspects if call.is_at_earlier_death()}
+        if near:
+            return near
+        candidates = suspects
+        charged_before = {call for call in new if call.suspicion.deaths}
+        if new == charged_before:  # else one that is charged for the first time may be the cause
+            candidates = suspects | charged_before
+        near = {call for call in candidates if call.is_at_earlier_death()}
+        if near:
+            return near
         if prime_suspects:
             return prime_suspects
-        at_earlier_death = {
-            call for call in running if call.suspicion.is_at_earlier_death(call.progress())
-        }
-        return at_earlier_death or running
+        is_only_suspect = len({call.suspicion for call in suspects}) == 1 and not new
+        return suspects if is_only_suspect else set()
 
-    def _note_given_up(
-        self, request: GenerateRequest, instances: list[int], *, is_certain: bool
-    ) -> None:
+    def _note_given_up(self, request: GenerateRequest, names: str, *, is_certain: bool) -> None:
         """Record that a request is given up. Refuse similar ones if it is probably the cause."""
         key = _key(request)
         now = self._clock()
@@ -327,7 +384,7 @@ class Suspects:
         log.error(
             "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
-            _names(instances),
+            names,
             f"; its prompt is refused for {REFUSED_S:g} s" if is_refused else "",
         )
 
@@ -363,25 +420,11 @@ class Suspects:
         )
 
 
-def _names(instances: Iterable[int]) -> str:
-    return " and ".join(f"{instance_id:x}" for instance_id in instances)
-
-
 def _key(request: GenerateRequest) -> Key:
     """Return the key of all requests with the same model, prompt and output format."""
     digest = hashlib.blake2b(request.token_ids.tobytes(), digest_size=16)
     digest.update(encode(request.sampling.guided))
     return request.model, digest.digest()
-
-
-def _discard(calls_of: dict[int, set[TrackedCall]], instance_id: int, call: TrackedCall) -> None:
-    """Remove a call from those of an instance, if it is there. Drop an entry without calls."""
-    calls = calls_of.get(instance_id)
-    if calls is None:
-        return
-    calls.discard(call)
-    if not calls:
-        del calls_of[instance_id]
 
 
 def _drop_oldest(entries: dict[K, V], most: int) -> None:

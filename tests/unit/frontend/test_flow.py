@@ -248,10 +248,25 @@ def test_flow_prefill_worker_dead_in_transfer_has_failed() -> None:
     assert played.play(*TO_DECODE, transfer_error, (death, PAIR))[:-1] == [
         FREED,
         ("record_death", PREFILL),
+        ("is_death_explained", PREFILL),
         ("record_failure", PREFILL, death, "retrying"),
         ("select", 1, frozenset([1]), None, False),
     ]
     assert death.__cause__ is transfer_error
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_deaths_by_another_request_use_up_no_retries(tokens: int) -> None:
+    """Before and after the first token of the answer."""
+    played = Played(retries=0, migrations=0)
+    played.is_death_explained = lambda worker: True  # type: ignore[attr-defined]
+    chunks = [FINISHED[0]] * tokens
+    played.play((Signal.START, ALONE), *chunks)
+    for _ in range(3):
+        assert phases(played.on(WorkerDied("gone"), ALONE)) == [(4, Phase.AGGREGATED)]
+    played.is_death_explained = lambda worker: False  # type: ignore[attr-defined]
+    last = WorkerDied("gone")
+    assert played.on(last)[-1] is last
 
 
 def test_flow_rejected_decode_call_moves_the_same_kv() -> None:

@@ -53,7 +53,7 @@ class Request:
 
     @property
     def deaths(self) -> list[int]:
-        return list(self.call.suspicion.deaths)
+        return [death.instance_id for death in self.call.suspicion.deaths]
 
 
 class Fleet:
@@ -150,16 +150,26 @@ def test_requests_on_both_dead_workers_are_rejected_later() -> None:
     assert fleet.is_refused(prompt(1))
 
 
-def test_suspect_beside_new_requests_is_not_rejected() -> None:
-    """One of the new ones may be the cause, and is charged for the first time."""
+def test_suspect_beside_new_requests_is_not_given_up() -> None:
+    """One of the new ones may be the cause."""
     fleet = Fleet()
-    suspect = fleet.start(1, prompt(1))
+    suspect = fleet.start(1)
     fleet.die(1, {suspect: 30})
     fleet.retry(suspect, 2, is_prime=False)
-    newcomer = fleet.start(2, prompt(2))
-    assert fleet.die(2, {suspect: 10, newcomer: 0}) == [suspect]
-    assert newcomer.deaths == [2]
-    assert not fleet.is_refused(prompt(1))
+    newcomer = fleet.start(2)
+    assert fleet.die(2, {suspect: 10, newcomer: 0}) == []
+    assert (suspect.deaths, newcomer.deaths) == ([1, 2], [2])
+
+
+def test_only_suspect_on_a_dead_worker_is_given_up() -> None:
+    fleet = Fleet()
+    deadly = fleet.start(1, prompt(1))
+    fleet.die(1, {deadly: 30})
+    fleet.retry(deadly, 2, is_prime=False)
+    settled = fleet.start(2)
+    assert fleet.die(2, {deadly: 10, settled: 100}) == [deadly]
+    assert settled.deaths == []
+    assert fleet.is_refused(prompt(1))
 
 
 def test_suspect_beside_requests_just_begun_is_rejected_later() -> None:
@@ -259,14 +269,58 @@ def test_suspect_that_kills_late_is_given_up_alone(num_tokens: int, then: int) -
     assert bystander.deaths == []
 
 
-def test_suspects_are_all_charged_for_another_point() -> None:
+def test_suspect_at_its_point_is_given_up_before_a_tried_one() -> None:
+    fleet = Fleet()
+    deadly = fleet.start(1)
+    tried = fleet.start(1)
+    fleet.die(1, {deadly: 20, tried: 0})
+    fleet.retry(deadly, 2, is_prime=False)
+    fleet.retry(tried, 2, is_prime=True)
+    assert fleet.die(2, {deadly: 20, tried: 4}) == [deadly]
+    assert tried.call.suspicion.unexplained() == set()
+
+
+def test_suspects_at_other_points_are_tried_alone() -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
     neighbor = fleet.start(1)
     fleet.die(1, {neighbor: 50, deadly: 100})
     fleet.retry(neighbor, 2, is_prime=False)
     fleet.retry(deadly, 2, is_prime=False)
-    assert fleet.die(2, {neighbor: 30, deadly: 70}) == [neighbor, deadly]
+    assert fleet.die(2, {neighbor: 30, deadly: 70}) == []
+    fleet.retry(deadly, 3, is_prime=True)
+    assert fleet.die(3, {deadly: 20}) == [deadly]
+
+
+@pytest.mark.parametrize("on_worker", [1, 2])
+def test_neighbor_is_cleared_when_the_cause_is_given_up(on_worker: int) -> None:
+    """`on_worker`: which of the two that the query of death ended."""
+    fleet = Fleet()
+    deadly = fleet.start(1)
+    neighbor = fleet.start(on_worker)
+    fleet.die(1, {deadly: 0, neighbor: 0})
+    fleet.retry(deadly, 2, is_prime=True)
+    assert fleet.die(2, {deadly: 0, neighbor: 0}) == [deadly]
+    assert neighbor.deaths == [on_worker]
+    assert neighbor.call.suspicion.unexplained() == set()
+    # Another query of death meets the neighbor at the point at which it failed before.
+    fleet.suspects.begin(neighbor.call, 3)
+    another = fleet.start(3)
+    assert fleet.die(3, {neighbor: 0, another: 0}) == []
+    fleet.retry(another, 4, is_prime=True)
+    assert fleet.die(4, {another: 0}) == [another]
+    assert neighbor.call.suspicion.unexplained() == set()
+
+
+def test_all_choices_of_a_deadly_prompt_are_given_up_at_once() -> None:
+    """Also those that are past the point at which the worker died."""
+    fleet = Fleet()
+    shared = Suspicion(is_shared=True)
+    choices = [fleet.start(1, prompt(1), shared) for _ in range(2)]
+    fleet.die(1, dict.fromkeys(choices, 0))
+    fleet.retry(choices[0], 2, is_prime=True)
+    fleet.retry(choices[1], 2, is_prime=False)
+    assert fleet.die(2, {choices[0]: 0, choices[1]: 4}) == choices
 
 
 def test_prime_suspect_settled_charges_its_neighbors() -> None:
@@ -375,4 +429,4 @@ def test_suspects_are_forgotten_when_all_calls_ended() -> None:
         fleet.suspects.end_trial(ended.call)
     assert fleet.suspects.tried_on(Suspicion()) == frozenset()
     assert not fleet.suspects._running
-    assert not fleet.suspects._charged
+    assert not fleet.suspects._deaths[1].charged
