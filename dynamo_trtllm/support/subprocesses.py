@@ -423,9 +423,7 @@ class Supervisor:
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            ended = partial(
-                decide, self._limits, status, is_status_2_final=child.is_status_2_final
-            )
+            ended = partial(decide, self._limits, status, is_status_2_final=child.is_status_2_final)
             pause_s = self._note_restart(name, restarts, ended, child.last_line)
             if before_restart is not None:
                 await before_restart(child, status)

@@ -11,10 +11,10 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
   fewer than SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on
   which all other suspects have settled, and is then tried on these. All other requests migrate at
   once.
-* A second death gives suspects up if it singles them out, so that they end no third worker: prime
-  suspects that were tried on the worker, else those that are at the point of a death before, else
-  the only suspect on a worker without new requests. A new request is no suspect, and its call has
-  just begun.
+* A second death gives suspects up if it singles them out, so that they end no third worker: those
+  that were tried as prime suspects and are at the point of a death before; else others at such a
+  point; else all that were tried as prime suspects; else the only suspect on a worker without new
+  requests. A new request is no suspect, and its call has just begun.
 * If they were at the point of a death before, this death and those with which all of them are
   charged are explained. A request that is charged with nothing else is no suspect any more: it was
   only near the cause. But it may be another query of death. So it is given up if it is new and at

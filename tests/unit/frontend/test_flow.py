@@ -13,6 +13,7 @@ from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions, Signal
 from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow, State
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.suspects import Death, RequestProgress
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
@@ -60,8 +61,9 @@ class Played:
     def __init__(self, selection: WorkerSelection | None = None, **options: Any) -> None:
         self._calls: list[tuple[Any, ...]] = []
         self._selected: deque[Any] = deque()
+        self.timeline = ChoiceTimeline()
         self.flow = GenerationFlow(
-            self, request(), ChoiceTimeline(), RouterOptions(**options), selection
+            self, request(), self.timeline, RouterOptions(**options), selection
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -267,6 +269,20 @@ def test_deaths_by_another_request_use_up_no_retries(tokens: int) -> None:
     played.is_death_explained = lambda worker: False  # type: ignore[attr-defined]
     last = WorkerDied("gone")
     assert played.on(last)[-1] is last
+
+
+def test_request_charged_with_two_late_deaths_awaits_its_turn() -> None:
+    """Neither death has singled it out, so it is tried without other suspects."""
+    played = Played()
+    late = RequestProgress(50, 50)
+    played.on(Signal.START, ALONE)
+    played.timeline.suspicion.deaths = {Death(8, set(), set()): late}
+    played.on(WorkerDied("gone"), ALONE)
+    is_turn_awaited = [played.flow.awaits_turn]
+    played.timeline.suspicion.deaths[Death(9, set(), set())] = late
+    played.on(WorkerDied("gone"), ALONE)
+    is_turn_awaited.append(played.flow.awaits_turn)
+    assert is_turn_awaited == [False, True]
 
 
 def test_flow_rejected_decode_call_moves_the_same_kv() -> None:

@@ -106,11 +106,14 @@ async def test_slow_restart_is_tried_again_with_more_time(
             raise NotYet("loading: reading weights")
         return ReadyAnswer("serving", instance_id="ab")
 
+    async def restart_until(num_starts: int) -> None:
+        latest_child("w").die(KILLED)
+        await until(lambda: len(limits) == num_starts and latest_child("w").is_ready)
+
     async with run_launcher(WORKER, max_restarts=10) as made:
         monkeypatch.setattr(launcher, "until", until_ready)
-        for number in (3, 5):
-            latest_child("w").die(KILLED)
-            await until(lambda number=number: len(limits) == number and latest_child("w").is_ready)
+        await restart_until(3)
+        await restart_until(5)
         assert limits == [120.0, 240.0, 480.0, 120.0, 240.0]
         assert not latest_child("frontend").is_terminating
         assert (
