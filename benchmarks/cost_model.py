@@ -38,6 +38,7 @@ import msgspec
 import uvloop
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.capabilities import MeasuresSteps
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.models import resolve
@@ -299,6 +300,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             cost = prior or CostModel(
                 step_tokens=getattr(info.cost_prior, "step_tokens", 0) or info.limits.max_num_tokens
             )
+            assert isinstance(engine, MeasuresSteps)
             bench = Bench(engine, None, instance, engine.steps)  # type: ignore[arg-type]
             metrics.observe_prediction = bench.on_outcome  # type: ignore[method-assign]
             bench.service = WorkerService(

@@ -14,12 +14,15 @@ from typing import Any
 
 import msgspec
 
+from dynamo_trtllm.config.engine_names import EngineTraits
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver
 from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
@@ -29,7 +32,7 @@ from dynamo_trtllm.protocol.messages import (
     Phase,
     token_ids,
 )
-from dynamo_trtllm.worker import main, worker
+from dynamo_trtllm.worker.worker import Worker
 
 _ENGINE = "simulated"
 # <|channel|>final<|message|> of the Harmony format; tokens after it are content
@@ -159,6 +162,8 @@ class SimulatedLibrary:
 class SimulatedEngine(ExternalEngine):
     """An engine with the runner of library engines."""
 
+    traits = EngineTraits(arguments=MockArgs)
+
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         super().__init__(
             config, engine=_ENGINE, library=SimulatedLibrary.name, instance_id=instance_id
@@ -187,14 +192,13 @@ class SimulatedEngine(ExternalEngine):
         return info
 
 
-def _create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
-    return SimulatedEngine(config, instance_id=instance_id)
-
-
 def run() -> None:
     """Run the worker."""
-    worker.create_engine = _create_engine  # type: ignore[attr-defined]  # this engine is for measurements, so no flag names it
-    main.main()
+    config = load(WorkerConfig, prog="runner_worker")
+    observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
+    # Older commits, which are measured with the same flags, need --engine.
+    config = config.model_copy(update={"engine": None})
+    Worker(config, engine=SimulatedEngine).run()
 
 
 if __name__ == "__main__":

@@ -174,6 +174,8 @@ def completion(shell: str) -> str:
     Raises:
         ConfigError: the extra `cli` is not installed.
     """
+    from dynamo_trtllm.config.engine_names import installed_engines
+
     try:
         import shtab
     except ModuleNotFoundError as exc:
@@ -187,6 +189,8 @@ def completion(shell: str) -> str:
             continue  # a package of this command is not installed
         if isinstance(parser, CommandParser):
             for action, words in parser.values.items():
+                if action.dest == "engine":
+                    words = (*words, *(entry.name for entry in installed_engines()))
                 if words:
                     action.choices = words
                 else:

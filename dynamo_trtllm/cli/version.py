@@ -23,6 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.commands import VersionConfig
+from dynamo_trtllm.config.engine_names import installed_engines, package_of
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
@@ -76,6 +77,8 @@ def versions() -> dict[str, Any]:
     """Return what is found, for JSON. A value is None if it is not installed or not there."""
     engines = {name: _engine(module, packages) for name, (module, packages) in _ENGINES.items()}
     engines["mock"] = __version__
+    for entry in installed_engines():
+        engines[entry.name] = package_of(entry)
     nixl_versions = [_package(name) for name in _NIXL]
     return {
         "dynamo_trtllm": __version__,

@@ -25,6 +25,7 @@ from dynamo_trtllm.config.config_base import (
     PositiveInt,
     option,
 )
+from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 from dynamo_trtllm.protocol.number_types import MAX_SECONDS
@@ -187,6 +188,7 @@ class LaunchConfig(Config):
     engine: EngineName | None = option(
         "engine",
         None,
+        words=tuple(BUILT_IN),
         help="Engine for all workers, instead of the one in the file. Arguments of another engine"
         " are dropped.",
     )
@@ -251,6 +253,7 @@ class ServeConfig(Config):
     engine: EngineName | None = option(
         "engine",
         None,
+        words=tuple(BUILT_IN),
         help="Inference engine. Default: torch on a machine without GPU; with GPUs, the first of"
         " trtllm, vllm and torch that is installed.",
     )

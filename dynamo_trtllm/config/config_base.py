@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from dynamo_trtllm.config.engine_names import check_engine_name
 from dynamo_trtllm.config.value_errors import value_error
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.number_types import MAX_INT64, MAX_SECONDS
@@ -114,7 +115,7 @@ OtlpEndpoint = Annotated[
 ReachableHost = Annotated[str, AfterValidator(_reachable_host)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-EngineName = Literal["trtllm", "vllm", "torch", "mock"]
+EngineName = Annotated[str, AfterValidator(check_engine_name)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LOG_LEVEL = "DYN_LOG"  # variables of NVIDIA Dynamo
@@ -146,6 +147,7 @@ def option(
     positional: bool = False,
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
+    words: Sequence[str] = (),
     help: str,
 ) -> Any:
     """Return a pydantic field that is also a command-line option.
@@ -158,6 +160,7 @@ def option(
         positional: the field is a positional argument.
         const_flags: flags without a value, each mapped to the value that it sets.
         is_address: the value may contain a password, which is masked when printed.
+        words: the usual values of a text, for `--help` and the completion of shells.
         help: text of the flag in `--help`.
     """
     shown: JsonDict = {
@@ -167,6 +170,7 @@ def option(
         "positional": positional,
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
+        "words": list(words),
     }
     return Field(default=default, description=help, json_schema_extra=shown)
 

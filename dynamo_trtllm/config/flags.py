@@ -47,7 +47,7 @@ class Flag:
     env: tuple[str, ...]  # well-known variables, read in addition to the DYN_TRTLLM_ one
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # allowed or usual words
     const_flags: Mapping[str, str]  # flags without a value, and the value that each sets
     is_address: bool  # may contain a password
 
@@ -91,6 +91,7 @@ def flags_of(model: type[Config]) -> tuple[Flag, ...]:
 def _flag(name: str, info: FieldInfo) -> Flag:
     given = typing.cast("dict[str, Any]", info.json_schema_extra)  # by `option`
     kind, choices = _kind(info.annotation)
+    choices = choices or tuple(given["words"])
     if given["positional"]:
         names = [name.upper()]
     else:

@@ -31,6 +31,7 @@ from dynamo_trtllm.config.config_base import (
     RoleName,
     option,
 )
+from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.protocol.messages import Role
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
@@ -89,9 +90,10 @@ class WorkerConfig(ProcessConfig):
     engine: EngineName | None = option(
         "engine",
         None,
+        words=tuple(BUILT_IN),
         help="Inference engine: trtllm (TensorRT-LLM), vllm, torch (transformers on CPU or GPU),"
-        " mock (no weights). Default: trtllm if TensorRT-LLM is installed; otherwise this flag is"
-        " required.",
+        " mock (no weights), or an engine that another package provides. Default: trtllm if"
+        " TensorRT-LLM is installed; otherwise this flag is required.",
     )
     extra_engine_args: Path | None = option(
         "engine", None, help="YAML file of engine arguments. Flags override its values."
@@ -282,25 +284,14 @@ class WorkerConfig(ProcessConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _role_of_vllm(cls, data: Any) -> Any:
-        """Default the role of a vLLM worker to decode, as Dynamo does."""
-        if isinstance(data, dict) and data.get("engine") == "vllm":
-            return {"disaggregation_mode": Role.DECODE, **data}
-        return data
-
-    @model_validator(mode="after")
-    def _kv_settings_are_used(self) -> WorkerConfig:
-        """Reject addresses that the engine's own KV transfer would ignore."""
-        engines = ("torch", "mock")
-        for flag, value, users in (
-            ("--kv-transfer-host", self.kv_transfer_host, (*engines, "vllm")),
-            ("--kv-transfer-bind-host", self.kv_transfer_bind_host, engines),
-        ):
-            if value is not None and self.engine not in users:
-                raise ValueError(
-                    f"{flag} has an effect only with --engine {' or '.join(users)}; remove it"
-                )
-        return self
+    def _role_of_engine(cls, data: Any) -> Any:
+        """Default the role to that of the engine, as Dynamo does."""
+        if not isinstance(data, dict):
+            return data  # pydantic reports it
+        engine = BUILT_IN.get(str(data.get("engine")))
+        if engine is None or engine.default_role is Role.AGGREGATED:
+            return data
+        return {"disaggregation_mode": engine.default_role, **data}
 
 
 class FrontendConfig(ProcessConfig):

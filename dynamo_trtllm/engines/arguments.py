@@ -79,6 +79,10 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
     return args
 
 
+class NoArguments(BaseModel):
+    """The arguments of an engine that has none."""
+
+
 def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Described:
     """Return the same arguments as `engine_arguments`, with the source of each.
 

@@ -5,26 +5,23 @@ ids.
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from dynamo_trtllm.protocol.cost_model import CostModel, StepSample
-from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, RequestRejected
-from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
-    Instance,
     KvLayout,
     Limits,
     Phase,
     Sampling,
 )
-from dynamo_trtllm.protocol.streams import Generator, KvHolder, OnEvent, StreamHandle
+from dynamo_trtllm.protocol.streams import Generator, OnEvent, StreamHandle
 
-MAX_STEPS = 512  # measured steps that wait for the worker
 # as the frontend appends it to the unique part of an id
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
@@ -108,14 +105,13 @@ class Finding:
     fix: str
 
 
-class Engine(Generator, KvHolder, Protocol):
-    """An inference engine.
+class Engine(Generator, Protocol):
+    """An inference engine: five methods. `capabilities` has base classes for what else it can do.
 
-    `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
-
-    Parts that an engine may lack have a default here.
+    A class need not inherit from this one. All methods are called on the event loop of the worker.
     """
 
+    @abstractmethod
     async def start(self) -> EngineInfo:
         """Load the model and warm up. After it returns, `generate` accepts requests.
 
@@ -124,8 +120,11 @@ class Engine(Generator, KvHolder, Protocol):
             ConfigError: an argument is invalid.
         """
 
+    @abstractmethod
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """Start a request. See `streams.Generator.generate`.
+
+        Cancelling the stream aborts the request and frees its KV.
 
         A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and
         the tokens if the request ends with its first token. The first chunk of a DECODE call has
@@ -134,78 +133,29 @@ class Engine(Generator, KvHolder, Protocol):
 
         Errors that end a stream, among others:
             RequestRejected: this engine does not support the request.
+            ContextTooLong: the prompt leaves no space for output.
             Overloaded: the queue is full.
             KvTransferError: the KV could not be fetched.
+            EngineFailed: the engine is not started, failed, or was closed.
         """
 
-    async def check(self) -> None:
-        """Raise EngineFailed if the engine can no longer serve requests."""
-
+    @abstractmethod
     async def drain(self) -> None:
         """Wait until no request runs and no KV of a transfer is held.
 
         The caller sets the time limit.
         """
 
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return the counters, also before `start`."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed.
 
         Idempotent, and allowed after a failed `start`.
         """
-
-    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """Return the problems of the arguments. A worker calls it once, before `start`.
-
-        Args:
-            peers: live instances of the same model in the other role.
-        """
-        return ()
-
-    def progress(self) -> str:
-        """Describe the current step of `start` in a few words; "" when it does not run.
-
-        Thread-safe.
-        """
-        return ""
-
-    def stats(self) -> EngineStats:
-        """Return the counters, also before `start`."""
-        return NO_STATS
-
-    @property
-    def steps(self) -> deque[StepSample]:
-        """The newest measured steps, at most MAX_STEPS, the oldest first.
-
-        Their one reader removes them.
-        """
-        return deque()
-
-    def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """Call `on_events` on the event loop when KV blocks were stored in the prefix cache or
-        removed, until `aclose`.
-
-        A worker with `--publish-kv-events` calls it once, after `start`. The prefix cache is empty
-        then, but for blocks of the warm-up.
-        """
-        return
-
-    @property
-    def sleep_obstacle(self) -> str:
-        """Why this engine can't release its GPU memory while no request runs, as text; "" if it
-        can.
-        """
-        return "this engine can't sleep"
-
-    async def sleep(self) -> None:
-        """Release GPU memory.
-
-        No request runs, and none comes before `wake`. Raises EngineFailed.
-        """
-        raise EngineFailed(self.sleep_obstacle)
-
-    async def wake(self) -> None:
-        """Restore what `sleep` released. Raises EngineFailed."""
-        raise EngineFailed(self.sleep_obstacle)
 
 
 def client_request(request: GenerateRequest) -> str:

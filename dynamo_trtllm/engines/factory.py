@@ -1,4 +1,4 @@
-"""Choose and create the engine of a configuration.
+"""Find, check and create the engine of a worker.
 
 A library is imported only if its engine is chosen.
 """
@@ -7,29 +7,160 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Protocol
 
-from dynamo_trtllm.config.config_base import EngineName
+from dynamo_trtllm.config.engine_names import (
+    BUILT_IN,
+    DEFAULT_ENGINE,
+    EngineTraits,
+    installed_engine,
+    package_of,
+)
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.arguments import file_layer, override_layer
+from dynamo_trtllm.engines.arguments import (
+    NoArguments,
+    engine_arguments,
+    file_layer,
+    override_layer,
+)
+from dynamo_trtllm.engines.capabilities import PublishesKvEvents, TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.engines.method_checks import check_engine_class
 from dynamo_trtllm.models.checkpoint import check_model_files
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.messages import Role
+
+
+class EngineFactory(Protocol):
+    """A class or function that creates an engine, which is not started.
+
+    It may have the attribute `traits`, an `EngineTraits`.
+    """
+
+    def __call__(self, config: WorkerConfig, *, instance_id: int) -> Engine:
+        """Create the engine of one worker.
+
+        Args:
+            config: settings of the worker.
+            instance_id: id of the worker, part of its KV transfer parameters.
+
+        Raises:
+            ConfigError: the engine rejects its arguments.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine that a worker can create."""
+
+    name: str  # for messages
+    factory: EngineFactory
+    traits: EngineTraits
+
+    def create(self, config: WorkerConfig, *, instance_id: int) -> Engine:
+        """Create the engine, not started, and check that it can serve as configured.
+
+        Args:
+            config: settings of the worker.
+            instance_id: id of the worker, part of its KV transfer parameters.
+
+        Raises:
+            ConfigError: the engine lacks a method, can't have the worker's role, is not installed,
+                or rejects its arguments.
+        """
+        if isinstance(self.factory, type):
+            check_engine_class(self.factory)
+        engine = self.factory(config, instance_id=instance_id)
+        check_engine_class(type(engine))
+        _check_capabilities(engine, config, self.name)
+        return engine
 
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
-    """Create the engine, not started.
+    """Create the engine of `config.engine`, not started.
 
     Args:
         config: settings of the worker.
         instance_id: id of the worker, part of its KV transfer parameters.
 
     Raises:
-        ConfigError: the engine is not installed or rejects its arguments.
+        ConfigError: the engine is not installed, lacks a method, or rejects its arguments.
     """
-    match chosen_engine(config):
+    return find_engine(config).create(config, instance_id=instance_id)
+
+
+def find_engine(config: WorkerConfig) -> EngineKind:
+    """Return the engine of `config.engine`, built in or of another package.
+
+    The module of another package's engine is imported; libraries of built-in engines are not.
+
+    Raises:
+        ConfigError: the engine is not installed, or its module can't be imported.
+    """
+    name = chosen_engine(config)
+    entry = installed_engine(name)
+    if name in BUILT_IN:
+        return EngineKind(name, partial(_create_built_in, name), BUILT_IN[name].traits)
+    if entry is None:
+        raise ConfigError(
+            f"the engine {name} is not installed; install the package that provides it",
+            field="engine",
+        )
+    return engine_kind(_load(entry), name)
+
+
+def engine_kind(factory: EngineFactory, name: str = "") -> EngineKind:
+    """Return the engine that a class or function of another package creates.
+
+    Args:
+        factory: the class or function.
+        name: name of the engine. Default: that of the class or function.
+
+    Raises:
+        ConfigError: it can't be called as a factory, or has invalid traits.
+    """
+    function: object = factory
+    while isinstance(function, partial):
+        function = function.func
+    name = name or getattr(function, "__name__", type(function).__name__)
+    try:
+        inspect.signature(factory).bind(WorkerConfig, instance_id=0)
+    except TypeError as exc:
+        raise ConfigError(
+            f"the engine {name} can't be created by {factory!r}: pass a class or function that is"
+            f" called with (config, *, instance_id) and creates the engine ({exc})",
+            field="engine",
+        ) from exc
+    traits = getattr(function, "traits", EngineTraits())
+    if not isinstance(traits, EngineTraits):
+        raise ConfigError(
+            f"traits of the engine {name} is {traits!r}; it must be an EngineTraits", field="engine"
+        )
+    return EngineKind(name, factory, traits)
+
+
+def _load(entry: EntryPoint) -> EngineFactory:
+    """Import what an entry point names."""
+    try:
+        factory: EngineFactory = entry.load()
+    except Exception as exc:
+        raise ConfigError(
+            f"the engine {entry.name} of {package_of(entry)} can't be imported from {entry.value}:"
+            f" {type(exc).__name__}: {exc}; repair or uninstall that package",
+            field="engine",
+        ) from exc
+    return factory
+
+
+def _create_built_in(name: str, config: WorkerConfig, *, instance_id: int) -> Engine:
+    match name:
         case "trtllm":
             from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 
@@ -46,13 +177,13 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
                     f"The torch engine needs {exc.name}; {install_hint('torch')}", field="engine"
                 ) from exc
             return TorchEngine(config, instance_id=instance_id)
-        case "mock":
+        case _:
             from dynamo_trtllm.engines.mock.engine import MockEngine
 
             return MockEngine(config, instance_id=instance_id)
 
 
-def chosen_engine(config: WorkerConfig) -> EngineName:
+def chosen_engine(config: WorkerConfig) -> str:
     """Return the engine of `--engine`; by default TensorRT-LLM, if it is installed.
 
     Nothing is imported.
@@ -63,7 +194,7 @@ def chosen_engine(config: WorkerConfig) -> EngineName:
     if config.engine is not None:
         return config.engine
     if importlib.util.find_spec("tensorrt_llm") is not None:
-        return "trtllm"
+        return DEFAULT_ENGINE
     raise ConfigError(
         "--engine is not given and the default, TensorRT-LLM, is not installed. Pass --engine torch"
         " (transformers on CPU or GPU), --engine vllm or --engine mock (no weights), or pip install"
@@ -72,10 +203,59 @@ def chosen_engine(config: WorkerConfig) -> EngineName:
     )
 
 
+def _check_capabilities(engine: Engine, config: WorkerConfig, name: str) -> None:
+    """Raise ConfigError if the worker needs a capability that its engine lacks."""
+    role = config.disaggregation_mode
+    if role is not Role.AGGREGATED and not isinstance(engine, TransfersKv):
+        raise ConfigError(
+            f"the {name} engine can't run a {role} worker, because it transfers no KV:"
+            f" {type(engine).__qualname__} does not inherit from TransfersKv; use"
+            f" --disaggregation-mode {Role.AGGREGATED}",
+            field="disaggregation_mode",
+        )
+    if config.publish_kv_events and not isinstance(engine, PublishesKvEvents):
+        raise ConfigError(
+            f"--publish-kv-events: the {name} engine publishes none:"
+            f" {type(engine).__qualname__} does not inherit from PublishesKvEvents; remove the"
+            " flag",
+            field="publish_kv_events",
+        )
+
+
+def check_settings(config: WorkerConfig, kind: EngineKind) -> None:
+    """Check the settings that an engine's traits allow or reject.
+
+    Raises:
+        ConfigError: a setting has no effect on this engine.
+    """
+    _check_kv_addresses(config, kind.name, kind.traits)
+    if kind.name not in BUILT_IN and kind.traits.arguments is None:
+        engine_arguments(config, NoArguments, kind.name)
+
+
+def _check_kv_addresses(config: WorkerConfig, name: str, traits: EngineTraits) -> None:
+    """Raise ConfigError for an address that the engine's own KV transfer would ignore."""
+    for flag, value, is_used in (
+        ("--kv-transfer-host", config.kv_transfer_host, traits.uses_kv_transfer_host),
+        (
+            "--kv-transfer-bind-host",
+            config.kv_transfer_bind_host,
+            traits.uses_kv_transfer_bind_host,
+        ),
+    ):
+        if value is not None and not is_used:
+            raise ConfigError(
+                f"{flag} {value} has no effect on the {name} engine; remove it",
+                field=flag.removeprefix("--").replace("-", "_"),
+            )
+
+
 def check_prerequisites(
     config: WorkerConfig, environment: Mapping[str, str], locate: Callable[[str], Path | None]
 ) -> None:
     """Check that the engine, the model folder, the file of engine arguments and the GPUs exist.
+
+    Of an engine of another package, only the file of engine arguments is checked.
 
     Args:
         config: settings of the worker.
@@ -86,18 +266,22 @@ def check_prerequisites(
     Raises:
         ConfigError: names what is missing.
     """
-    engine = chosen_engine(config)
     given = file_layer(config).values
-    if engine == "mock":
-        return  # no weights, no GPU: only the name of the model is used
+    name = chosen_engine(config)
+    engine = BUILT_IN.get(name)
+    if engine is None:
+        return
+    _check_kv_addresses(config, name, engine.traits)
+    if not engine.traits.reads_model:
+        return  # no weights, no GPU
     folder = locate(config.model_path)
     if folder is not None:
-        check_model_files(folder, reads_gguf=engine == "torch")
+        check_model_files(folder, reads_gguf=engine.reads_gguf)
     device = override_layer(config).values.get("device", given.get("device"))
-    is_torch_on_cpu = engine == "torch" and device == "cpu"
-    is_vllm_on_cpu = engine == "vllm" and _has_cpu_vllm()
+    is_torch_on_cpu = name == "torch" and device == "cpu"
+    is_vllm_on_cpu = name == "vllm" and _has_cpu_vllm()
     if not (is_torch_on_cpu or is_vllm_on_cpu):
-        _check_gpus(environment, engine)
+        _check_gpus(environment, name)
 
 
 def _has_cpu_vllm() -> bool:
@@ -107,7 +291,7 @@ def _has_cpu_vllm() -> bool:
         return False
 
 
-def _check_gpus(environment: Mapping[str, str], engine: EngineName) -> None:
+def _check_gpus(environment: Mapping[str, str], engine: str) -> None:
     """Raise ConfigError if a requested GPU number does not exist: the torch engine would silently
     use the CPU.
     """

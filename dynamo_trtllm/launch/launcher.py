@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
+from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
@@ -145,12 +146,8 @@ def launch_records() -> list[LaunchRecord]:
     return sorted(records, key=lambda record: record.pid)
 
 
-# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only
-# when they exit: https://github.com/openucx/ucx/issues/11753. With UCX_CUDA_IPC_CACHE=n they do so,
-# too: on two H200 with vLLM 0.33, 55 GiB of a killed prefill worker stayed in use. The torch engine
-# maps only a bounded staging region, which leaves enough memory for a successor. It is not known
-# whether TensorRT-LLM keeps mappings, so its workers are not restarted.
-KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
+# Engines whose prefill workers leave GPU memory in use until their decode workers end.
+KEEP_MAPPED = frozenset(name for name, engine in BUILT_IN.items() if engine.keeps_kv_mapped)
 
 
 def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.config_base import LogFormat
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
+from dynamo_trtllm.config.engine_names import DEFAULT_ENGINE
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file
 from dynamo_trtllm.config.load import (
@@ -157,7 +158,7 @@ def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[s
         place = (spec.engine, _device(spec))
         names_by_place.setdefault(place, []).append(spec.name)
     for (engine, device), names in names_by_place.items():
-        rows.append(("workers", f"{', '.join(names)} ({engine or 'trtllm'}, {device})"))
+        rows.append(("workers", f"{', '.join(names)} ({engine or DEFAULT_ENGINE}, {device})"))
     if frontend is None:
         return rows
     url = f"http://{frontend}"

@@ -30,7 +30,13 @@ from dynamo_trtllm.config.parser import CONSOLE, command_streams
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.process_output import LAUNCHER
-from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
+from dynamo_trtllm.launch.topology import (
+    MachineFacts,
+    ModelFacts,
+    choose,
+    deployment_data,
+    reads_model,
+)
 from dynamo_trtllm.models.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -192,7 +198,7 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     path = os.path.realpath(path) if is_folder else name
     shown = config.served_model_name or (Path(path).name if is_folder else name)
     facts = ModelFacts(path=path, name=shown, weight_bytes=None, torch_values=None, num_heads=None)
-    if config.engine == "mock":  # it needs the name only
+    if config.engine is not None and not reads_model(config.engine):
         return None, facts
     if is_on_hub:
         hub_model = Hub().find(name, config.revision)

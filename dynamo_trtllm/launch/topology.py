@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_trtllm.config.commands import ServeConfig
-from dynamo_trtllm.config.config_base import EngineName
+from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
@@ -18,10 +18,10 @@ from dynamo_trtllm.protocol.messages import Role
 _GIB = 1 << 30
 _MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
 _MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
-_BY_PREFERENCE: tuple[EngineName, ...] = ("trtllm", "vllm", "torch")
-_TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "torch": "torch", "mock": "mock"}
+_BY_PREFERENCE: tuple[str, ...] = ("trtllm", "vllm", "torch")
 # Memory of a worker's process without weights, at least. The mock engine takes 36 MB.
 _WORKER_BYTES = 32 << 20
+_FOREIGN = "engines of other packages may transfer no KV; see --prefill and --decode"
 _GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
 _CPU_READY_TIMEOUT_S = 600.0
 
@@ -54,12 +54,29 @@ class ModelFacts:
 class Topology:
     """The chosen deployment, and a reason for each choice."""
 
-    engine: EngineName
+    engine: str
     workers: dict[Role, int]  # number of workers by role
     tensor_parallel_size: int = 1
     gpus: Sequence[int] = ()  # numbers, for all workers in order; none: CPU
     threads: int = 1  # of a worker on the CPU
     reasons: dict[str, str] = field(default_factory=dict)  # by subject
+
+
+def reads_model(engine: str) -> bool:
+    """Return whether a built-in engine reads the files of its model.
+
+    False for engines of other packages: what they read is known only once they are imported.
+    """
+    return engine in BUILT_IN and BUILT_IN[engine].traits.reads_model
+
+
+def _has_weights(engine: str) -> bool:
+    """Return whether an engine may have weights, on GPUs if there are any."""
+    return reads_model(engine) or engine not in BUILT_IN
+
+
+def _title(engine: str) -> str:
+    return BUILT_IN[engine].title if engine in BUILT_IN else engine
 
 
 def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> Topology:
@@ -71,16 +88,14 @@ def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> To
     engine, why = _engine(machine, model, options)
     reasons = {
         "model": f"{model.name}{_size(model.weight_bytes)}",
-        "engine": f"{_TITLES[engine]}: {why}",
+        "engine": f"{_title(engine)}: {why}",
     }
-    if engine == "mock" or not machine.gpus:
+    if not machine.gpus or not _has_weights(engine):
         return _on_cpu(engine, machine, model, options, reasons)
     return _on_gpus(engine, machine, model, options, reasons)
 
 
-def _engine(
-    machine: MachineFacts, model: ModelFacts, options: ServeConfig
-) -> tuple[EngineName, str]:
+def _engine(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> tuple[str, str]:
     """Return the engine and the reason for it."""
     if options.engine is not None:
         return options.engine, "given with --engine"
@@ -89,23 +104,23 @@ def _engine(
         why_torch = f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
     elif model.is_gguf:
         why_torch = "it alone loads GGUF files"
-    possible: Sequence[EngineName] = ("torch",) if why_torch else _BY_PREFERENCE
+    possible: Sequence[str] = ("torch",) if why_torch else _BY_PREFERENCE
     missing = []
     for engine in possible:
         if engine not in machine.engines:
-            missing.append(_TITLES[engine])
+            missing.append(_title(engine))
             continue
         if why_torch:
             return engine, why_torch
         if missing:
             return engine, f"{' and '.join(missing)} not installed"
         return engine, "installed"
-    names = " or ".join(_TITLES[engine] for engine in possible)
+    names = " or ".join(_title(engine) for engine in possible)
     raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}")
 
 
 def _on_cpu(
-    engine: EngineName,
+    engine: str,
     machine: MachineFacts,
     model: ModelFacts,
     options: ServeConfig,
@@ -118,7 +133,10 @@ def _on_cpu(
         )
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
     requested = _requested_workers(options)
-    if requested is None:
+    if requested is None and engine not in BUILT_IN:
+        workers = {Role.AGGREGATED: 1}
+        reasons["topology"] = f"{_described(workers)}: {_FOREIGN}"
+    elif requested is None:
         workers = {Role.PREFILL: 1, Role.DECODE: 1}
         reasons["topology"] = f"{_described(workers)}, the smallest disaggregated deployment"
     else:
@@ -130,8 +148,8 @@ def _on_cpu(
             f"{_described(workers)} need at least {_gib(needed)} of memory without weights, but "
             f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode"
         )
-    weights = None if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False)
-    if weights is None:  # there are none, or their size is not known
+    weights = _bytes_in_memory(engine, model, on_gpu=False)
+    if weights is None or not _has_weights(engine):
         weights = 0
     if requested is None and weights * sum(workers.values()) > limit:
         workers = {Role.AGGREGATED: 1}
@@ -149,7 +167,7 @@ def _on_cpu(
 
 
 def _on_gpus(
-    engine: EngineName,
+    engine: str,
     machine: MachineFacts,
     model: ModelFacts,
     options: ServeConfig,
@@ -167,6 +185,9 @@ def _on_gpus(
     if requested is not None:
         workers = requested
         reasons["topology"] = f"{_described(workers)}, as given"
+    elif engine not in BUILT_IN:
+        workers = {Role.AGGREGATED: 1}
+        reasons["topology"] = f"{_described(workers)}: {_FOREIGN}"
     elif len(free) >= 2 * size:
         workers = {Role.PREFILL: 1, Role.DECODE: 1}
         reasons["topology"] = f"{_described(workers)}: the free GPUs suffice for both"
@@ -195,7 +216,7 @@ def _on_gpus(
 
 
 def _tensor_parallel_size(
-    engine: EngineName, gpus: Sequence[GpuMemory], model: ModelFacts, options: ServeConfig
+    engine: str, gpus: Sequence[GpuMemory], model: ModelFacts, options: ServeConfig
 ) -> tuple[int, str]:
     """Return the number of GPUs per worker and the reason for it."""
     if engine == "torch" and options.tensor_parallel_size not in (None, 1):
@@ -217,7 +238,7 @@ def _tensor_parallel_size(
     if size > max_size or not divides_heads:
         advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
         raise ConfigError(
-            f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of"
+            f"{model.name} has {_gib(weights)} of weights with {_title(engine)}, but GPUs of"
             f" {_memory(gpus[0])} hold {_gib(limit)} each, and there are {len(gpus)};"
             f" {advice}choose a smaller model"
         )
@@ -225,7 +246,7 @@ def _tensor_parallel_size(
     return size, f"{_gib(weights)} of weights {enough} with {_gib(limit)} for weights each"
 
 
-def _bytes_in_memory(engine: EngineName, model: ModelFacts, *, on_gpu: bool) -> int | None:
+def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | None:
     """Return the bytes of the loaded weights, or None if the number is not known."""
     if engine != "torch":
         return model.weight_bytes

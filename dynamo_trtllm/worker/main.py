@@ -21,7 +21,8 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.text_table import format_table as columns
-from dynamo_trtllm.engines.arguments import Described, described_arguments
+from dynamo_trtllm.engines.arguments import Described, NoArguments, described_arguments
+from dynamo_trtllm.engines.factory import find_engine
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -54,8 +55,11 @@ def described(config: WorkerConfig) -> Described:
             from dynamo_trtllm.engines.mock.args import MockArgs
 
             return described_arguments(config, MockArgs, "mock")
-        case _:
+        case None | "trtllm":
             return _trtllm(config)
+        case name:
+            schema = find_engine(config).traits.arguments or NoArguments
+            return described_arguments(config, schema, name)
 
 
 def table(config: WorkerConfig) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo_trtllm.engines.capabilities import ChecksHealth, MeasuresSteps, TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine, EngineStats
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -315,7 +316,8 @@ class WorkerService:
         # Of prompts that came since then.
         self._new_tokens = 0
         self._new_requests = 0
-        self._cost = CostFit(self.cost_prior, self.engine.steps, self.metrics.observe_prediction)
+        steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
+        self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
         self._phases = {Phase[self.instance.role.name]}
         if self.instance.can_aggregate:
             self._phases.add(Phase.AGGREGATED)
@@ -420,7 +422,8 @@ class WorkerService:
             case messages.GetFile(sha256, offset):
                 return encode(startup.file_chunk(self.files, sha256, offset))
             case messages.ReleaseKv(transfer_id, outcome):
-                self.engine.release(transfer_id, outcome)
+                if isinstance(self.engine, TransfersKv):
+                    self.engine.release(transfer_id, outcome)
             case messages.ReserveSlot(reservation_id, expires_at, left_s):
                 if self.instance.role is not Role.DECODE:
                     raise InvalidRequest(
@@ -443,7 +446,8 @@ class WorkerService:
     async def until_failed(self) -> None:
         """Wait until the engine fails or leaks too much KV, and raise EngineFailed."""
         while True:
-            await self.engine.check()
+            if isinstance(self.engine, ChecksHealth):
+                await self.engine.check()
             stats = self.engine.stats()
             total = stats.kv_blocks_total  # 0: not reported by the engine
             if total and stats.leaked_kv_blocks > _MAX_LEAKED_KV_FRACTION * total:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
+from dynamo_trtllm.engines.capabilities import Sleeps
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
@@ -120,10 +122,13 @@ class WorkerSleep:
 
         Return why it can't, as text; "" if it can.
         """
-        obstacle = self.engine.sleep_obstacle
+        engine = self.engine
+        if not isinstance(engine, Sleeps):
+            return "this engine can't sleep"
+        obstacle = engine.sleep_obstacle
         if obstacle or self.health.phase == "asleep":
             return obstacle
-        return self._begin("serving", "draining", self._fall_asleep)
+        return self._begin("serving", "draining", partial(self._fall_asleep, engine))
 
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake.
@@ -132,7 +137,10 @@ class WorkerSleep:
         """
         if self.health.phase == "serving":
             return ""
-        return self._begin("asleep", "waking", self._wake_up)
+        engine = self.engine
+        if not isinstance(engine, Sleeps):
+            return "this engine can't sleep"
+        return self._begin("asleep", "waking", partial(self._wake_up, engine))
 
     async def aclose(self) -> None:
         """End the change in progress, and deregister. Idempotent."""
@@ -153,7 +161,7 @@ class WorkerSleep:
         if self._change is not None:
             self.tasks.release(self._change)
 
-    async def _fall_asleep(self) -> None:
+    async def _fall_asleep(self, engine: Sleeps) -> None:
         await self.registration.aclose()
         await drain(self.engine, self.serving, self.drain_timeout_s)
         if self.serving.running:
@@ -164,12 +172,12 @@ class WorkerSleep:
             await self._serve()
             return
         self._answer = await self._sample()
-        await self._within_limit(self.engine.sleep(), "fall asleep")
+        await self._within_limit(engine.sleep(), "fall asleep")
         self.health.phase = "asleep"
         log.info("asleep: GPU memory was released; POST /wake restores it")
 
-    async def _wake_up(self) -> None:
-        await self._within_limit(self.engine.wake(), "wake up")
+    async def _wake_up(self, engine: Sleeps) -> None:
+        await self._within_limit(engine.wake(), "wake up")
         answer = await self._sample()
         if answer != self._answer:
             raise EngineFailed(

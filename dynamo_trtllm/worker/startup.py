@@ -20,6 +20,7 @@ import msgspec
 from dynamo_trtllm import models as demo_models
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Discovery, Synced
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.capabilities import ReportsProgress, RunsPreflight
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, Finding
 from dynamo_trtllm.models.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
 from dynamo_trtllm.models.parser_names import PARSERS
@@ -44,8 +45,7 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     Raises:
         ConfigError: the file has an invalid value.
     """
-    # The mock engine does not sample.
-    if config.generation_config == "none" or config.engine == "mock":
+    if config.generation_config == "none":
         return SamplingDefaults()
     return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
 
@@ -68,10 +68,14 @@ def without_unsupported(
     return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 
 
-def check_flags(config: WorkerConfig) -> None:
+def check_flags(config: WorkerConfig, *, reads_model: bool) -> None:
     """Check the flags of parsers and template before the model is loaded.
 
     Whether they fit the model is checked only if the model's folder shows its format.
+
+    Args:
+        config: has the flags.
+        reads_model: `model_path` is the model's folder.
 
     Raises:
         ConfigError: like `parsers` and `with_template`, or the template can't be read.
@@ -80,7 +84,7 @@ def check_flags(config: WorkerConfig) -> None:
     if template is not None:
         _check_template(template)
     flags = config.dyn_reasoning_parser, config.dyn_tool_call_parser, template
-    if config.engine == "mock" or not any(flags):
+    if not reads_model or not any(flags):
         return
     config_file = Path(config.model_path) / CONFIG
     try:
@@ -192,6 +196,8 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
     Raises:
         ConfigError: a problem has severity error.
     """
+    if not isinstance(engine, RunsPreflight):
+        return
     findings = await asyncio.to_thread(engine.preflight, peers)
     for finding in findings:
         log.log(
@@ -228,7 +234,7 @@ async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TI
     logged_stage = ""
     try:
         while not starting.done():
-            progress = engine.progress()
+            progress = engine.progress() if isinstance(engine, ReportsProgress) else ""
             health.reason = progress
             stage = _NUMBERS.sub("", progress)
             is_due = stage != logged_stage or loop.time() - logged_s >= timing.loading_log_s
@@ -237,11 +243,17 @@ async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TI
                 logged_stage = stage
                 logged_s = loop.time()
             await asyncio.wait({starting}, timeout=timing.loading_poll_s)
-        return starting.result()
+        info = starting.result()
     finally:
         health.reason = ""
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+    if not isinstance(info, EngineInfo):
+        raise ConfigError(
+            f"{type(engine).__qualname__}.start returned {info!r}; it must return an EngineInfo",
+            field="engine",
+        )
+    return info
 
 
 def freeze_objects() -> None:

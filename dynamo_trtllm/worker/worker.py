@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
@@ -24,10 +25,19 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.config.engine_names import BUILT_IN, DEFAULT_ENGINE
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.capabilities import PublishesKvEvents
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
-from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
+from dynamo_trtllm.engines.factory import (
+    EngineFactory,
+    EngineKind,
+    check_prerequisites,
+    check_settings,
+    engine_kind,
+    find_engine,
+)
 from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
@@ -69,43 +79,63 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 _MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks, see `WorkerAdmission`
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 _FILES = 8192  # open files: one per KV transfer, and about 128 others
-_COMPONENTS = {
-    Role.PREFILL: "prefill",
-    Role.DECODE: "tensorrt_llm",
-    Role.AGGREGATED: "tensorrt_llm",
-}
-# As Dynamo's vLLM workers.
-_VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}
+_PREFILL_COMPONENT = "prefill"
+_COMPONENT = "backend"  # of decode and aggregated workers with an engine of another package
 
 
-def endpoint_of(config: WorkerConfig) -> records.EndpointId:
-    """Return the configured endpoint, or the default one for role and engine."""
+def endpoint_of(config: WorkerConfig, engine: str) -> records.EndpointId:
+    """Return the configured endpoint, or the default one for the role and the name of the
+    engine.
+    """
     if config.endpoint:
         return records.parse_endpoint(config.endpoint)
-    components = _VLLM_COMPONENTS if config.engine == "vllm" else _COMPONENTS
-    return records.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
+    if config.disaggregation_mode is Role.PREFILL:
+        component = _PREFILL_COMPONENT
+    elif engine in BUILT_IN:
+        component = BUILT_IN[engine].component
+    else:
+        component = _COMPONENT
+    return records.EndpointId(config.namespace, component, "generate")
 
 
-def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
-    """Check the configuration.
+class _Completed(NamedTuple):
+    """What a worker knows before it creates its engine."""
 
-    Return it with the model's folder and this host's address, and the sampling defaults. A bundled
-    model keeps its served name although its path changes. The call may take seconds: it may write
-    the model's folder, and it may block on DNS.
+    config: WorkerConfig
+    sampling_defaults: SamplingDefaults
+    kind: EngineKind
+
+
+def _completed(config: WorkerConfig, kind: EngineKind | None) -> _Completed:
+    """Check the configuration, and find the engine.
+
+    Return the configuration with the model's folder and this host's address. A bundled model keeps
+    its served name although its path changes. The call may take seconds: it may write the model's
+    folder, import the engine of another package, and block on DNS.
+
+    Args:
+        config: settings of the worker.
+        kind: the engine. None: that of `config.engine`.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
     """
-    check_prerequisites(config, process_environment(), locate)
+    if kind is None:
+        check_prerequisites(config, process_environment(), locate)
+        kind = find_engine(config)
+    check_settings(config, kind)
     model = config.model_path
-    # The mock engine has no weights and takes only the model's name from the path.
-    if config.engine != "mock":
+    if kind.traits.reads_model:
         update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
         config = config.model_copy(update=update)
-    defaults = startup.sampling_defaults(config, model)
+        defaults = startup.sampling_defaults(config, model)
+    else:
+        defaults = SamplingDefaults()
     records.check_model_name(config.model_name)
-    startup.check_flags(config)
-    return _with_kv_transfer_host(config), defaults
+    startup.check_flags(config, reads_model=kind.traits.reads_model)
+    if kind.traits.uses_kv_transfer_host:
+        config = _with_kv_transfer_host(config)
+    return _Completed(config, defaults, kind)
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
@@ -116,8 +146,6 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     Raises:
         ConfigError: the configured name has no address, or the address is a wildcard.
     """
-    if config.engine not in ("torch", "mock", "vllm"):
-        return config
     if config.kv_transfer_host is None:
         servers = [] if config.uses_inproc_plane else [config.nats_server]
         if not config.uses_memory_discovery:
@@ -145,15 +173,37 @@ class Worker(Lifecycle):
         instance_id: id under which it registers.
     """
 
-    def __init__(self, config: WorkerConfig, *, timing: WorkerTiming = TIMING) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        engine: EngineFactory | None = None,
+        timing: WorkerTiming = TIMING,
+    ) -> None:
         """Create the worker, which does nothing yet.
 
         Args:
             config: its settings.
+            engine: class or function that creates an engine of your own. It is called as
+                `engine(config, instance_id=...)` when the worker starts. Default: the engine of
+                `config.engine`.
             timing: waits of its parts; tests pass shorter ones.
+
+        Raises:
+            ConfigError: `engine` is no such class or function, or `config.engine` is set as well.
         """
         super().__init__()
+        if engine is not None and config.engine is not None:
+            raise ConfigError(
+                f"the worker has two engines: --engine {config.engine}, and the engine that it was"
+                " created with; leave one out",
+                field="engine",
+            )
         self._config = config
+        # None: found at the start
+        self._kind = None if engine is None else engine_kind(engine)
+        name = (config.engine or DEFAULT_ENGINE) if self._kind is None else self._kind.name
+        self._endpoint = endpoint_of(config, name)
         self._timing = timing
         self.instance_id = secrets.randbits(_ID_BITS)
         self._metrics = WorkerMetrics()
@@ -240,9 +290,9 @@ class Worker(Lifecycle):
     async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, WorkerSleep]:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
-        self._config, sampling_defaults = await asyncio.to_thread(_completed, self._config)
-        config = self._config
-        engine = create_engine(config, instance_id=self.instance_id)
+        completed = await asyncio.to_thread(_completed, self._config, self._kind)
+        config = self._config = completed.config
+        engine = completed.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await self._serve_health(engine, stack)
         plane = await self._connect(stack)
@@ -251,7 +301,7 @@ class Worker(Lifecycle):
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
         self._health.phase = "registering"
-        instance, files = self._describe(info, sampling_defaults)
+        instance, files = self._describe(info, completed.sampling_defaults)
         service = WorkerService(
             engine,
             instance,
@@ -288,7 +338,7 @@ class Worker(Lifecycle):
         config = self._config
         RECORDER.start(
             recorder_folder(config.recorder_dir, process_environment()),
-            namespace=endpoint_of(config).namespace,
+            namespace=self._endpoint.namespace,
             kind=str(config.disaggregation_mode),
             instance_id=self.instance_id,
         )
@@ -319,7 +369,7 @@ class Worker(Lifecycle):
         """Start the engine, after the preflight against live peers."""
         peers = await startup.live_peers(
             discovery,
-            endpoint_of(self._config).namespace,
+            self._endpoint.namespace,
             model=self._config.model_name,
             role=self._config.disaggregation_mode,
         )
@@ -354,7 +404,7 @@ class Worker(Lifecycle):
 
         None: the instance does not announce them.
         """
-        if not instance.publishes_kv_events:
+        if not instance.publishes_kv_events or not isinstance(engine, PublishesKvEvents):
             return None
         subject = kv_events_subject(instance.namespace)
         publisher = KvEventPublisher(self.instance_id, partial(plane.try_publish, subject))
@@ -368,7 +418,7 @@ class Worker(Lifecycle):
         """Return the instance to register, and the paths of the card's files by content hash."""
         config = self._config
         role = config.disaggregation_mode
-        endpoint = endpoint_of(config)
+        endpoint = self._endpoint
         files = startup.with_template(config, info.renderer, info.files)
         digests = {name: startup.digest(path) for name, path in files.items()}
         card = ModelDeploymentCard(

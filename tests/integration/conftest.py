@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.engines.factory import EngineKind
 from dynamo_trtllm.worker import worker as worker_module
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import RunningWorkers
@@ -19,10 +20,10 @@ from tests.kit.workers import RunningWorkers
 async def running_workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningWorkers]:
     """Stopped at the end, which none may have come before."""
     engines: list[Engine] = []
-    create = worker_module.create_engine
+    create = EngineKind.create
 
-    def creating(*args: Any, **named: Any) -> Engine:
-        engines.append(create(*args, **named))
+    def creating(kind: EngineKind, *args: Any, **named: Any) -> Engine:
+        engines.append(create(kind, *args, **named))
         return engines[-1]
 
     planes: list[NatsPlane] = []
@@ -34,7 +35,7 @@ async def running_workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runn
         planes.append(plane)
         return plane
 
-    monkeypatch.setattr(worker_module, "create_engine", creating)
+    monkeypatch.setattr(EngineKind, "create", creating)
     monkeypatch.setattr(worker_module, "connect_plane", connecting)
     made = RunningWorkers(engines, planes)
     yield made

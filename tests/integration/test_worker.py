@@ -283,7 +283,7 @@ async def test_serve_when_background_task_dies_then_names_it(
         while not worker._health.is_ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         plane = await NatsPlane.connect(nats_server)
-        subject = records.subject(endpoint_of(chosen), worker.instance_id)
+        subject = records.subject(endpoint_of(chosen, str(chosen.engine)), worker.instance_id)
         async with aclosing(call_stream(plane, subject, request(max_tokens=1000))) as chunks:
             await anext(chunks)  # the worker asks its callers whether they live
             (victim,) = [task for task in worker._tasks._tasks if part in task.get_name()]
@@ -329,7 +329,7 @@ async def test_serve_publishes_kv_updates_and_snapshots(
     worker = Worker(chosen)
     plane = await NatsPlane.connect(nats_server, PlaneLimits())
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
-    endpoint = endpoint_of(chosen)
+    endpoint = endpoint_of(chosen, str(chosen.engine))
     await plane.subscribe(
         kv_events_subject(endpoint.namespace),
         lambda data, _: found.put_nowait(decode(data, KvCacheUpdate)),

@@ -17,16 +17,18 @@ import pytest
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.capabilities import ReportsProgress, RunsPreflight
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
+from dynamo_trtllm.engines.mock import engine as mock_engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Instance, Role
-from dynamo_trtllm.worker import Worker, worker
+from dynamo_trtllm.worker import Worker
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
 
 
-class JudgingEngine(MockEngine):
+class JudgingEngine(MockEngine, RunsPreflight, ReportsProgress):
     """An engine that does not start beside a decode worker with blocks of 16 tokens."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
@@ -69,7 +71,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[JudgingEngine]:
         made.append(JudgingEngine(config, instance_id=instance_id))
         return made[-1]
 
-    monkeypatch.setattr(worker, "create_engine", create)
+    monkeypatch.setattr(mock_engine, "MockEngine", create)
     return made
 
 

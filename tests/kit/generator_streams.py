@@ -9,6 +9,7 @@ from contextlib import aclosing
 from functools import cached_property, partial
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.engines.engine_interface import NO_STATS, Engine, EngineInfo, EngineStats
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
@@ -66,6 +67,22 @@ class ChunkSource(ABC):
         return ChunkStream(
             self.chunks(request), on_event, tasks, f"stream-{request.request_id}", self.kv_holder
         )
+
+
+class ChunkEngine(ChunkSource, Engine):
+    """An engine whose subclass defines the chunks of a request, and that needs no start."""
+
+    async def start(self) -> EngineInfo:
+        raise AssertionError("a service starts no engine")
+
+    async def drain(self) -> None:
+        pass
+
+    def stats(self) -> EngineStats:
+        return NO_STATS
+
+    async def aclose(self) -> None:
+        pass
 
 
 class WorkerCalls:

@@ -15,7 +15,6 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
 from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.transport import Service
-from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry, RegistryTiming
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -33,7 +32,7 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import digest
-from tests.kit.generator_streams import ChunkSource
+from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import CARD, make_instance
 from tests.kit.waiting import SOON_S
 
@@ -43,24 +42,12 @@ HARMONY = ModelDeploymentCard(
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-class NoEngine(ChunkSource, Engine):
+class NoEngine(ChunkEngine):
     """An engine that must not be used, because the workers of these tests only send files."""
-
-    async def start(self) -> EngineInfo:
-        raise AssertionError("the workers of these tests only send files")
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         raise AssertionError("the workers of these tests only send files")
         yield Chunk()
-
-    async def check(self) -> None:
-        raise AssertionError("the workers of these tests only send files")
-
-    async def drain(self) -> None:
-        raise AssertionError("the workers of these tests only send files")
-
-    async def aclose(self) -> None:
-        raise AssertionError("the workers of these tests only send files")
 
 
 class FileService:

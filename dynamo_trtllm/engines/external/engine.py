@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import LibraryArgs
+from dynamo_trtllm.engines.capabilities import ChecksHealth, ReportsProgress, TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.runner import ExternalCall, LibraryCalls
@@ -122,7 +123,7 @@ class LoadProgress:
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
 
 
-class ExternalEngine(Engine):
+class ExternalEngine(Engine, TransfersKv, ChecksHealth, ReportsProgress):
     """Implementation of `Engine` without `start`."""
 
     library: Library  # once it is loaded
@@ -155,7 +156,7 @@ class ExternalEngine(Engine):
         self._readers: list[Callable[[], None]] = []
 
     def progress(self) -> str:
-        """See `Engine.progress`."""
+        """See `ReportsProgress.progress`."""
         if self._loading is not None:
             return self._loading.progress()
         return self._warming.progress()
@@ -230,7 +231,7 @@ class ExternalEngine(Engine):
         await self.check()
 
     async def check(self) -> None:
-        """See `Engine.check`. If the library can no longer serve, all streams end."""
+        """See `ChecksHealth.check`. If the library can no longer serve, all streams end."""
         self.calls.check()
 
     def fail(self, why: str) -> None:
@@ -286,11 +287,11 @@ class ExternalEngine(Engine):
         return ExternalCall(self.calls, request, on_event)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `KvHolder.release`."""
+        """See `TransfersKv.release`."""
         self.calls.release(transfer_id, outcome)
 
     def is_pending(self, transfer_id: str) -> bool:
-        """See `KvHolder.is_pending`."""
+        """See `TransfersKv.is_pending`."""
         return self.calls.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:

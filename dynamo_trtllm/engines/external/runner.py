@@ -120,7 +120,7 @@ class LibraryCalls:
         return self.library.prepare(request, kv_params)
 
     def check(self) -> None:
-        """See `Engine.check`. If the library can no longer serve, all streams end."""
+        """See `ChecksHealth.check`. If the library can no longer serve, all streams end."""
         if self._unavailable is None:
             waiting = [call.created_at for call in self.inflight if not call.has_ended]
             reason = self.library.health(min(waiting, default=None))

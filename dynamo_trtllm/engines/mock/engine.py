@@ -20,6 +20,12 @@ from collections import deque
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.block_manager import BlockTable
+from dynamo_trtllm.engines.capabilities import (
+    ChecksHealth,
+    MeasuresSteps,
+    PublishesKvEvents,
+    TransfersKv,
+)
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
@@ -45,7 +51,7 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 
 
-class MockEngine(Engine):
+class MockEngine(Engine, TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEvents):
     """An `Engine` that simulates a model."""
 
     def __init__(
@@ -94,7 +100,7 @@ class MockEngine(Engine):
         stream.run(exporting, f"mock-export-{stream.request.request_id}")
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `Engine.start_kv_events`."""
+        """See `PublishesKvEvents.start_kv_events`."""
         self._scheduler.report_kv_events(on_events)
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:

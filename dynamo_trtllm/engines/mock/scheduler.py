@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
-from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineStats
+from dynamo_trtllm.engines.capabilities import MAX_STEPS
+from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent

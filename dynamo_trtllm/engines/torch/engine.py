@@ -19,6 +19,13 @@ import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.capabilities import (
+    ChecksHealth,
+    MeasuresSteps,
+    PublishesKvEvents,
+    ReportsProgress,
+    TransfersKv,
+)
 from dynamo_trtllm.engines.engine_interface import (
     NO_STATS,
     Engine,
@@ -69,7 +76,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TorchEngine(Engine):
+class TorchEngine(
+    Engine, TransfersKv, ChecksHealth, ReportsProgress, MeasuresSteps, PublishesKvEvents
+):
     """An `Engine` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
@@ -160,7 +169,7 @@ class TorchEngine(Engine):
         return info, scheduler
 
     def progress(self) -> str:
-        """See `Engine.progress`."""
+        """See `ReportsProgress.progress`."""
         return self._warming.progress()
 
     async def _warm_up(self, info: EngineInfo, *, is_gpu: bool) -> None:
@@ -288,7 +297,7 @@ class TorchEngine(Engine):
         scheduler.submit(seq)
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `Engine.start_kv_events`."""
+        """See `PublishesKvEvents.start_kv_events`."""
         scheduler, _ = self._ready()
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
@@ -299,13 +308,13 @@ class TorchEngine(Engine):
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """End a KV transfer. See `KvHolder.release`."""
+        """End a KV transfer. See `TransfersKv.release`."""
         log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self.kv_connector is not None:
             self.kv_connector.release(transfer_id)
 
     def is_pending(self, transfer_id: str) -> bool:
-        """See `KvHolder.is_pending`."""
+        """See `TransfersKv.is_pending`."""
         return self.kv_connector is not None and self.kv_connector.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
@@ -316,7 +325,7 @@ class TorchEngine(Engine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `Engine.steps`."""
+        """See `MeasuresSteps.steps`."""
         return deque() if self._scheduler is None else self._scheduler.load.steps
 
     # --- called by the scheduler, on the loop -----------------------------------------------------

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineStats
+from dynamo_trtllm.engines.capabilities import MAX_STEPS
+from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.torch.kv import ForwardBatch
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.cost_model import StepSample

@@ -25,7 +25,14 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.capabilities import (
+    MAX_STEPS,
+    MeasuresSteps,
+    PublishesKvEvents,
+    RunsPreflight,
+    Sleeps,
+)
+from dynamo_trtllm.engines.engine_interface import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -75,7 +82,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SEED_SINCE = 27
 
 
-class TrtllmEngine(ExternalEngine):
+class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents, Sleeps):
     """An `Engine` that runs TensorRT-LLM."""
 
     library: TrtllmLibrary
@@ -121,7 +128,7 @@ class TrtllmEngine(ExternalEngine):
         )
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """See `Engine.preflight`."""
+        """See `RunsPreflight.preflight`."""
         facts = self._facts
         sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
         if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
@@ -135,16 +142,16 @@ class TrtllmEngine(ExternalEngine):
 
     @property
     def sleep_obstacle(self) -> str:
-        """See `Engine.sleep_obstacle`."""
+        """See `Sleeps.sleep_obstacle`."""
         has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         return sleep_obstacle(self._facts) or ("" if has_names else "this TensorRT-LLM can't sleep")
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
+        """See `Sleeps.sleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
         await self._change_memory("sleep")
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
+        """See `Sleeps.wake`."""
         await self._change_memory("wakeup")
 
     async def _change_memory(self, method: str) -> None:
@@ -166,7 +173,7 @@ class TrtllmEngine(ExternalEngine):
         return [kind for kind in kinds if str(kind) in _MEMORY_TAGS]
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `Engine.start_kv_events`."""
+        """See `PublishesKvEvents.start_kv_events`."""
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
         poller = self._kv_events = KvEventPoller(get_events, self._facts.block_tokens)
         self._readers.append(poller.stop)
@@ -246,7 +253,7 @@ class TrtllmEngine(ExternalEngine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `Engine.steps`. Empty if `enable_iter_perf_stats` is off."""
+        """See `MeasuresSteps.steps`. Empty if `enable_iter_perf_stats` is off."""
         return self._steps
 
     def _step_reader(self) -> StepReader | None:

@@ -16,7 +16,13 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.engine_interface import MAX_STEPS, EngineInfo, Finding
+from dynamo_trtllm.engines.capabilities import (
+    MAX_STEPS,
+    MeasuresSteps,
+    PublishesKvEvents,
+    RunsPreflight,
+)
+from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, releases, transfer_params
@@ -79,7 +85,7 @@ _ENVIRONMENT = {
 _PREFERRED = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
-class VllmEngine(ExternalEngine):
+class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents):
     """An `Engine` that runs vLLM.
 
     `config.model_path` must be a folder.
@@ -117,7 +123,7 @@ class VllmEngine(ExternalEngine):
         self._kv_events: KvEventSubscriber | None = None
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """Check this worker against `peers`, see `Engine.preflight`."""
+        """Check this worker against `peers`, see `RunsPreflight.preflight`."""
         return findings(self._facts, peers)
 
     # --- life -------------------------------------------------------------------------------------
@@ -142,11 +148,11 @@ class VllmEngine(ExternalEngine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `Engine.steps`."""
+        """See `MeasuresSteps.steps`."""
         return self._steps.times
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `Engine.start_kv_events`."""
+        """See `PublishesKvEvents.start_kv_events`."""
         assert self._kv_events is not None
         self._kv_events.start(int(self._llm.vllm_config.cache_config.block_size), on_events)
 

@@ -64,7 +64,7 @@ def test_load_deployment_with_workers_only_has_defaults(deployment_file):
             "workers[0].flags: unknown key 'max_num_token'; did you mean",
         ),
         ("100}", "abc}", "workers[0].flags.max_num_tokens is 'abc'"),
-        ("engine: mock", "engine: sglang", "workers[0].flags.engine is 'sglang': "),
+        ("engine: mock", "engine: sglang", "workers[0].flags.engine: there is no engine 'sglang'"),
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
         ("count: 2", "count: 3", "workers[1]: 2 devices can't be divided equally among 3 workers"),

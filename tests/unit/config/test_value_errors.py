@@ -27,7 +27,7 @@ from dynamo_trtllm import ConfigError, FrontendConfig, WorkerConfig
         (
             WorkerConfig,
             {"model_path": "m", "engine": "mok"},
-            "engine is 'mok': should be 'trtllm', 'vllm', 'torch' or 'mock'",
+            "engine is 'mok': there is no engine 'mok'; built in: trtllm, vllm, torch, mock; installed: none",
         ),
         (FrontendConfig, {"port": 1}, "there is no setting port; use http_port"),
         (

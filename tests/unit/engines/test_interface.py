@@ -1,34 +1,28 @@
-"""Engines that are served have all of the interface by which workers and frontends tell how busy
-they are.
-"""
+"""The engines of this package have the methods of the interface, and say what they can do."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 
 import pytest
 
-from dynamo_trtllm.engines.engine_interface import Engine
-from dynamo_trtllm.protocol.streams import Generator, KvHolder
+from dynamo_trtllm.engines.capabilities import (
+    ChecksHealth,
+    MeasuresSteps,
+    PublishesKvEvents,
+    TransfersKv,
+)
+from dynamo_trtllm.engines.method_checks import check_engine_class
 
-MAY_LACK = {"preflight", "progress", "sleep_obstacle", "sleep", "wake"}
-PARTS = {
-    name: part
-    for interface in (Generator, KvHolder, Engine)
-    for name, part in vars(interface).items()
-    if not name.startswith("_") and name not in MAY_LACK
-}
+COMMON = (TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEvents)
 
 
 @pytest.mark.parametrize("name", ["Mock", "Torch", "Trtllm", "Vllm"])
-def test_engine_implements_its_own_interface_defaults(name: str) -> None:
+def test_engine_of_this_package_has_all_that_routing_reads(name: str) -> None:
     if name == "Torch":
         pytest.importorskip("torch")
-    engine: type[Engine] = getattr(
-        importlib.import_module(f"dynamo_trtllm.engines.{name.lower()}.engine"), f"{name}Engine"
-    )
-    assert {"release", "stats", "steps", "start_kv_events"} <= PARTS.keys()
-    assert [
-        part for part, default in PARTS.items() if inspect.getattr_static(engine, part) is default
-    ] == []
+    module = importlib.import_module(f"dynamo_trtllm.engines.{name.lower()}.engine")
+    engine_class = getattr(module, f"{name}Engine")
+    check_engine_class(engine_class)
+    missing = [capability for capability in COMMON if not issubclass(engine_class, capability)]
+    assert missing == []

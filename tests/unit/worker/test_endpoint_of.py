@@ -26,4 +26,5 @@ from dynamo_trtllm.worker.worker import endpoint_of
 def test_endpoint_when_none_is_chosen_then_the_guides_component(
     settings: dict[str, Any], wanted: Any
 ) -> None:
-    assert tuple(endpoint_of(WorkerConfig(model_path="m", **settings))) == wanted
+    config = WorkerConfig(model_path="m", **settings)
+    assert tuple(endpoint_of(config, str(config.engine))) == wanted

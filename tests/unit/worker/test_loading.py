@@ -7,18 +7,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
+from dynamo_trtllm.engines.capabilities import ReportsProgress, RunsPreflight
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
-from dynamo_trtllm.protocol.messages import Instance, Limits, Role
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Instance, Limits, Role
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health
 from dynamo_trtllm.worker.timing import WorkerTiming
+from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import LAYOUT, make_instance
 from tests.kit.waiting import SOON_S
 
@@ -33,7 +35,7 @@ INFO = EngineInfo(
 )
 
 
-class Judging:
+class Judging(ChunkEngine, RunsPreflight, ReportsProgress):
     """An engine with preflight findings. It records its calls, and loads until `ready` is set."""
 
     def __init__(self, *severities: str) -> None:
@@ -49,6 +51,10 @@ class Judging:
 
     def progress(self) -> str:
         return self.stage
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        raise AssertionError("no test sends a request")
+        yield Chunk()
 
     async def start(self) -> EngineInfo:
         await self.ready.wait()

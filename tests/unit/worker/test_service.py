@@ -16,7 +16,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.capabilities import MeasuresSteps, TransfersKv
+from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.protocol.cost_model import StepSample, decode_features
 from dynamo_trtllm.protocol.errors import (
@@ -51,7 +52,7 @@ from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
-from tests.kit.generator_streams import ChunkSource
+from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance, make_transfer_params
 
 ANSWER = (
@@ -66,16 +67,13 @@ FITTING = [
 TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
-class PlainEngine(ChunkSource, Engine):
+class PlainEngine(ChunkEngine):
     """An engine without KV that yields the chunks of its script and raises its exceptions."""
 
     def __init__(self, script: Sequence[Chunk | Exception | asyncio.Event] = ANSWER) -> None:
         self.script = script
         self.asked = 0
         self.closed = 0
-
-    async def start(self) -> EngineInfo:
-        raise AssertionError("a service starts no engine")
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.asked += 1
@@ -90,12 +88,8 @@ class PlainEngine(ChunkSource, Engine):
         finally:
             self.closed += 1
 
-    async def check(self) -> None: ...
-    async def drain(self) -> None: ...
-    async def aclose(self) -> None: ...
 
-
-class TransferringEngine(PlainEngine):
+class TransferringEngine(PlainEngine, TransfersKv):
     def __init__(self) -> None:
         super().__init__()
         self.released: list[tuple[str, ReleaseOutcome]] = []
@@ -472,7 +466,7 @@ async def test_load_read_soon_again_is_the_same_report() -> None:
 
 
 async def test_load_with_cost_reaches_frontends_and_metrics() -> None:
-    class Measured(PlainEngine):
+    class Measured(PlainEngine, MeasuresSteps):
         steps: ClassVar = deque([StepSample(9.0, 1)])
 
     engine = Measured()

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 
 import pytest
 
-from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
+from dynamo_trtllm.engines.capabilities import TransfersKv
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import MigrationFailed
-from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    Phase,
+    Role,
+    Sampling,
+    token_ids,
+)
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance
 
 
-class OneStreamEngine(Engine):
+class OneStreamEngine(ChunkEngine, TransfersKv):
     """An engine whose stream the test ends."""
 
     def __init__(self, *, can_stop: bool) -> None:
         self._class = StoppableStream if can_stop else Stream
         self.stream: Stream | None = None
 
-    async def start(self) -> EngineInfo:
-        raise AssertionError("a service starts no engine")
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        raise AssertionError("the test ends the stream")
+        yield Chunk()
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> Stream:
         self.stream = self._class(on_event)
         return self.stream
 
-    async def check(self) -> None: ...
-    async def drain(self) -> None: ...
-    async def aclose(self) -> None: ...
     def release(self, transfer_id: str, outcome: object) -> None: ...
     def is_pending(self, transfer_id: str) -> bool:
         return False

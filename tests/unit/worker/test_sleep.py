@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
-from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.engines.capabilities import Sleeps
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -28,14 +28,14 @@ from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import WorkerSleep
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
-from tests.kit.generator_streams import ChunkSource, call_stream
+from tests.kit.generator_streams import ChunkEngine, call_stream
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
 
 SUBJECT = "s.generate-1"
 
 
-class SleepingEngine(ChunkSource, Engine):
+class SleepingEngine(ChunkEngine, Sleeps):
     """An engine that records its calls. While it sleeps, it can't answer."""
 
     def __init__(self) -> None:
@@ -53,9 +53,6 @@ class SleepingEngine(ChunkSource, Engine):
         self.log.append(request.request_id)
         await self.may_end.wait()
         yield Chunk(token_ids=token_ids([self.answer]), finish_reason=FinishReason.LENGTH)
-
-    async def drain(self) -> None:
-        pass
 
     async def control(self, verb: Control) -> bytes:
         raise NotImplementedError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from dynamo_trtllm.engines.engine_interface import MAX_STEPS
+from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.protocol.cost_model import StepSample
 
 

@@ -1,0 +1,131 @@
+"""Name the engines: those of this package with what is known of each, and those of other packages.
+
+Nothing is imported. An engine of another package is an entry point of the group ENTRY_POINTS.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Final
+
+from pydantic import BaseModel
+
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+
+ENTRY_POINTS: Final = "dynamo_trtllm.engines"
+DEFAULT_ENGINE: Final = "trtllm"  # if it is installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """What a worker must know of an engine before it creates it.
+
+    An engine of another package has them as the class attribute `traits`.
+    """
+
+    # --model-path is a folder or the name of a bundled model, and the engine gets the folder;
+    # requests default to the sampling values in the folder. False: the engine gets what was given.
+    reads_model: bool = False
+    # The model of its engine arguments. None: it has none, and a worker rejects all.
+    arguments: type[BaseModel] | None = None
+    # The worker fills in the default address of --kv-transfer-host. False: it rejects the flag.
+    uses_kv_transfer_host: bool = False
+    uses_kv_transfer_bind_host: bool = False  # False: a worker rejects --kv-transfer-bind-host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInEngine:
+    """What is known of an engine of this package without an import of its modules."""
+
+    title: str
+    traits: EngineTraits
+    component: str = "tensorrt_llm"  # of decode and aggregated workers, as Dynamo's
+    default_role: Role = Role.AGGREGATED
+    reads_gguf: bool = False
+    # Its decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
+    # exit: https://github.com/openucx/ucx/issues/11753. With UCX_CUDA_IPC_CACHE=n they do so, too:
+    # on two H200 with vLLM 0.33, 55 GiB of a killed prefill worker stayed in use. The torch engine
+    # maps only a bounded staging region, which leaves enough memory for a successor. It is not
+    # known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
+    keeps_kv_mapped: bool = False
+
+
+BUILT_IN: Final[Mapping[str, BuiltInEngine]] = {
+    "trtllm": BuiltInEngine(title="TensorRT-LLM", traits=EngineTraits(reads_model=True)),
+    "vllm": BuiltInEngine(
+        title="vLLM",
+        traits=EngineTraits(reads_model=True, uses_kv_transfer_host=True),
+        component="backend",
+        default_role=Role.DECODE,
+        keeps_kv_mapped=True,
+    ),
+    "torch": BuiltInEngine(
+        title="torch",
+        traits=EngineTraits(
+            reads_model=True, uses_kv_transfer_host=True, uses_kv_transfer_bind_host=True
+        ),
+        reads_gguf=True,
+    ),
+    # It takes only the model's name from the path.
+    "mock": BuiltInEngine(
+        title="mock",
+        traits=EngineTraits(uses_kv_transfer_host=True, uses_kv_transfer_bind_host=True),
+    ),
+}
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Return name and version of the package that has an entry point."""
+    if entry.dist is None:
+        return "an unknown package"
+    return f"{entry.dist.name} {entry.dist.version}"
+
+
+def installed_engines() -> list[EntryPoint]:
+    """Return the engines of other packages that are installed, by name."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return sorted(found, key=lambda entry: (entry.name, package_of(entry)))
+
+
+def installed_engine(name: str) -> EntryPoint | None:
+    """Return the entry point of an engine of another package; None if no package has one.
+
+    Raises:
+        ConfigError: several packages have an engine with this name, or this package has one, too.
+    """
+    entries = [entry for entry in installed_engines() if entry.name == name]
+    owners = [package_of(entry) for entry in entries]
+    if name in BUILT_IN:
+        owners.insert(0, "dynamo_trtllm itself")
+    if len(owners) > 1:
+        raise ConfigError(
+            f"the engine name {name} is ambiguous: {' and '.join(owners)} have an engine with this"
+            " name; uninstall all packages but one",
+            field="engine",
+        )
+    return entries[0] if entries else None
+
+
+def check_engine_name(name: str) -> str:
+    """Return the name of an engine that is built in or installed.
+
+    Raises:
+        ValueError: there is no such engine, or several packages have one.
+    """
+    if name in BUILT_IN:
+        return name
+    try:
+        entry = installed_engine(name)
+    except ConfigError as exc:
+        raise ValueError(exc.message) from exc
+    if entry is None:
+        others = [f"{entry.name} of {package_of(entry)}" for entry in installed_engines()]
+        raise ValueError(
+            f"there is no engine {name!r}; built in: {', '.join(BUILT_IN)}; installed:"
+            f" {', '.join(others) or 'none'}"
+        )
+    return name

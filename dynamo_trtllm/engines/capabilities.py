@@ -1,0 +1,126 @@
+"""Define what an engine may do besides the five methods of `Engine`.
+
+An engine says what it can do by its base classes, and a worker asks with `isinstance`. Python
+creates no engine that lacks a method of one of its base classes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+from dynamo_trtllm.engines.engine_interface import Finding
+from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.kv_events import OnKvEvents
+from dynamo_trtllm.protocol.messages import Instance, ReleaseOutcome
+
+MAX_STEPS = 512  # measured steps that wait for the worker
+
+
+class TransfersKv(ABC):
+    """An engine that accepts prefill and decode calls. Prefill and decode workers need it.
+
+    A prefill call ends with KV transfer parameters, for which the engine holds KV until it is
+    released or expires.
+    """
+
+    @abstractmethod
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
+
+    @abstractmethod
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a transfer is neither released nor expired."""
+
+
+class ChecksHealth(ABC):
+    """An engine that can fail while no request runs."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raise EngineFailed if the engine can no longer serve requests.
+
+        A worker calls it every second.
+        """
+
+
+class ReportsProgress(ABC):
+    """An engine whose start takes long."""
+
+    @abstractmethod
+    def progress(self) -> str:
+        """Describe the current step of `start` in a few words; "" when it does not run.
+
+        Thread-safe.
+        """
+
+
+class RunsPreflight(ABC):
+    """An engine that checks its arguments before it loads."""
+
+    @abstractmethod
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """Return the problems of the arguments. A worker calls it once, before `start`.
+
+        Args:
+            peers: live instances of the same model in the other role.
+        """
+
+
+class MeasuresSteps(ABC):
+    """An engine that measures its steps, from which routing by cost predicts waiting times."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> deque[StepSample]:
+        """The newest measured steps, at most MAX_STEPS, the oldest first.
+
+        Their one reader removes them.
+        """
+
+
+class PublishesKvEvents(ABC):
+    """An engine with a prefix cache that reports its changes. `--publish-kv-events` needs it."""
+
+    @abstractmethod
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """Call `on_events` on the event loop when KV blocks were stored in the prefix cache or
+        removed, until `aclose`.
+
+        A worker with `--publish-kv-events` calls it once, after `start`. The prefix cache is empty
+        then, but for blocks of the warm-up.
+        """
+
+
+class Sleeps(ABC):
+    """An engine that can release its GPU memory. `POST /sleep` needs it."""
+
+    @property
+    @abstractmethod
+    def sleep_obstacle(self) -> str:
+        """Why the engine can't release its GPU memory while no request runs, as text; "" if it
+        can.
+        """
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Release GPU memory.
+
+        No request runs, and none comes before `wake`. Raises EngineFailed.
+        """
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Restore what `sleep` released. Raises EngineFailed."""
+
+
+CAPABILITIES: tuple[type, ...] = (
+    TransfersKv,
+    ChecksHealth,
+    ReportsProgress,
+    RunsPreflight,
+    MeasuresSteps,
+    PublishesKvEvents,
+    Sleeps,
+)
