@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from dynamo_trtllm.models.parser_names import PARSERS
 from dynamo_trtllm.protocol.cost_model import CostModel
-from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.protocol.errors import ConfigError, ContextTooLong, RequestRejected
 from dynamo_trtllm.protocol.messages import (
+    MAX_VOCABULARY,
     GenerateRequest,
     KvLayout,
     Limits,
@@ -25,19 +27,29 @@ from dynamo_trtllm.protocol.streams import Generator, OnEvent, StreamHandle
 # as the frontend appends it to the unique part of an id
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
+# What an engine may not support.
+_FEATURES = (
+    *(name for name in Sampling.__struct_fields__ if name != "max_tokens"),
+    "cache_salt",
+    "resumed_tokens",
+)
+_OPTIONAL_FEATURES = ("priority", "dp_rank")
+NO_KV_LAYOUT = KvLayout(dtype="none", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Properties of a loaded engine, which its worker registers."""
 
-    engine: str  # value of `--engine`
+    engine: str  # kind of the engine; KV moves only between engines of one kind
     context_length: int  # tokens of prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    renderer: str  # "harmony" or "chat_template"
-    layout: KvLayout
-    limits: Limits
+    # How frontends turn conversations into tokens. "harmony" is the format of gpt-oss.
+    # "chat_template" needs `files`.
+    renderer: str
+    layout: KvLayout = NO_KV_LAYOUT  # engines that transfer no KV need none
+    limits: Limits = field(default_factory=Limits)
     # what prefill and decode must share besides the layout
     kv_compat: Mapping[str, str] = field(default_factory=dict)
     # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with
@@ -51,24 +63,48 @@ class EngineInfo:
     # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends
     # have it fetched.
     keeps_unfetched_kv: bool = False
-    # tokenizer and template files, for frontends
+    # for frontends, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja
     files: Mapping[str, Path] = field(default_factory=dict)
     # what is known of the time of its steps before they are measured
     cost_prior: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values, which would fail later in frontends or requests.
+
+        Raises:
+            ConfigError: names the field.
+        """
+        _check_value("renderer", self.renderer in PARSERS, self.renderer, " or ".join(PARSERS))
+        _check_value("context_length", self.context_length >= 1, self.context_length, "at least 1")
+        is_size = 1 <= self.vocab_size <= MAX_VOCABULARY
+        _check_value("vocab_size", is_size, self.vocab_size, f"1 to {MAX_VOCABULARY}")
+        for name in self.unsupported_features:
+            known = ", ".join(_FEATURES)
+            _check_value("unsupported_features", name in _FEATURES, name, f"among {known}")
+        for name in self.supported_features:
+            known = ", ".join(_OPTIONAL_FEATURES)
+            _check_value("supported_features", name in _OPTIONAL_FEATURES, name, f"among {known}")
+
+
+def _check_value(field_name: str, is_valid: bool, value: object, wanted: str) -> None:
+    if not is_valid:
+        raise ConfigError(
+            f"EngineInfo.{field_name} has {value!r}; it must be {wanted}", field=field_name
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters of an engine at one moment, read at every scrape of /metrics and for every report of
-    the load.
+    the load. All are 0 before `start`.
     """
 
-    running: int  # requests in the batch
-    waiting: int  # requests queued for KV blocks or a batch slot
-    kv_blocks_used: int  # includes pending_kv_blocks
-    kv_blocks_total: int
-    pending_kv_transfers: int  # KV transfers whose KV the engine still holds
-    pending_kv_blocks: int  # blocks of those transfers
+    running: int = 0  # requests in the batch
+    waiting: int = 0  # requests queued for KV blocks or a batch slot
+    kv_blocks_used: int = 0  # includes pending_kv_blocks
+    kv_blocks_total: int = 0  # 0: not reported
+    pending_kv_transfers: int = 0  # KV transfers whose KV the engine still holds
+    pending_kv_blocks: int = 0  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
     # times that the engine's library lost KV events because its buffer was full
     kv_event_gaps: int = 0
@@ -78,17 +114,6 @@ class EngineStats:
     # prompt tokens that wait for prefill or are in it, as far as not yet computed
     queued_prefill_tokens: int = 0
     context_tokens: int = 0  # tokens of the requests in the batch, prompts and output
-
-
-NO_STATS = EngineStats(
-    running=0,
-    waiting=0,
-    kv_blocks_used=0,
-    kv_blocks_total=0,
-    pending_kv_transfers=0,
-    pending_kv_blocks=0,
-)
-"""The counters of an engine that has not been started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

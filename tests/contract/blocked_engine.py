@@ -13,8 +13,9 @@ import sys
 
 from dynamo_trtllm.models import resolve
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.testing.engine_requests import prompt_of, started
 from tests.kit import planted_assumptions  # noqa: F401 - a test may plant one in this process, too
-from tests.kit.engines import answer, make, prompt_of, started
+from tests.kit.engines import answer, make
 from tests.kit.fake_packages import fake_tensorrt_llm
 
 LONG_TOKENS = 1500

@@ -13,15 +13,8 @@ import pytest
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, view
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import Role, token_ids
-from tests.kit.engines import (
-    check_nothing_left,
-    make,
-    prefill_then_decode,
-    prompt_of,
-    started,
-    stats,
-    tokens,
-)
+from dynamo_trtllm.testing.engine_requests import check_nothing_left, prompt_of, started, tokens
+from tests.kit.engines import make, prefill_then_decode
 from tests.kit.loopback_backend import LoopbackBackend
 
 _PROMPTS = 35
@@ -97,7 +90,7 @@ async def test_changed_or_missing_kv_never_gives_a_wrong_answer(
             number for number, got in enumerate(answers) if got != clean[number % _PROMPTS]
         ] == []
         assert failed == backend.faults.total()
-        assert stats(decode).kv_checksum_mismatches == backend.faults["changed"]
+        assert decode.stats().kv_checksum_mismatches == backend.faults["changed"]
         assert min(backend.faults["changed"], backend.faults["missing"]) > 0
         await check_nothing_left(decode)
         await check_nothing_left(prefill)

@@ -16,16 +16,15 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, TransferTimeout
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.kit.engines import (
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    make,
-    prefill_params,
     prompt_of,
     release,
     started,
 )
+from tests.kit.engines import make, prefill_params
 from tests.kit.loopback_backend import LoopbackBackend
 from tests.kit.waiting import SOON_S
 

@@ -15,7 +15,8 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.kit.engines import ask, check_stats, collect, make, prompt_of, started, stats
+from dynamo_trtllm.testing.engine_requests import ask, check_stats, collect, prompt_of, started
+from tests.kit.engines import make
 from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm
 
 RANKS = {"enable_attention_dp": True, "tensor_parallel_size": 2}
@@ -79,7 +80,7 @@ async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[
                 await check_stats(
                     engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids)
                 )
-            assert stats(engine).context_tokens >= 40
+            assert engine.stats().context_tokens >= 40
         await asyncio.gather(*tasks)
     return order
 

@@ -31,20 +31,16 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     release,
     started,
-    stats,
     tokens,
 )
+from tests.kit.engines import answer, make, prefill_params, prefill_then_decode
 from tests.kit.loopback_backend import LoopbackBackend
 from tests.kit.waiting import SOON_S
 
@@ -170,7 +166,7 @@ async def test_two_calls_cancelled_during_fetch_leave_nothing(gpt_oss: Path) -> 
             collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params))
         )
         await reached.wait()
-        assert stats(decode).kv_blocks_used == 4
+        assert decode.stats().kv_blocks_used == 4
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await check_nothing_left(decode)
@@ -230,7 +226,7 @@ async def test_load_counts_step_requests_and_newer_ones(
         try:
             first = asyncio.create_task(prefill_params(engine, prompt_of(100)))
             await asyncio.wait_for(entered.wait(), SOON_S)
-            load = stats(engine)
+            load = engine.stats()
             assert (
                 load.running,
                 load.waiting,
@@ -242,7 +238,7 @@ async def test_load_counts_step_requests_and_newer_ones(
                 for length in (40, 70)
             ]
             await asyncio.sleep(0)  # they post their requests
-            load = stats(engine)
+            load = engine.stats()
             assert (load.running, load.waiting, load.queued_prefill_tokens) == (1, 2, 210)
         finally:
             goes_on.set()

@@ -30,17 +30,15 @@ from dynamo_trtllm.protocol.errors import (
     NonFiniteKv,
 )
 from dynamo_trtllm.protocol.messages import Phase, Role, token_ids
-from tests.kit.engines import (
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     started,
     tokens,
 )
+from tests.kit.engines import make, prefill_params, prefill_then_decode
 
 BAD = (torch.nan, torch.inf, -torch.inf)
 

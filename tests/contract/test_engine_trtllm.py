@@ -38,21 +38,17 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     check_stats,
     collect,
-    error_code,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     release,
     started,
     tokens,
 )
+from tests.kit.engines import answer, error_code, make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits, trap_names
 from tests.kit.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
 from tests.kit.waiting import SOON_S

@@ -13,7 +13,8 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import answer, make, prompt_of, started
+from dynamo_trtllm.testing.engine_requests import prompt_of, started
+from tests.kit.engines import answer, make
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 
 PROMPT = prompt_of(70)

@@ -14,22 +14,18 @@ import pytest
 
 from dynamo_trtllm.protocol.messages import FinishReason, Phase, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.kit.engines import (
-    TRTLLM_TTL_S,
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     cancel_after,
     check_nothing_left,
     check_stats,
     collect,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     release,
     started,
     tokens,
 )
+from tests.kit.engines import TRTLLM_TTL_S, answer, make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import fake_tensorrt_llm
 from tests.kit.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
 from tests.kit.waiting import SOON_S

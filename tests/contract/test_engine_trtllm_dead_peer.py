@@ -18,19 +18,16 @@ import pytest
 from dynamo_trtllm.engines.trtllm import transfer_params
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     check_stats,
     collect,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     started,
     tokens,
 )
+from tests.kit.engines import answer, make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import fake_tensorrt_llm
 from tests.kit.waiting import SOON_S
 

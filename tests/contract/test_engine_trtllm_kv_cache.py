@@ -15,16 +15,8 @@ import pytest
 from dynamo_trtllm.engines.trtllm import library
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import (
-    ask,
-    check_stats,
-    collect,
-    make,
-    prefill_params,
-    prefill_then_decode,
-    prompt_of,
-    stats,
-)
+from dynamo_trtllm.testing.engine_requests import ask, check_stats, collect, prompt_of
+from tests.kit.engines import make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.kit.instances import CARD, make_instance
 from tests.kit.kv_index import KvIndex
@@ -52,7 +44,7 @@ async def test_start_reports_block_size_that_the_model_chooses(version: str, gpt
                 info = await engine.start()
                 # 40 blocks of 32 tokens
                 assert (info.layout.block_tokens, info.limits.kv_blocks) == (64, 20)
-                assert stats(engine).kv_blocks_total == 20  # known from registration on
+                assert engine.stats().kv_blocks_total == 20  # known from registration on
             assert await prefill_then_decode(prefill, decode, PROMPT)
             params = await prefill_params(prefill, PROMPT)
             assert params.layout.block_tokens == 64

@@ -13,7 +13,8 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import ask, collect, make, prompt_of, started, stats
+from dynamo_trtllm.testing.engine_requests import ask, collect, prompt_of, started
+from tests.kit.engines import make
 from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
 from tests.kit.kv_index import KvIndex
 from tests.kit.waiting import SOON_S
@@ -99,7 +100,7 @@ async def test_stats_count_lost_and_unreadable_events(
         )
 
         def counted() -> tuple[int, int]:
-            return stats(engine).kv_event_gaps, stats(engine).kv_events_unreadable
+            return engine.stats().kv_event_gaps, engine.stats().kv_events_unreadable
 
         async with started(engine):
             engine.start_kv_events(index.on_events)

@@ -10,16 +10,8 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import FinishReason, Role
-from tests.kit.engines import (
-    answer,
-    ask,
-    collect,
-    make,
-    prefill_then_decode,
-    prompt_of,
-    started,
-    tokens,
-)
+from dynamo_trtllm.testing.engine_requests import ask, collect, prompt_of, started, tokens
+from tests.kit.engines import answer, make, prefill_then_decode
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 from tests.kit.trtllm_engines import full_sampler
 

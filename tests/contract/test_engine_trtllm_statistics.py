@@ -12,7 +12,8 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import check_stats, make, prefill_params, prompt_of, started, stats
+from dynamo_trtllm.testing.engine_requests import check_stats, prompt_of, started
+from tests.kit.engines import make, prefill_params
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.kit.waiting import SOON_S
 
@@ -60,7 +61,7 @@ async def test_statistics_are_read_when_they_come_continuously(version: str, gpt
     with fake_tensorrt_llm(version):
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
         async with started(engine), asyncio.timeout(SOON_S):
-            while not stats(engine).kv_blocks_total:
+            while not engine.stats().kv_blocks_total:
                 engine._llm._executor.note_step()
                 await asyncio.sleep(0.005)
 
@@ -91,7 +92,7 @@ async def test_start_without_statistics_warns_once(
         async with started(engine):
             (warning,) = warnings()
             assert "reports no KV blocks" in warning
-            assert stats(engine).kv_blocks_total == 0
+            assert engine.stats().kv_blocks_total == 0
 
 
 @pytest.mark.parametrize(("stages", "num_steps"), [(1, 4), (2, 0)])
@@ -139,7 +140,7 @@ async def test_statistics_count_kv_of_all_data_parallel_ranks(version: str, gpt_
         engine = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_blocks=400, **args)
         async with started(engine):
             await check_stats(engine, kv_blocks_total=400)
-            return stats(engine).kv_blocks_total
+            return engine.stats().kv_blocks_total
 
     with fake_tensorrt_llm(version):
         assert (

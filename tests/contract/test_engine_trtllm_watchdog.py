@@ -15,7 +15,8 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.watchdog import DEAD_S, EXIT_STATUS, THREAD
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import answer, make, prompt_of, started
+from dynamo_trtllm.testing.engine_requests import prompt_of, started
+from tests.kit.engines import answer, make
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 from tests.kit.waiting import SOON_S
 

@@ -42,24 +42,19 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
 )
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.contract.vllm_real import SPOILED, failed_reads
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     cancel_after,
     check_nothing_left,
     check_stats,
     collect,
-    error_code,
-    make,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     release,
     started,
-    stats,
     tokens,
 )
+from tests.contract.vllm_real import SPOILED, failed_reads
+from tests.kit.engines import answer, error_code, make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import VLLM_RELEASES, fake_vllm
 
 PROMPT = prompt_of(70)
@@ -396,7 +391,7 @@ async def test_generate_without_tokenizer_rejects_output_forms(folder: Path) -> 
             with pytest.raises(RequestRejected) as caught:
                 await answer(engine, PROMPT, guided=FORM)
             assert caught.value.field == "guided"
-            assert stats(engine).running == 0
+            assert engine.stats().running == 0
 
 
 async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:

@@ -26,18 +26,16 @@ from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
 from dynamo_trtllm.engines.vllm.patches import failed_reads
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import Phase, token_ids
-from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    prefill_params,
-    prefill_then_decode,
     prompt_of,
     release,
     tokens,
 )
+from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
+from tests.kit.engines import answer, prefill_params, prefill_then_decode
 from tests.kit.kv_index import KvIndex
 from tests.kit.tiny_models import save_tiny_llama4
 

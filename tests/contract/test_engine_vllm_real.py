@@ -41,6 +41,15 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent, as_stream
+from dynamo_trtllm.testing.engine_requests import (
+    ask,
+    check_nothing_left,
+    check_stats,
+    collect,
+    prompt_of,
+    release,
+    tokens,
+)
 from tests.contract.vllm_real import (
     FIRST_BYTE,
     ROOT,
@@ -51,19 +60,7 @@ from tests.contract.vllm_real import (
     save_model,
     started,
 )
-from tests.kit.engines import (
-    answer,
-    ask,
-    check_nothing_left,
-    check_stats,
-    collect,
-    prefill_params,
-    prefill_then_decode,
-    prompt_of,
-    release,
-    stats,
-    tokens,
-)
+from tests.kit.engines import answer, prefill_params, prefill_then_decode
 
 pytestmark = [
     pytest.mark.vllm,
@@ -280,7 +277,7 @@ async def test_prefill_holds_nothing_when_first_token_ends_the_answer(pair: Pair
 async def test_release_when_rejected_then_kv_is_freed_before_its_lease(pair: Pair) -> None:
     kv_params = await prefill_params(pair.prefill, prompt_of(300, 41))
     await check_stats(pair.prefill, pending_kv_transfers=1)
-    assert stats(pair.prefill).kv_blocks_used > 0
+    assert pair.prefill.stats().kv_blocks_used > 0
     began = time.monotonic()
     release(pair.prefill, kv_params)
     await check_nothing_left(pair.prefill)

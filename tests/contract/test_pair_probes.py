@@ -27,8 +27,9 @@ from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
+from dynamo_trtllm.testing.engine_requests import ask
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from tests.kit.engines import ask, make
+from tests.kit.engines import make
 from tests.kit.fake_packages import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.kit.generator_streams import routed_stream
 from tests.kit.instances import make_instance

@@ -25,18 +25,17 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     check_stats,
     collect,
-    make,
     prompt_of,
     release,
     started,
     tokens,
 )
+from tests.kit.engines import answer, make
 
 
 def prompt(length: int, seed: int = 1) -> array[int]:

@@ -21,17 +21,15 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    make,
-    prefill_then_decode,
     prompt_of,
     started,
     tokens,
 )
+from tests.kit.engines import answer, make, prefill_then_decode
 from tests.kit.small_tokenizer import CONTROL, spell, write_tokenizer
 
 END, CHANNEL, MESSAGE, _ = CONTROL.values()

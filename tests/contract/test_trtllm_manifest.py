@@ -21,17 +21,8 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.protocol.errors import EngineError
 from dynamo_trtllm.protocol.messages import OutputFormat, Role, StructuredOutput
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.kit.engines import (
-    answer,
-    ask,
-    check_stats,
-    collect,
-    make,
-    prefill_then_decode,
-    prompt_of,
-    started,
-    stats,
-)
+from dynamo_trtllm.testing.engine_requests import ask, check_stats, collect, prompt_of, started
+from tests.kit.engines import answer, make, prefill_then_decode
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.kit.trtllm_api_usage import Uses, record_usage
 from tests.kit.trtllm_unverified_names import RESULTS
@@ -115,7 +106,7 @@ async def record(version: str, folder: Path) -> Uses:
             assert aggregated.sleep_obstacle
             aggregated.start_kv_events(lambda events: None)
             await aggregated.check()
-            stats(aggregated)
+            aggregated.stats()
             await check_stats(aggregated, running=0)
             form = "" if version >= "1.2" else "_async"
             reads = {

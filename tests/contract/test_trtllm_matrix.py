@@ -14,17 +14,9 @@ import pytest
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.testing.engine_requests import ask, collect, prompt_of, started, tokens
 from dynamo_trtllm.worker import startup
-from tests.kit.engines import (
-    answer,
-    ask,
-    collect,
-    make,
-    prefill_then_decode,
-    prompt_of,
-    started,
-    tokens,
-)
+from tests.kit.engines import answer, make, prefill_then_decode
 from tests.kit.fake_packages import fake_tensorrt_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"

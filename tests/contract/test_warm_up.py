@@ -18,7 +18,8 @@ from dynamo_trtllm.engines.vllm import compilation
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import check_nothing_left, make, started, vllm_args
+from dynamo_trtllm.testing.engine_requests import check_nothing_left, started
+from tests.kit.engines import make, vllm_args
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, fake_vllm
 
 

@@ -23,15 +23,8 @@ from dynamo_trtllm.engines.vllm import transfer_params as wire
 from dynamo_trtllm.protocol.errors import TransferFailed
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.kit.engines import (
-    answer,
-    ask,
-    check_nothing_left,
-    collect,
-    prefill_params,
-    release,
-    tokens,
-)
+from dynamo_trtllm.testing.engine_requests import ask, check_nothing_left, collect, release, tokens
+from tests.kit.engines import answer, prefill_params
 from tests.kit.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]

@@ -29,9 +29,9 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     Role,
 )
+from dynamo_trtllm.testing.engine_requests import tokens
 from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
-from tests.kit.engines import tokens
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import (

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DynamoError, KvTransferError
 from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Role
-from tests.kit.engines import tokens
+from dynamo_trtllm.testing.engine_requests import tokens
 from tests.kit.generator_streams import routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import (

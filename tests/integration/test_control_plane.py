@@ -20,7 +20,7 @@ from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk
-from tests.kit.engines import tokens
+from dynamo_trtllm.testing.engine_requests import tokens
 from tests.kit.etcd_client import EtcdClient
 from tests.kit.servers import TestServer
 from tests.kit.waiting import SOON_S

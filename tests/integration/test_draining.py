@@ -15,7 +15,7 @@ import pytest
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, Role
-from tests.kit.engines import tokens
+from dynamo_trtllm.testing.engine_requests import tokens
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.servers import TestServer
 from tests.kit.waiting import SOON_S

@@ -29,10 +29,10 @@ from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.protocol.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.protocol.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
+from dynamo_trtllm.testing.engine_requests import tokens
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.timing import WorkerTiming
 from dynamo_trtllm.worker.worker import endpoint_of
-from tests.kit.engines import tokens
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import config, frontend_side, request

@@ -1,39 +1,26 @@
-"""Creates engines for tests, sends requests to them, and checks that they release all resources."""
+"""Creates the engines of this package for tests, and asks a worker's service."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from array import array
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.engine_interface import Engine, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import DynamoError
-from dynamo_trtllm.protocol.messages import (
-    Chunk,
-    FinishReason,
-    GenerateRequest,
-    KvTransferParams,
-    Phase,
-    ReleaseOutcome,
-    Role,
-    Sampling,
-    token_ids,
-)
-from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, KvTransferParams, Role
+from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.testing.engine_requests import ask, collect, prefill, run_both, tokens
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.kit.instances import make_instance
 from tests.kit.loopback_backend import named_backend
-from tests.kit.waiting import SOON_S
 
 # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
 TRTLLM_TTL_S = 2.0
@@ -117,121 +104,21 @@ _ARGUMENTS: dict[str, Callable[[Role, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@asynccontextmanager
-async def started(*engines: Engine) -> AsyncIterator[None]:
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            stack.push_async_callback(engine.aclose)
-            await engine.start()
-        yield
+async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[int]:
+    """Return the tokens of the greedy answer to a prompt."""
+    return tokens(await collect(engine, ask(prompt, **sampling)))
 
 
-class EnginePool:
-    """Engines of one kind for many tests.
-
-    One with default arguments serves another test if nothing is left in it.
-    """
-
-    def __init__(self, kind: str, folder: Path, *, leaks: bool = False, **args: Any) -> None:
-        self.leaks = leaks
-        self._make = lambda role, more: make(kind, folder, role, **args, **more)
-        self._roles: dict[Engine, Role] = {}  # of those with default arguments
-        self._running: set[Engine] = set()
-        self._free: list[Engine] = []
-
-    def open(self, role: Role = Role.AGGREGATED, **args: Any) -> Engine:
-        """Return an engine for `started`: a new one if it has arguments of its own."""
-        found = (
-            None
-            if args
-            else next((engine for engine in self._free if self._roles[engine] is role), None)
-        )
-        if found is not None:
-            self._free.remove(found)
-            return found
-        engine = self._make(role, args)
-        if not args:
-            self._roles[engine] = role
-        return engine
-
-    @asynccontextmanager
-    async def started(self, *engines: Engine) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            for engine in engines:
-                stack.push_async_callback(self._put_back, engine)
-                if engine not in self._running:
-                    self._running.add(engine)
-                    await engine.start()
-            yield
-
-    async def check_nothing_left(self, engine: Engine) -> None:
-        await check_nothing_left(engine, leaks=self.leaks)
-
-    async def _put_back(self, engine: Engine) -> None:
-        now = stats(engine)
-        # the second may lag behind the third
-        held = now.pending_kv_transfers or now.kv_blocks_used or now.leaked_kv_blocks
-        if engine in self._roles and not (now.running or now.waiting or held):
-            self._free.append(engine)
-        else:
-            await engine.aclose()
-            self._running.remove(engine)
-
-    async def aclose(self) -> None:
-        for engine in self._running:
-            await engine.aclose()
+async def prefill_params(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
+    """Run a prefill call, and return its KV transfer parameters."""
+    return await prefill(engine, ask(prompt, **sampling))
 
 
-def prompt_of(length: int, seed: int = 1) -> array[int]:
-    return token_ids((i * i * 31 + i * 7 + seed * 101) % 2000 + 10 for i in range(length))
-
-
-def ask(
-    prompt: array[int],
-    *,
-    phase: Phase = Phase.AGGREGATED,
-    kv_params: KvTransferParams | None = None,
-    num_resumed_output_tokens: int = 0,
-    **sampling: Any,
-) -> GenerateRequest:
-    chosen = Sampling(**{"max_tokens": 8, "temperature": 0.0, **sampling})
-    return GenerateRequest(
-        request_id="r",
-        model="tiny",
-        token_ids=prompt,
-        sampling=chosen,
-        deadline=time.time() + 60,
-        phase=phase,
-        kv_params=kv_params,
-        num_resumed_output_tokens=num_resumed_output_tokens,
-    )
-
-
-async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
-    async with aclosing(as_stream(engine, request)) as stream:
-        chunks = [chunk async for chunk in stream]
-    assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
-        True
-    ]
-    return chunks
-
-
-async def cancel_after(engine: Engine, request: GenerateRequest, turns: int) -> None:
-    """Cancel a request after some turns of the event loop.
-
-    Release the KV if it had ended with a transfer.
-    """
-    events: list[StreamEvent] = []
-    handle = engine.generate(request, events.append)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    handle.cancel()
-    if events and isinstance(events[-1], Chunk) and events[-1].kv_params is not None:
-        release(engine, events[-1].kv_params)
-
-
-def tokens(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
+async def prefill_then_decode(
+    prefill_engine: Engine, decode_engine: Engine, prompt: array[int], **sampling: Any
+) -> list[Chunk]:
+    """Run the prefill and the decode phase like a frontend, and release the KV."""
+    return await run_both(prefill_engine, decode_engine, ask(prompt, **sampling))
 
 
 async def error_code(engine: Engine, request: GenerateRequest) -> str:
@@ -243,72 +130,3 @@ async def error_code(engine: Engine, request: GenerateRequest) -> str:
         async for _ in as_stream(service, request):
             pass
     return caught.value.code
-
-
-async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[int]:
-    return tokens(await collect(engine, ask(prompt, **sampling)))
-
-
-async def prefill_params(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
-    last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
-    assert last.finish_reason is FinishReason.KV_TRANSFER
-    assert last.kv_params is not None
-    assert list(last.token_ids) == []
-    return last.kv_params
-
-
-async def prefill_then_decode(
-    prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any
-) -> list[Chunk]:
-    """Run the prefill and the decode phase like a frontend, and release the KV on the prefill
-    engine.
-    """
-    kv_params = await prefill_params(prefill, prompt, **sampling)
-    try:
-        return await collect(
-            decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling)
-        )
-    finally:
-        release(prefill, kv_params, ReleaseOutcome.FETCHED)
-
-
-def stats(engine: Engine) -> EngineStats:
-    return engine.stats()
-
-
-def release(
-    engine: Engine, kv_params: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED
-) -> None:
-    engine.release(kv_params.transfer_id, outcome)
-
-
-async def check_stats(engine: Engine, **expected: int) -> None:
-    """Wait until the engine's statistics have these values. Fail after a timeout."""
-    deadline = time.monotonic() + SOON_S
-    while True:
-        now = {name: getattr(stats(engine), name) for name in expected}
-        if now == expected or time.monotonic() > deadline:
-            break
-        await asyncio.sleep(0.01)
-    assert now == expected
-
-
-async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
-    """Wait until the engine is idle. Fail after a timeout.
-
-    Args:
-        engine: the engine.
-        leaks: it may have KV that it never frees, if it counts it as leaked.
-    """
-    async with asyncio.timeout(SOON_S):
-        await engine.drain()
-    leaked = stats(engine).leaked_kv_blocks if leaks else 0
-    await check_stats(
-        engine,
-        running=0,
-        waiting=0,
-        kv_blocks_used=leaked,
-        leaked_kv_blocks=leaked,
-        pending_kv_transfers=0,
-    )
-    await check_stats(engine, queued_prefill_tokens=0, context_tokens=0)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import cached_property, partial
 
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
-from dynamo_trtllm.engines.engine_interface import NO_STATS, Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
@@ -79,7 +79,7 @@ class ChunkEngine(ChunkSource, Engine):
         pass
 
     def stats(self) -> EngineStats:
-        return NO_STATS
+        return EngineStats()
 
     async def aclose(self) -> None:
         pass

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.messages import Role
-from tests.kit.engines import make, started
+from dynamo_trtllm.testing.engine_requests import started
+from tests.kit.engines import make
 from tests.kit.waiting import SOON_S
 
 

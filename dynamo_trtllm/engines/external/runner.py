@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.engines.engine_interface import NO_STATS, EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
 from dynamo_trtllm.engines.external.external_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
 from dynamo_trtllm.kv_transfer.transfer_backend import (
@@ -184,7 +184,7 @@ class LibraryCalls:
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         if not self.is_open:
-            return NO_STATS
+            return EngineStats()
         transfers = self.transfers
         num_calls = len(self.inflight)
         is_idle = num_calls == 0 and len(transfers) == 0 and transfers.leaked_kv_blocks == 0

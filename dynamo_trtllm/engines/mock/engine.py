@@ -26,7 +26,12 @@ from dynamo_trtllm.engines.capabilities import (
     PublishesKvEvents,
     TransfersKv,
 )
-from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.engine_interface import (
+    Engine,
+    EngineInfo,
+    EngineStats,
+    check_request,
+)
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -60,18 +65,18 @@ class MockEngine(Engine, TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEv
         args = engine_arguments(config, MockArgs, "mock")
         if backend is None:
             backend = create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._args = args
         self._backend = backend
         self._transfers = KvTransfers(
             self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
+        self._info = mock_info(args, self._transfers.identity.layout)
         self._scheduler = MockScheduler(args, self._on_prefilled)
         self._tasks: set[asyncio.Task[None]] = set()  # of streams
 
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
         self._scheduler.start()
-        return mock_info(self._args, self._transfers.identity.layout)
+        return self._info
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = MockStream(
@@ -86,6 +91,7 @@ class MockEngine(Engine, TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEv
     def _start(self, stream: MockStream) -> None:
         """Queue a request. Raises the error of a rejected one."""
         self._check()
+        check_request(stream.request, self._info, transfers_kv=True, engine="mock engine")
         self._scheduler.submit(stream)
         kv_params = stream.request.kv_params
         if kv_params is None:

@@ -27,7 +27,6 @@ from dynamo_trtllm.engines.capabilities import (
     TransfersKv,
 )
 from dynamo_trtllm.engines.engine_interface import (
-    NO_STATS,
     Engine,
     EngineInfo,
     EngineStats,
@@ -319,7 +318,7 @@ class TorchEngine(
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:
-            return NO_STATS
+            return EngineStats()
         mismatches = 0 if self._backend is None else self._backend.checksums.mismatches
         return dataclasses.replace(self._scheduler.load.read(), kv_checksum_mismatches=mismatches)
 

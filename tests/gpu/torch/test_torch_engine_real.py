@@ -14,18 +14,16 @@ import pytest
 
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.messages import Phase, Role
-from tests.gpu.torch.site import Site
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    make,
-    prefill_then_decode,
     prompt_of,
     started,
     tokens,
 )
+from tests.gpu.torch.site import Site
+from tests.kit.engines import answer, make, prefill_then_decode
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
 

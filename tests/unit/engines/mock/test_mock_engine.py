@@ -23,16 +23,15 @@ from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import as_stream
-from tests.kit.engines import (
-    answer,
+from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
     collect,
-    prefill_params,
     prompt_of,
     started,
     tokens,
 )
+from tests.kit.engines import answer, prefill_params
 from tests.kit.loopback_backend import LoopbackBackend
 from tests.kit.waiting import SOON_S
 

@@ -9,7 +9,7 @@ from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch
 from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import KvLayout, token_ids
-from tests.kit.engines import ask
+from dynamo_trtllm.testing.engine_requests import ask
 from tests.kit.torch_sequences import sequence_of
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=3)

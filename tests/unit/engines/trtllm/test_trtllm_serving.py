@@ -11,7 +11,7 @@ from dynamo_trtllm.engines.trtllm.transfer_params import unpack
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import StreamEvent, as_stream
-from tests.kit.engines import check_stats
+from dynamo_trtllm.testing.engine_requests import check_stats
 from tests.unit.engines.trtllm.fake_bindings import (
     PARAMS,
     Llm,

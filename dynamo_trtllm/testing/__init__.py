@@ -1,0 +1,8 @@
+"""Check an engine of your own against the promises that frontends and workers rely on.
+
+Needs the extra `testing` (pytest). docs/own-engine.md describes its use.
+"""
+
+from dynamo_trtllm.testing.engine_contract import EngineContract
+
+__all__ = ["EngineContract"]

@@ -1,0 +1,72 @@
+"""Define what the tests of the contract of engines share: how they get engines, and when they skip.
+
+All waits have limits, so an engine that hangs fails a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import pytest
+import pytest_asyncio
+
+from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.testing.engine_pool import EnginePool
+
+
+class ContractBase:
+    """Base of the tests of the contract."""
+
+    # Of the settings that tests use, those that `create_engine` accepts: see docs/own-engine.md.
+    settings: ClassVar[frozenset[str]] = frozenset()
+
+    pytestmark = pytest.mark.asyncio(loop_scope="class")
+
+    @classmethod
+    def leaks_unfetched_kv(cls) -> bool:
+        """Whether KV that no decode worker fetched may stay in use, if stats() counts it as
+        leaked.
+        """
+        return False
+
+    @classmethod
+    def detects_released_kv(cls) -> bool:
+        """Whether a decode call fails if the KV of its transfer was released."""
+        return True
+
+    @classmethod
+    def create_engine(cls, role: Role, **settings: Any) -> Engine:
+        """Return a new engine, not started.
+
+        Args:
+            role: role of its worker. An engine that is no `TransfersKv` is only created as
+                AGGREGATED.
+            settings: names are among those of `settings`.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define create_engine")
+
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def pool(cls) -> AsyncIterator[EnginePool]:
+        """Engines that the tests of this class share."""
+        pool = EnginePool(cls.create_engine, leaks=cls.leaks_unfetched_kv())
+        yield pool
+        await pool.aclose()
+
+    def need_settings(self, *names: str) -> None:
+        """Skip the test unless `create_engine` accepts these settings."""
+        missing = [name for name in names if name not in self.settings]
+        if missing:
+            pytest.skip(f"{type(self).__name__}.settings lacks {', '.join(missing)}")
+
+    def accepted(self, **settings: Any) -> dict[str, Any]:
+        """Return the settings among these that `create_engine` accepts."""
+        return {name: value for name, value in settings.items() if name in self.settings}
+
+    def need_capability(self, pool: EnginePool, capability: type) -> None:
+        """Skip the test unless engines inherit from the capability."""
+        engine_class = pool.engine_class()
+        if not issubclass(engine_class, capability):
+            pytest.skip(f"{engine_class.__name__} is no {capability.__name__}")
