@@ -4,5 +4,6 @@ Needs the extra `testing` (pytest). docs/own-engine.md describes its use.
 """
 
 from dynamo_trtllm.testing.engine_contract import EngineContract
+from dynamo_trtllm.testing.engine_requests import LIMITS
 
-__all__ = ["EngineContract"]
+__all__ = ["LIMITS", "EngineContract"]

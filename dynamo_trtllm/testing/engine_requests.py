@@ -7,12 +7,14 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dynamo_trtllm.engines.capabilities import TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
@@ -25,8 +27,17 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import Generator, StreamEvent, as_stream
 
-SOON_S = 10.0  # for what normally holds at once: a busy machine may pause for seconds
-ANSWER_S = 60.0  # for an answer of some hundred tokens
+
+@dataclass
+class WaitLimits:
+    """How long the tests wait, in seconds. Raise them for an engine that is slow."""
+
+    soon_s: float = 10.0  # for what normally holds at once: a busy machine may pause for seconds
+    answer_s: float = 60.0  # for an answer of some hundred tokens
+    close_s: float = 60.0  # for the shutdown of an engine
+
+
+LIMITS = WaitLimits()
 
 
 @asynccontextmanager
@@ -99,7 +110,7 @@ async def collect(engine: Generator, request: GenerateRequest) -> list[Chunk]:
         DynamoError: the error that ended the stream.
         AssertionError: the stream did not end, or not as promised.
     """
-    async with promised("a stream ends with a finish_reason or an error", ANSWER_S):
+    async with promised("a stream ends with a finish_reason or an error", LIMITS.answer_s):
         async with aclosing(as_stream(engine, request)) as stream:
             chunks = [chunk async for chunk in stream]
     finishing = chunks[-1]
@@ -107,6 +118,18 @@ async def collect(engine: Generator, request: GenerateRequest) -> list[Chunk]:
         finishing.finish_reason is not FinishReason.KV_TRANSFER
     ), f"a stream has kv_params exactly when it ends with KV_TRANSFER, but ended with {finishing}"
     return chunks
+
+
+async def ended_with(engine: Generator, request: GenerateRequest) -> StreamEvent:
+    """Return the last event of a stream: a chunk, or the error that ended it.
+
+    Raises:
+        AssertionError: the stream did not end, or not as promised.
+    """
+    try:
+        return (await collect(engine, request))[-1]
+    except DynamoError as exc:
+        return exc
 
 
 async def cancel_after(engine: Engine, request: GenerateRequest, turns: int) -> None:
@@ -168,13 +191,13 @@ def release(
 
 async def check_stats(engine: Engine, **expected: int) -> None:
     """Wait until the engine's statistics have these values. Fail after a timeout."""
-    limit = time.monotonic() + SOON_S
+    limit = time.monotonic() + LIMITS.soon_s
     while True:
         now = {name: getattr(engine.stats(), name) for name in expected}
         if now == expected or time.monotonic() > limit:
             break
         await asyncio.sleep(0.01)
-    assert now == expected, f"stats() has {now} and not {expected} after {SOON_S:g} s"
+    assert now == expected, f"stats() has {now} and not {expected} after {LIMITS.soon_s:g} s"
 
 
 async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
@@ -184,7 +207,7 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
         engine: the engine.
         leaks: it may have KV that it never frees, if it counts it as leaked.
     """
-    async with promised("drain() returns when no request runs and no KV is held", SOON_S):
+    async with promised("drain() returns when no request runs and no KV is held", LIMITS.soon_s):
         await engine.drain()
     leaked = engine.stats().leaked_kv_blocks if leaks else 0
     await check_stats(

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.engines.capabilities import TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine
-from dynamo_trtllm.protocol.errors import ContextTooLong, DynamoError, RequestRejected
+from dynamo_trtllm.protocol.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.protocol.messages import (
     FinishReason,
     GenerateRequest,
@@ -23,7 +23,14 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.testing.contract_base import ContractBase
 from dynamo_trtllm.testing.engine_pool import EnginePool
-from dynamo_trtllm.testing.engine_requests import ANSWER_S, collect, promised, prompt_of, tokens
+from dynamo_trtllm.testing.engine_requests import (
+    LIMITS,
+    collect,
+    ended_with,
+    promised,
+    prompt_of,
+    tokens,
+)
 from dynamo_trtllm.testing.recorded_stream import RecordedStream, is_terminal
 
 # A value of each field of Sampling that an engine may not support, which is not the default.
@@ -118,8 +125,6 @@ class GenerationContract(ContractBase):
     async def test_generate_resumed_equals_undisturbed_run(self, pool: EnginePool) -> None:
         engine = pool.open()
         async with pool.started(engine):
-            if "resumed_tokens" in pool.info(engine).unsupported_features:
-                pytest.skip("resumed_tokens is in unsupported_features")
             whole = pool.ask(engine, 70, max_tokens=24)
             undisturbed = tokens(await collect(engine, whole))
             for made in (1, len(undisturbed) - 2):
@@ -132,7 +137,7 @@ class GenerationContract(ContractBase):
                 )
                 assert tokens(await collect(engine, rest)) == undisturbed[made:], (
                     f"a greedy answer that is resumed after {made} tokens continues as if it had"
-                    " not been interrupted; else put resumed_tokens into unsupported_features"
+                    " not been interrupted"
                 )
 
     async def test_cancel_when_tokens_flow_then_nothing_left(self, pool: EnginePool) -> None:
@@ -140,7 +145,7 @@ class GenerationContract(ContractBase):
         async with pool.started(engine):
             stream = as_stream(engine, pool.ask(engine, 100, max_tokens=500))
             async with aclosing(stream):
-                async with promised("a running request has a first chunk", ANSWER_S):
+                async with promised("a running request has a first chunk", LIMITS.answer_s):
                     await anext(stream)
             await pool.check_nothing_left(engine)
 
@@ -167,11 +172,13 @@ class GenerationContract(ContractBase):
         self.need_settings("max_seq_len")
         engine = pool.open(max_seq_len=64)
         async with pool.started(engine):
-            assert pool.info(engine).context_length == 64
+            assert pool.info(engine).context_length == 64, "context_length is max_seq_len"
             request = pool.ask(engine, 32)
             ids = prompt_of(64, vocab_size=pool.info(engine).vocab_size)
-            with pytest.raises(ContextTooLong):
-                await collect(engine, msgspec.structs.replace(request, token_ids=ids))
+            error = await ended_with(engine, msgspec.structs.replace(request, token_ids=ids))
+            assert isinstance(error, ContextTooLong), (
+                f"a prompt of max_seq_len tokens ends with ContextTooLong, not {error!r}"
+            )
             await pool.check_nothing_left(engine)
 
     async def test_generate_waits_when_blocks_are_scarce(self, pool: EnginePool) -> None:
@@ -216,18 +223,12 @@ class GenerationContract(ContractBase):
             await self._check_rejected(engine, request, "phase")
 
     async def _check_rejected(self, engine: Engine, request: GenerateRequest, field: str) -> None:
-        ended_with: object
-        try:
-            ended_with = (await collect(engine, request))[-1]
-        except DynamoError as exc:
-            ended_with = exc
-        assert isinstance(ended_with, RequestRejected), (
+        error = await ended_with(engine, request)
+        assert isinstance(error, RequestRejected), (
             f"a request with a wrong or unsupported {field} ends with RequestRejected, but ended"
-            f" with {ended_with!r}"
+            f" with {error!r}"
         )
-        assert ended_with.field == field, (
-            f"RequestRejected names the field {field}, not {ended_with.field}"
-        )
+        assert error.field == field, f"RequestRejected names the field {field}, not {error.field}"
 
     async def test_stop_token_ends_the_answer_with_stop(self, pool: EnginePool) -> None:
         engine = pool.open()

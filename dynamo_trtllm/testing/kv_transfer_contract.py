@@ -25,10 +25,11 @@ from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.testing.contract_base import ContractBase
 from dynamo_trtllm.testing.engine_pool import EnginePool
 from dynamo_trtllm.testing.engine_requests import (
-    ANSWER_S,
+    LIMITS,
     cancel_after,
     check_stats,
     collect,
+    ended_with,
     phase_of,
     prefill,
     promised,
@@ -90,8 +91,6 @@ class KvTransferContract(ContractBase):
 
     async def test_resumed_pair_equals_undisturbed_run(self, pool: EnginePool) -> None:
         async with self.started_pair(pool) as pair:
-            if "resumed_tokens" in pool.info(pair.decode).unsupported_features:
-                pytest.skip("resumed_tokens is in unsupported_features")
             whole = pool.ask(pair.decode, 70, max_tokens=24)
             undisturbed = tokens(await run_both(*pair, whole))
             rest = msgspec.structs.replace(
@@ -102,7 +101,7 @@ class KvTransferContract(ContractBase):
             )
             assert tokens(await run_both(*pair, rest)) == undisturbed[3:], (
                 "a greedy answer that is resumed after 3 tokens continues as if it had not been"
-                " interrupted; else put resumed_tokens into unsupported_features"
+                " interrupted"
             )
 
     async def test_prefill_of_one_token_has_no_transfer(self, pool: EnginePool) -> None:
@@ -133,7 +132,7 @@ class KvTransferContract(ContractBase):
             begun_s = time.monotonic()
             call = phase_of(request, Phase.DECODE, kv_params)
             async with aclosing(as_stream(pair.decode, call)) as stream:
-                async with promised("a decode call has a first chunk", ANSWER_S):
+                async with promised("a decode call has a first chunk", LIMITS.answer_s):
                     timings = (await anext(stream)).stats
             elapsed_s = time.monotonic() - begun_s
             assert timings is not None, "the first chunk of a decode call has stats"
@@ -179,13 +178,16 @@ class KvTransferContract(ContractBase):
             is_early = drain.done()
             for kv_params in (*transfers, *transfers):
                 release(pair.prefill, kv_params)
-            await drain
+            async with promised("drain() returns when all KV is released", LIMITS.soon_s):
+                await drain
             assert not is_early, "drain() waits until no KV of a transfer is held"
             await pool.check_nothing_left(pair.prefill)
             if not self.detects_released_kv():
                 return
-            with pytest.raises(KvTransferError):
-                await collect(pair.decode, phase_of(request, Phase.DECODE, transfers[0]))
+            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, transfers[0]))
+            assert isinstance(error, KvTransferError), (
+                f"a decode call for released KV ends with KvTransferError, not {error!r}"
+            )
             await pool.check_nothing_left(pair.decode)
 
     async def test_expired_transfer_frees_blocks_and_rejects_decode(self, pool: EnginePool) -> None:
@@ -194,8 +196,10 @@ class KvTransferContract(ContractBase):
             request = pool.ask(pair.decode, 100)
             kv_params = await prefill(pair.prefill, request)
             await pool.check_nothing_left(pair.prefill)
-            with pytest.raises(TransferExpired):
-                await collect(pair.decode, phase_of(request, Phase.DECODE, kv_params))
+            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, kv_params))
+            assert isinstance(error, TransferExpired), (
+                f"a decode call for expired KV ends with TransferExpired, not {error!r}"
+            )
             await pool.check_nothing_left(pair.decode)
 
     async def test_decode_when_layout_differs_then_refused_by_name(self, pool: EnginePool) -> None:
@@ -203,9 +207,13 @@ class KvTransferContract(ContractBase):
         async with self.started_pair(pool, of_decode={"kv_block_size": 16}) as pair:
             request = pool.ask(pair.decode, 100)
             kv_params = await prefill(pair.prefill, request)
-            with pytest.raises(TransferMismatch) as caught:
-                await collect(pair.decode, phase_of(request, Phase.DECODE, kv_params))
-            assert caught.value.field == "layout.block_tokens"
+            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, kv_params))
+            assert isinstance(error, TransferMismatch), (
+                f"a decode call for another layout ends with TransferMismatch, not {error!r}"
+            )
+            assert error.field == "layout.block_tokens", (
+                f"TransferMismatch names the field layout.block_tokens, not {error.field}"
+            )
             await pool.check_nothing_left(pair.decode)
 
     async def test_cancelled_decode_leaves_nothing(self, pool: EnginePool) -> None:
@@ -214,7 +222,7 @@ class KvTransferContract(ContractBase):
             kv_params = await prefill(pair.prefill, request)
             call = phase_of(request, Phase.DECODE, kv_params)
             async with aclosing(as_stream(pair.decode, call)) as stream:
-                async with promised("a decode call has a first chunk", ANSWER_S):
+                async with promised("a decode call has a first chunk", LIMITS.answer_s):
                     await anext(stream)
             await pool.check_nothing_left(pair.decode)
             release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)
