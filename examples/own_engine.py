@@ -20,7 +20,6 @@ from pydantic import BaseModel, Field
 
 from dynamo_trtllm import (
     Chunk,
-    ContextTooLong,
     EngineFailed,
     EngineInfo,
     EngineStats,
@@ -97,8 +96,6 @@ class EchoEngine:
             raise EngineFailed("the echo engine is not running")
         check_request(request, info, transfers_kv=False, engine="echo engine")
         space = info.context_length - len(request.token_ids)
-        if space <= 0:
-            raise ContextTooLong(f"the context has {info.context_length} tokens; shorten the text")
         stops = stop_token_ids(request.sampling, info)
         last = token_ids()
         for token in itertools.islice(answer_to(request), min(request.sampling.max_tokens, space)):

@@ -211,13 +211,13 @@ def check_request(
         info: properties of the engine.
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
-        limit: length of the prompt; None: the engine checks it.
+        limit: length of the prompt; None: that which leaves one token of the context.
         priority_argument: name of the argument that gives priorities an effect; "": the engine has
             none.
 
     Raises:
         RequestRejected: names the field.
-        ContextTooLong: the prompt is longer than `limit`.
+        ContextTooLong: the prompt is longer than `limit`, or leaves no space for output.
     """
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
@@ -227,7 +227,7 @@ def check_request(
             f"this worker is aggregated and does not accept {request.phase} calls", field="phase"
         )
     for name in info.unsupported_features:
-        if _is_used(request, name):
+        if _is_used(request, name, info):
             raise RequestRejected(
                 f"{name} is not supported by this worker's {engine}; omit it, or see the worker's"
                 " log for the reason",
@@ -237,6 +237,11 @@ def check_request(
         raise ContextTooLong(
             f"the prompt has {len(request.token_ids)} tokens, but this worker accepts at most"
             f" {limit.tokens} ({limit.why}); shorten it"
+        )
+    if len(request.token_ids) >= info.context_length:
+        raise ContextTooLong(
+            f"a prompt of {len(request.token_ids)} tokens leaves no space for output in the context"
+            f" of {info.context_length}; shorten it"
         )
     if priority_argument and request.priority and "priority" not in info.supported_features:
         raise RequestRejected(
@@ -268,9 +273,12 @@ def _check_vocabulary(request: GenerateRequest, vocab_size: int) -> None:
             )
 
 
-def _is_used(request: GenerateRequest, name: str) -> bool:
+def _is_used(request: GenerateRequest, name: str, info: EngineInfo) -> bool:
     if name == "cache_salt":
         return request.cache_salt is not None
+    if name == "stop_token_ids":
+        # Chat requests have the stop tokens of the model's format, at which engines end anyway.
+        return not set(request.sampling.stop_token_ids) <= set(info.eos_token_ids)
     if name == "resumed_tokens":
         return False  # the tokens are treated as prompt
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))

@@ -31,8 +31,9 @@ from dynamo_trtllm.testing.engine_requests import (
     prompt_of,
     tokens,
 )
-from dynamo_trtllm.testing.recorded_stream import RecordedStream, is_terminal
+from dynamo_trtllm.testing.stream_record import StreamRecord, is_terminal
 
+_HARMONY_STOPS = (200002, 200012)  # the end of an answer, and of a tool call
 # A value of each field of Sampling that an engine may not support, which is not the default.
 _VALUES: dict[str, Any] = {
     "min_tokens": 1,
@@ -85,7 +86,7 @@ class GenerationContract(ContractBase):
             ids = prompt_of(too_long, vocab_size=pool.info(engine).vocab_size)
             bad = msgspec.structs.replace(bad, token_ids=ids)
             for request in (pool.ask(engine, 40), bad):
-                stream = RecordedStream(engine, request)
+                stream = StreamRecord(engine, request)
                 await stream.end()
                 count = len(stream.events)
                 stream.handle.cancel()
@@ -105,7 +106,7 @@ class GenerationContract(ContractBase):
         engine = pool.open()
         async with pool.started(engine):
             request = pool.ask(engine, 40, max_tokens=100)
-            stream = RecordedStream(engine, request, cancel_at=2)
+            stream = StreamRecord(engine, request, cancel_at=2)
             await stream.has_events(2)
             stream.handle.cancel()
             await pool.check_nothing_left(engine)
@@ -229,6 +230,18 @@ class GenerationContract(ContractBase):
             f" with {error!r}"
         )
         assert error.field == field, f"RequestRejected names the field {field}, not {error.field}"
+
+    async def test_stop_tokens_of_the_format_are_accepted(self, pool: EnginePool) -> None:
+        engine = pool.open()
+        async with pool.started(engine):
+            info = pool.info(engine)
+            ends = _HARMONY_STOPS if info.renderer == "harmony" else info.eos_token_ids
+            request = pool.ask(engine, 40, ignore_eos=False, stop_token_ids=ends)
+            last = await ended_with(engine, request)
+            assert not isinstance(last, RequestRejected), (
+                f"chat requests have the stop tokens {ends} of the format in stop_token_ids:"
+                f" eos_token_ids contains them, or the engine supports stop_token_ids ({last})"
+            )
 
     async def test_stop_token_ends_the_answer_with_stop(self, pool: EnginePool) -> None:
         engine = pool.open()

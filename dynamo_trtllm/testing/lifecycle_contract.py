@@ -30,7 +30,7 @@ from dynamo_trtllm.testing.engine_requests import (
     prompt_of,
     tokens,
 )
-from dynamo_trtllm.testing.recorded_stream import RecordedStream
+from dynamo_trtllm.testing.stream_record import StreamRecord
 
 
 def _check_counters(stats: EngineStats) -> None:
@@ -57,7 +57,7 @@ class LifecycleContract(ContractBase):
     async def test_stats_count_running_requests_only(self, pool: EnginePool) -> None:
         engine = pool.open()
         async with pool.started(engine):
-            stream = RecordedStream(engine, pool.ask(engine, 40, max_tokens=500))
+            stream = StreamRecord(engine, pool.ask(engine, 40, max_tokens=500))
             await stream.has_events(1)
             stats = engine.stats()
             _check_counters(stats)
@@ -74,7 +74,7 @@ class LifecycleContract(ContractBase):
     async def test_drain_waits_until_no_request_runs(self, pool: EnginePool) -> None:
         engine = pool.open()
         async with pool.started(engine):
-            stream = RecordedStream(engine, pool.ask(engine, 40, max_tokens=500))
+            stream = StreamRecord(engine, pool.ask(engine, 40, max_tokens=500))
             await stream.has_events(1)
             drain = asyncio.create_task(engine.drain())
             await asyncio.sleep(0.05)
@@ -92,7 +92,7 @@ class LifecycleContract(ContractBase):
         try:
             info = await engine.start()
             request = ask(prompt_of(40, vocab_size=info.vocab_size), max_tokens=500)
-            stream = RecordedStream(engine, request)
+            stream = StreamRecord(engine, request)
             await stream.has_events(1)
         finally:
             await self._close(engine)

@@ -5,7 +5,7 @@ A helper that the tests of one folder alone use is a module of that folder. The 
 TensorRT-LLM and vLLM are packages of their own in `tests/fakes`, which `fake_packages` imports.
 
 Engines
-    engines: creates engines, sends requests to them, and checks that they release all resources
+    engines: creates the engines of this package; dynamo_trtllm.testing has requests and checks
     trtllm_engines: three trtllm engines on one fake TensorRT-LLM: aggregated, prefill and decode
     fake_packages: the fakes of TensorRT-LLM and vLLM, imported as a release
     planted_assumptions: wrong assumptions about TensorRT-LLM, as a plugin of pytest

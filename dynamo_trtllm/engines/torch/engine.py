@@ -49,7 +49,6 @@ from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
-    ContextTooLong,
     DynamoError,
     EngineFailed,
     EngineNotReady,
@@ -248,11 +247,6 @@ class TorchEngine(
         check_request(
             request, info, transfers_kv=self.kv_connector is not None, engine="torch engine"
         )
-        if prompt_tokens >= info.context_length:
-            raise ContextTooLong(
-                f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
-                f"{info.context_length}; shorten it"
-            )
         seq.max_new_tokens = min(sampling.max_tokens, info.context_length - prompt_tokens)
         seq.stop_ids = tuple(sorted(stop_token_ids(sampling, info)))
         if sampling.seed is not None:

@@ -16,7 +16,7 @@ def is_terminal(event: StreamEvent) -> bool:
     return isinstance(event, DynamoError) or event.finish_reason is not None
 
 
-class RecordedStream:
+class StreamRecord:
     """One stream of an engine, with its events."""
 
     def __init__(self, engine: Engine, request: GenerateRequest, cancel_at: int = 0) -> None:
