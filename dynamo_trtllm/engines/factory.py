@@ -93,7 +93,9 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
     Raises:
         ConfigError: the engine is not installed, lacks a method, or rejects its arguments.
     """
-    return find_engine(config).create(config, instance_id=instance_id)
+    kind = find_engine(config)
+    check_settings(config, kind)
+    return kind.create(config, instance_id=instance_id)
 
 
 def find_engine(config: WorkerConfig) -> EngineKind:
