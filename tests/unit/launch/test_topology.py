@@ -191,6 +191,13 @@ def test_choose_when_wishes_are_typed_then_they_win() -> None:
     )
 
 
+@pytest.mark.parametrize("machine", [LAPTOP, gpus(79, 79)], ids=["cpu", "gpus"])
+def test_choose_engine_of_another_package_gets_one_worker(machine: MachineFacts) -> None:
+    chosen = choose(machine, SMALL, options().model_copy(update={"engine": "own"}))
+    assert (chosen.engine, chosen.workers) == ("own", {Role.AGGREGATED: 1})
+    assert chosen.reasons["engine"] == "own: given with --engine"
+
+
 def test_choose_when_the_model_is_gguf_then_torch_also_with_gpus() -> None:
     chosen = choose(gpus(79), replace(SMALL, is_gguf=True, torch_values=None), options())
     assert chosen.reasons["engine"] == "torch: it alone loads GGUF files"
