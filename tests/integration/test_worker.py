@@ -22,7 +22,9 @@ from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.capabilities import Sleeps
 from dynamo_trtllm.engines.engine_interface import EngineStats
+from dynamo_trtllm.engines.mock import engine as mock_engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
@@ -354,13 +356,20 @@ async def test_serve_publishes_kv_updates_and_snapshots(
     assert updates[-1] == last
 
 
+class SleepingMock(MockEngine, Sleeps):
+    """A mock engine that has no memory to release."""
+
+    sleep_obstacle = ""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
 async def test_serve_asleep_is_deregistered_until_wake(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def done(_: MockEngine) -> None: ...
-
-    for name, value in {"sleep_obstacle": "", "sleep": done, "wake": done}.items():
-        monkeypatch.setattr(MockEngine, name, value, raising=False)
+    monkeypatch.setattr(mock_engine, "MockEngine", SleepingMock)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     chosen = config(
