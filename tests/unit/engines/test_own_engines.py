@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -190,6 +191,11 @@ def test_engine_is_checked_before_it_is_created(packages: Packages) -> None:
     packages.install("acme", "five", f"{__name__}:GenerateWithoutEvents")
     with pytest.raises(ConfigError, match="GenerateWithoutEvents has generate, which can't be"):
         create_engine(config_of(engine="five"), instance_id=1)
+
+
+def test_partial_has_the_name_and_the_traits_of_its_class() -> None:
+    kind = engine_kind(partial(WithArguments))
+    assert (kind.name, kind.traits.arguments) == ("WithArguments", Arguments)
 
 
 def test_function_that_returns_no_engine_is_an_error() -> None:
