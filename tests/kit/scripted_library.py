@@ -125,13 +125,20 @@ def make(*, ttl_s: float = 60.0, kv_fetch_timeout_s: float = 30.0, **library_fac
     return serve(library, ttl_s=ttl_s, kv_fetch_timeout_s=kv_fetch_timeout_s), library
 
 
+class ScriptedEngine(ExternalEngine):
+    """An engine whose library a test passes in, started."""
+
+    async def start(self) -> EngineInfo:
+        raise AssertionError("it serves already")
+
+
 def serve(
     library: Any, *, ttl_s: float = 60.0, kv_fetch_timeout_s: float = 30.0, **fields: Any
 ) -> ExternalEngine:
     """Return an engine that runs requests with a library. `fields`: of its properties."""
     info = info_of(**fields)
     name = getattr(library, "name", "TensorRT-LLM")
-    engine = ExternalEngine(
+    engine = ScriptedEngine(
         WorkerConfig(
             model_path="m", kv_transfer_ttl_s=ttl_s, kv_fetch_timeout_s=kv_fetch_timeout_s
         ),

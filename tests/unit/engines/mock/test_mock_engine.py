@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.mock.args import mock_info
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
@@ -316,7 +315,7 @@ async def test_steps_are_measured_with_their_work() -> None:
     engine._scheduler._step(0.1)  # without any work: the time of no step
     assert len(engine.steps) == 4
     assert engine.steps[0].seconds > 0.003
-    prior = mock_info(engine._args, engine._args.layout).cost_prior
+    prior = engine._info.cost_prior
     assert prior is not None
     assert prior.is_valid
     assert prior.prefill is not None
