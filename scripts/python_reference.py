@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -49,6 +50,9 @@ def page() -> str:
 
 
 def _described(name: str, public: Any) -> Iterator[str]:
+    if typing.get_origin(public) is not None:
+        yield from _alias(name)
+        return
     if not inspect.isclass(public):
         yield from _function(name, public)
         return
@@ -74,6 +78,22 @@ def _described(name: str, public: Any) -> Iterator[str]:
         else:
             yield f"### {title}\n"
             yield from _function(title, value)
+
+
+def _alias(name: str) -> Iterator[str]:
+    """Yield the definition of a type alias, and the text below it."""
+    for module in sys.modules.values():
+        if not module.__name__.startswith("dynamo_trtllm") or name not in vars(module):
+            continue
+        statements = ast.parse(inspect.getsource(module)).body
+        for statement, text in itertools.pairwise(statements):
+            if not (isinstance(statement, ast.AnnAssign) and statement.value is not None):
+                continue
+            if ast.unparse(statement.target) == name:
+                assert isinstance(text, ast.Expr)
+                yield f"```text\n{name} = {ast.unparse(statement.value)}\n```\n"
+                yield markdown(ast.literal_eval(text.value))
+                return
 
 
 def _function(title: str, function: Any) -> Iterator[str]:

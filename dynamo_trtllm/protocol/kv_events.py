@@ -70,6 +70,7 @@ class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
 
 KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 OnKvEvents: TypeAlias = Callable[[Sequence[KvEvent]], None]
+"""A callback that receives the changes of a prefix cache on the event loop."""
 
 
 class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -201,8 +201,10 @@ class Worker(Lifecycle):
             )
         self._config = config
         # None: found at the start
-        self._kind = None if engine is None else engine_kind(engine)
-        name = (config.engine or DEFAULT_ENGINE) if self._kind is None else self._kind.name
+        self._engine_kind = None if engine is None else engine_kind(engine)
+        name = config.engine or DEFAULT_ENGINE
+        if self._engine_kind is not None:
+            name = self._engine_kind.name
         self._endpoint = endpoint_of(config, name)
         self._timing = timing
         self.instance_id = secrets.randbits(_ID_BITS)
@@ -290,7 +292,7 @@ class Worker(Lifecycle):
     async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, WorkerSleep]:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
-        completed = await asyncio.to_thread(_completed, self._config, self._kind)
+        completed = await asyncio.to_thread(_completed, self._config, self._engine_kind)
         config = self._config = completed.config
         engine = completed.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
