@@ -23,6 +23,7 @@ from dynamo_trtllm.config.commands import (
     CompletionConfig,
     DemoConfig,
     ExplainConfig,
+    KeysConfig,
     LaunchConfig,
     PreflightConfig,
     ServeConfig,
@@ -74,6 +75,7 @@ PROGRAMS = (
         ClearNamespaceConfig,
         "dynamo_trtllm.clear_namespace",
     ),
+    Program("API keys", "keys", KeysConfig, "dynamo_trtllm.cli.keys"),
     Program("Version", "version", VersionConfig),
     Program("Completion", "completion", CompletionConfig),
 )

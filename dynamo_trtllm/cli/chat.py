@@ -60,7 +60,7 @@ def main(config: ChatConfig) -> int:
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer,
     and with 2 for a bad command line.
     """
-    model = config.model or only_model(models(config.url), config.url)
+    model = config.model or only_model(models(config.url, config.api_key), config.url)
     num_failures = _converse(config.model_copy(update={"model": model}))
     return 1 if num_failures else 0
 
@@ -74,7 +74,7 @@ def _converse(config: ChatConfig) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
-        partial(stream_chat, config.url),
+        partial(stream_chat, config.url, config.api_key),
         LiveOutput(sys.stdout, has_colors=has_colors),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
@@ -200,27 +200,31 @@ def _typed_lines() -> Iterator[str]:
             return
 
 
-def models(url: str) -> list[str]:
+def models(url: str, api_key: str | None = None) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with closing(_iterate(_response_lines(url, "/v1/models"))) as lines:
+    with closing(_iterate(_response_lines(url, "/v1/models", api_key))) as lines:
         body = _json(b"\n".join(lines))
     return [str(model.get("id")) for model in body.get("data") or ()]
 
 
-def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+def stream_chat(
+    url: str, api_key: str | None, body: Mapping[str, Any]
+) -> Generator[dict[str, Any], None, None]:
     """Send a chat completion request and yield the events of its stream.
 
     Close the generator to stop the answer.
 
     Args:
         url: address of the frontend.
+        api_key: is sent, unless it is None.
         body: request body, with `stream` set.
 
     Raises:
         ChatFailed: there is no connection, the server returns an error, or the stream breaks.
     """
     content = json.dumps(body).encode()
-    with closing(_iterate(_response_lines(url, "/v1/chat/completions", content))) as lines:
+    response = _response_lines(url, "/v1/chat/completions", api_key, content)
+    with closing(_iterate(response)) as lines:
         yield from events(lines)
 
 
@@ -251,7 +255,7 @@ def error_text(body: Mapping[str, Any]) -> str:
 
 
 async def _response_lines(
-    url: str, path: str, content: bytes | None = None
+    url: str, path: str, api_key: str | None, content: bytes | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Send a request, and yield the lines of the response.
 
@@ -270,10 +274,11 @@ async def _response_lines(
         ) from exc
     try:
         async with connection:
+            headers = http_client.bearer(api_key)
             if content is None:
-                response = await connection.request("GET")
+                response = await connection.request("GET", headers=headers)
             else:
-                headers = {"Content-Type": "application/json"}
+                headers["Content-Type"] = "application/json"
                 response = await connection.request("POST", content, headers)
             if response.status != HTTPStatus.OK:
                 text = (await response.read()).decode(errors="replace")

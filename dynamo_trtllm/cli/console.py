@@ -63,6 +63,7 @@ GROUPS = {
         Command("chaos", "Inject faults under load, and check every response.", "bench.chaos.main"),
     ),
     "other commands": (
+        Command("keys", "Add, list and revoke API keys.", "cli.keys"),
         Command("version", "Show versions, engines, GPUs and servers found here.", "cli.version"),
         Command(
             "completion",

@@ -13,12 +13,13 @@ import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from dynamo_trtllm.config.commands import StatusConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
 from dynamo_trtllm.config.text_table import format_table
@@ -155,9 +156,10 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     """
     now = asyncio.get_running_loop().time()
     deadline = now + config.timeout_s
+    client = _StatusClient(deadline, config.api_key)
     if config.url is not None:
         try:
-            return [await _of_frontend(config.url, deadline)]
+            return [await _of_frontend(config.url, client)]
         except OSError as exc:
             raise NothingRuns(
                 f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
@@ -170,7 +172,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
         records = [record for record in launched if record.namespace == config.namespace]
     # An address of etcd that the user gives may be of another deployment than the launched ones.
     if records and not has_etcd:
-        return list(await asyncio.gather(*(_of_launcher(record, deadline) for record in records)))
+        return list(await asyncio.gather(*(_of_launcher(record, client) for record in records)))
     looked = []  # where no deployment was found
     others = {record.namespace for record in launched} - {config.namespace}
     if others:
@@ -180,7 +182,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     if not has_namespace and not has_etcd:
         half = now + config.timeout_s / 2  # the other half is for etcd
         try:
-            return [await _of_frontend(_DEFAULT_URL, half)]
+            return [await _of_frontend(_DEFAULT_URL, client._replace(deadline=half))]
         except OSError as exc:
             looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
     try:
@@ -199,19 +201,26 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     )
 
 
-async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentReport:
+class _StatusClient(NamedTuple):
+    """How processes are asked for their status."""
+
+    deadline: float  # on the clock of the event loop
+    api_key: str | None
+
+
+async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> DeploymentReport:
     """Ask the processes that a launcher of this machine has started."""
     asked: list[Awaitable[ProcessStatus]] = [
-        _of_server("etcd", record.etcd, check_etcd, deadline),
-        _of_server("nats", record.nats, check_nats, deadline),
-        *(_of_process(process, deadline) for process in record.processes),
+        _of_server("etcd", record.etcd, check_etcd, client.deadline),
+        _of_server("nats", record.nats, check_nats, client.deadline),
+        *(_of_process(process, client) for process in record.processes),
     ]
     report = DeploymentReport(namespace=record.namespace, processes=[])
     health = None
     frontend = record.frontend
     if frontend is not None:
         report.url = f"http://{frontend.address}"
-        health = asyncio.create_task(_health(frontend.host, frontend.port, deadline))
+        health = asyncio.create_task(_health(frontend.host, frontend.port, client))
     report.processes += await asyncio.gather(*asked)
     if health is not None:
         with suppress(OSError):  # it does not answer, which its row shows
@@ -219,7 +228,7 @@ async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentRepor
     return report
 
 
-async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
+async def _of_frontend(url: str, client: _StatusClient) -> DeploymentReport:
     """Ask a frontend for itself and the workers that it knows.
 
     Raise OSError if it does not answer.
@@ -233,9 +242,7 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
     host = parts.hostname or ""
     port = parts.port or _HTTP_PORT
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=_UNKNOWN_PID)
-    health, process = await asyncio.gather(
-        _health(host, port, deadline), _of_process(record, deadline)
-    )
+    health, process = await asyncio.gather(_health(host, port, client), _of_process(record, client))
     namespaces = sorted({instance.namespace for instance in health.instances})
     report = DeploymentReport(namespace=", ".join(namespaces), url=url, processes=[process])
     _add_health(report, health)
@@ -303,18 +310,18 @@ def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = fro
     report.problems += [str(line) for line in health.mismatched]
 
 
-async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
+async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessStatus:
     """Ask a process whether it is ready, and for its load."""
     status = msgspec.convert(process, ProcessStatus, from_attributes=True)
     try:
-        code, body = await _get(process.host, process.port, "/ready", deadline)
+        code, body = await _get(process.host, process.port, "/ready", client)
         answer = msgspec.json.decode(body, type=ReadyAnswer)
         is_ready = code == 200
         status.state = _READY if is_ready else answer.status
         status.reason = answer.reason
         status.instance_id = answer.instance_id
         if is_ready:  # a frontend that starts answers no other request yet
-            _, body = await _get(process.host, process.port, "/metrics", deadline)
+            _, body = await _get(process.host, process.port, "/metrics", client)
             status.load = sum_samples(body.decode(), PREFIX)
     except ConnectionRefusedError as exc:
         # A process that runs does not listen yet.
@@ -362,19 +369,33 @@ async def _of_server(
     return status
 
 
-async def _health(host: str, port: int, deadline: float) -> _Health:
+async def _health(host: str, port: int, client: _StatusClient) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, f"/health?limit={_MAX_WORKERS}", deadline)
+    _, body = await _get(host, port, f"/health?limit={_MAX_WORKERS}", client)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:
         raise OSError(f"the answer is not that of a frontend: {exc}") from exc
 
 
-async def _get(host: str, port: int, path: str, deadline: float) -> tuple[int, bytes]:
-    async with asyncio.timeout_at(deadline):
+async def _get(host: str, port: int, path: str, client: _StatusClient) -> tuple[int, bytes]:
+    """Return the status and the body of a response.
+
+    Raises:
+        OSError: there is no answer, or it needs another API key.
+    """
+    async with asyncio.timeout_at(client.deadline):
         url = http_url(host, port, path)
-        return await http_client.request(url, "GET", max_bytes=_METRICS_BYTES)
+        headers = http_client.bearer(client.api_key)
+        status, body = await http_client.request(
+            url, "GET", headers=headers, max_bytes=_METRICS_BYTES
+        )
+    if status in (401, 403):
+        raise OSError(
+            f"{path} needs an API key with scope status or all; pass --api-key, or set"
+            f" {ENV_PREFIX}API_KEY"
+        )
+    return status, body
 
 
 def _text(error: Exception) -> str:

@@ -5,6 +5,7 @@ multi-process frontend.
 from __future__ import annotations
 
 import urllib.parse
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,12 +24,14 @@ from dynamo_trtllm.config.config_base import (
     Port,
     PositiveFloat,
     PositiveInt,
+    matching,
     option,
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
+from dynamo_trtllm.config.http_access import SENT_API_KEY_HELP, SentApiKey
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
-from dynamo_trtllm.protocol.number_types import MAX_SECONDS
+from dynamo_trtllm.protocol.number_types import MAX_PRIORITY, MAX_SECONDS
 
 
 def _server_url(value: str) -> str:
@@ -154,6 +157,9 @@ class ChatConfig(Config):
     # None selects the server's own default.
     url: ServerUrl = option(
         "HTTP and routing", "http://localhost:8000", is_address=True, help="Address of a frontend."
+    )
+    api_key: SentApiKey | None = option(
+        "HTTP and routing", None, is_secret=True, help=SENT_API_KEY_HELP
     )
     model: NonEmpty | None = option(
         "model", None, help="Model name. Default: the only model of the frontend."
@@ -350,6 +356,9 @@ class StatusConfig(ConnectionConfig):
         help="Address of a frontend. Default: the deployments that were launched on this machine,"
         " otherwise the frontend at http://localhost:8000 and the workers registered in etcd.",
     )
+    api_key: SentApiKey | None = option(
+        "HTTP and routing", None, is_secret=True, help=SENT_API_KEY_HELP
+    )
     watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
     interval_s: PositiveFloat = option(
         "process", 2.0, help="Seconds between two outputs of --watch."
@@ -435,6 +444,97 @@ class ExplainConfig(ConnectionConfig):
             )
         if self.json_output and not self.stuck:
             raise ValueError("--json needs --stuck; add it, or export the events with --perfetto")
+        return self
+
+
+def _in_utc(value: datetime) -> datetime:
+    """Return a time without a time zone as one in UTC."""
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+
+
+class KeysConfig(Config):
+    """Add, list and revoke the API keys in a file that frontends read (--api-keys-file).
+
+    Running frontends use a changed file within about a second.
+
+    examples:
+      %(prog)s add --file keys.jsonl --name alice --tokens-per-minute 100000
+      %(prog)s add --file keys.jsonl --name prometheus --scope status
+      %(prog)s list --file keys.jsonl
+      %(prog)s revoke --file keys.jsonl --name alice
+    `add` prints the new key, and nothing else, to stdout. It can't be shown again.
+    """
+
+    action: Literal["add", "list", "revoke"] = option(
+        "process", ..., positional=True, help="What to do: add, list or revoke."
+    )
+    api_keys_file: Path = option(
+        "HTTP access",
+        ...,
+        aliases=("--file",),
+        help="File of API keys. add creates it, readable by this user only.",
+    )
+    name: (
+        Annotated[
+            str,
+            matching(r"[A-Za-z0-9._-]{1,64}", "expected 1 to 64 letters, digits, '.', '_' or '-'"),
+        ]
+        | None
+    ) = option("HTTP access", None, help="Name of the key, which logs show. For add and revoke.")
+    scope: Literal["api", "status", "all"] = option(
+        "HTTP access",
+        "api",
+        help="What the key is for: api; status (/health, /metrics, /docs, /openapi.json); all.",
+    )
+    models: tuple[str, ...] = option(
+        "HTTP access",
+        (),
+        aliases=("--model",),
+        help="Model that the key may use. May be repeated. Default: all.",
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = option(
+        "HTTP access",
+        0,
+        help="Priority of its requests; lower values first. They may ask for higher values only."
+        " Other values than 0 need workers that support priorities.",
+    )
+    requests_per_minute: PositiveInt | None = option(
+        "HTTP access", None, help="Maximum requests per minute. Default: no limit."
+    )
+    tokens_per_minute: PositiveInt | None = option(
+        "HTTP access",
+        None,
+        help="Maximum tokens of prompts and outputs per minute. Default: no limit.",
+    )
+    concurrent_generations: PositiveInt | None = option(
+        "HTTP access",
+        None,
+        help="Maximum concurrent generations (n=4 counts as 4). Default: no limit.",
+    )
+    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = option(
+        "HTTP access",
+        None,
+        help="Time at which the key expires, like 2027-01-31 or 2027-01-31T12:00:00+01:00; UTC"
+        " without a time zone. Default: never.",
+    )
+
+    @property
+    def key_name(self) -> str:
+        """Return the name of the key to add or revoke."""
+        assert self.name is not None
+        return self.name
+
+    @model_validator(mode="after")
+    def _settings_fit_the_action(self) -> KeysConfig:
+        """Reject settings that the action would ignore, and a missing name."""
+        for field in sorted(self.model_fields_set - {"action", "api_keys_file"}):
+            is_used = self.action == "add" or (self.action == "revoke" and field == "name")
+            if not is_used:
+                raise ValueError(
+                    f"--{field.replace('_', '-')} has no effect with {self.action}; remove it"
+                )
+        if self.action != "list" and self.name is None:
+            raise ValueError(f"{self.action} needs --name; add the name of the key")
         return self
 
 

@@ -132,6 +132,7 @@ Group = Literal[
     "KV cache and transfer",
     "load",
     "HTTP and routing",
+    "HTTP access",
     "control plane",
     "process",
 ]
@@ -148,6 +149,7 @@ def option(
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
     words: Sequence[str] = (),
+    is_secret: bool = False,
     help: str,
 ) -> Any:
     """Return a pydantic field that is also a command-line option.
@@ -161,6 +163,7 @@ def option(
         const_flags: flags without a value, each mapped to the value that it sets.
         is_address: the value may contain a password, which is masked when printed.
         words: the usual values of a text, for `--help` and the completion of shells.
+        is_secret: the value is never printed, and child processes get it in their environment.
         help: text of the flag in `--help`.
     """
     shown: JsonDict = {
@@ -171,8 +174,9 @@ def option(
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
         "words": list(words),
+        "is_secret": is_secret,
     }
-    return Field(default=default, description=help, json_schema_extra=shown)
+    return Field(default=default, description=help, json_schema_extra=shown, repr=not is_secret)
 
 
 class _RaisesConfigError(type(BaseModel)):  # type: ignore[misc]

@@ -46,10 +46,11 @@ class Flag:
     group: str
     env: tuple[str, ...]  # well-known variables, read in addition to the DYN_TRTLLM_ one
     positional: bool
-    kind: type  # bool, dict, int, float, Path or str
+    kind: type  # bool, dict, int, float, tuple, Path or str
     choices: tuple[str, ...]  # allowed or usual words
     const_flags: Mapping[str, str]  # flags without a value, and the value that each sets
     is_address: bool  # may contain a password
+    is_secret: bool  # is never printed
 
     def variables(self) -> list[str]:
         """Return the names of its DYN_TRTLLM_ variables, one for each name of the flag."""
@@ -74,6 +75,8 @@ class Flag:
             return _TRUTH[word]
         if self.kind is dict:
             return _json_object(text, source, self.field)
+        if self.kind is tuple:
+            return tuple(part.strip() for part in text.split(","))
         return text
 
 
@@ -106,6 +109,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
         choices=choices,
         const_flags=given["const_flags"],
         is_address=given["is_address"],
+        is_secret=given["is_secret"],
     )
 
 
@@ -185,6 +189,19 @@ class _Store(argparse.Action):
         given[flag] = _Given(value, text)
 
 
+class _Append(argparse.Action):
+    """Stores all values of a flag that may be repeated."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        vars(namespace).setdefault(self.dest, []).append(values)
+
+
 def build_parser(model: type[Config], prog: str, description: str = "") -> CommandParser:
     """Build the argument parser of a model.
 
@@ -249,8 +266,9 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, help_text: str) -> argparse
         return group.add_argument(
             *flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text
         )
+    store = _Append if flag.kind is tuple else _Store
     action = group.add_argument(
-        *flag.names, dest=flag.field, metavar=metavar, action=_Store, help=help_text
+        *flag.names, dest=flag.field, metavar=metavar, action=store, help=help_text
     )
     for word, value in flag.const_flags.items():
         meaning = f"{flag.names[0]} {value}"
@@ -263,7 +281,7 @@ def _help_text(flag: Flag, info: FieldInfo) -> str:
     notes = []
     if info.is_required():
         notes.append("required")
-    elif info.default is not None:
+    elif info.default is not None and info.default != ():
         notes.append(f"default: {info.default}")
     if flag.env:
         notes.append(f"also {', '.join(flag.env)}")
@@ -285,6 +303,12 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
         match getattr(given, flag.field, None):
             case bool(value):
                 read[flag.field] = (value, f"flag {flag.names[0]}")
+            case list(texts):
+                source = f"flag {flag.names[0]}"
+                values: list[str] = []
+                for text in texts:
+                    values.extend(flag.convert(text, source))
+                read[flag.field] = (tuple(values), source)
             case dict(typed):
                 # All have the same value: the last one typed stands for them.
                 name = list(typed)[-1]

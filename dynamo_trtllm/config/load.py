@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
+from dynamo_trtllm.config.child_settings import text_of
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config, ConnectionConfig
 from dynamo_trtllm.config.environ import command_line
@@ -41,7 +41,12 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
-from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, mask_credentials
+from dynamo_trtllm.protocol.sanitize import (
+    MASK,
+    escape_controls,
+    mask_address,
+    mask_credentials,
+)
 
 C = TypeVar("C", bound=Config)
 
@@ -204,35 +209,13 @@ def config_table(config: Config) -> str:
     return format_table(rows)
 
 
-def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
-    """Return the flags that set these values, so that `load` returns them.
-
-    None values are left out.
-
-    Args:
-        model: class of the settings.
-        values: values by field name.
-    """
-    words: list[str] = []
-    names = {flag.field: flag.names[0] for flag in flags_of(model)}
-    for field, value in values.items():
-        name = names[field]
-        if isinstance(value, bool):
-            words.append(name if value else f"--no-{name.removeprefix('--')}")
-        elif value is not None:
-            words.append(f"{name}={_text(value)}")
-    return words
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
 def _shown(flag: Flag, value: Any) -> str:
     """Return the value as it is shown to users."""
     if value is None:
         return "-"
-    text = _text(value)
+    if flag.is_secret:
+        return MASK if value else "-"
+    text = text_of(value)
     return mask_address(text) if flag.is_address else mask_credentials(text)
 
 

@@ -32,6 +32,7 @@ from dynamo_trtllm.config.config_base import (
     option,
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
+from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.messages import Role
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
@@ -294,7 +295,7 @@ class WorkerConfig(ProcessConfig):
         return {"disaggregation_mode": engine.default_role, **data}
 
 
-class FrontendConfig(ProcessConfig):
+class FrontendConfig(HttpAccessConfig):
     """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers,
     streams output.
     """

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.sanitize import mask_address
+from dynamo_trtllm.protocol.sanitize import MASK, mask_address
 
 
 def value_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
@@ -41,6 +41,8 @@ def _problem(model: type[BaseModel], name: str, problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{name} is missing; pass it"
     value = problem["input"]
+    if _extra(model, name).get("is_secret"):
+        value = MASK
     if isinstance(value, str) and _extra(model, name).get("is_address"):
         value = mask_address(value)
     return f"{name} is {value!r}: {message}"

@@ -98,6 +98,8 @@ async def run(
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
     _check_workers(specs, environ)
+    if sends_sample:
+        _check_api_key(specs)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
     output = ProcessOutput(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
@@ -136,16 +138,28 @@ def _check_workers(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> 
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 
 
+def _check_api_key(specs: Sequence[ProcessSpec]) -> None:
+    """Raise ConfigError if the sample request needs an API key that is not known."""
+    for spec in specs:
+        if spec.needs_api_key and not spec.api_key:
+            raise ConfigError(
+                "the demo request needs an API key, and the keys file has only their hashes; set"
+                f" {ENV_PREFIX}API_KEY, too, or leave out --demo",
+                field="api_key",
+            )
+
+
 async def _show_sample(
     output: ProcessOutput, specs: Sequence[ProcessSpec], record: LaunchRecord, address: str
 ) -> None:
     """Send the sample request to the frontend at `address`, and show its answer and statistics."""
     model = next(spec.model for spec in specs if not spec.is_frontend)
     is_mock = any(spec.engine == "mock" for spec in specs)
-    answer = await ask_sample(address, model)
+    api_key = next(spec.api_key for spec in specs if spec.is_frontend)
+    answer = await ask_sample(address, model, api_key)
     names = {process.instance_id: process.name for process in record.processes}
     output.say(sample_report(answer, model, names, is_mock=is_mock))
-    output.say(next_step(address, model))
+    output.say(next_step(address, model, needs_api_key=bool(api_key)))
 
 
 def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[str, str]]:
@@ -191,7 +205,7 @@ def sample_request(model: str) -> dict[str, Any]:
     }
 
 
-async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
+async def ask_sample(frontend: str, model: str, api_key: str = "") -> dict[str, Any]:
     """Send the sample request.
 
     Wait first until the frontend has the model's files, some time after it is ready.
@@ -199,6 +213,7 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
     Args:
         frontend: HOST:PORT of the frontend.
         model: name of the model.
+        api_key: is sent; "": none.
 
     Returns:
         The response body, with the frontend's statistics under `dynamo_trtllm`.
@@ -208,7 +223,7 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
     """
     path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
-        await until(partial(_request, frontend, "GET", path), _MODEL_TIMEOUT_S)
+        await until(partial(_request, frontend, api_key, "GET", path), _MODEL_TIMEOUT_S)
     except NotYet as exc:
         raise RunFailed(
             f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"
@@ -216,15 +231,18 @@ async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
     content = json.dumps(sample_request(model)).encode()
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            answer: dict[str, Any] = await _request(frontend, "POST", _PATH, content)
+            answer: dict[str, Any] = await _request(frontend, api_key, "POST", _PATH, content)
             return answer
     except (NotYet, OSError) as exc:
         raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
 
 
-async def _request(frontend: str, method: str, path: str, content: bytes = b"") -> Any:
+async def _request(
+    frontend: str, api_key: str, method: str, path: str, content: bytes = b""
+) -> Any:
     """Return the JSON body of a response. Raise NotYet if its status is not 200."""
     headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
+    headers |= http_client.bearer(api_key)
     url = f"http://{frontend}{path}"
     status, answer = await http_client.request(url, method, content, headers)
     if status != 200:
@@ -269,12 +287,14 @@ def sample_report(
     return "\n".join(lines)
 
 
-def next_step(frontend: str, model: str) -> str:
+def next_step(frontend: str, model: str, *, needs_api_key: bool = False) -> str:
     """Return a curl command for a streaming request, to copy into a shell."""
     body = sample_request(model) | {"stream": True}
+    header = f'-H "Authorization: Bearer ${ENV_PREFIX}API_KEY" ' if needs_api_key else ""
     return (
         "\nTry a streaming request:\n"
-        f"curl -N {frontend}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+        f"curl -N {frontend}{_PATH} {header}-H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
     )
 
 

@@ -6,15 +6,16 @@ The module starts no process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, TypeAlias, TypeVar
 
+from dynamo_trtllm.config.child_settings import to_argv, to_environ
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.flags import ENV_PREFIX
-from dynamo_trtllm.config.load import load, to_argv
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -54,6 +55,8 @@ class ProcessSpec:
     port_flag: str
     stop_timeout_s: float  # from SIGTERM to SIGKILL
     worker: WorkerConfig | None = None  # None for the frontend
+    api_key: str = field(default="", repr=False)  # one that the frontend accepts for all paths
+    needs_api_key: bool = False
 
     @property
     def role(self) -> Role | None:
@@ -145,8 +148,14 @@ def reachable(listening: str) -> str:
 
 
 def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
-    _, planned = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
-    return ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned)
+    config, planned = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
+    return ProcessSpec(
+        module="dynamo_trtllm.frontend",
+        stop_timeout_s=_FRONTEND_STOP_S,
+        api_key=config.api_key[0] if config.api_key else "",
+        needs_api_key=config.needs_api_key,
+        **planned,
+    )
 
 
 def _worker(
@@ -181,6 +190,7 @@ def _planned(
         environ: environment that it inherits. Host and port may come from there.
     """
     argv = to_argv(model, flags)
+    env = {**env, **to_environ(model, flags)}
     port_flag = f"--{http}-port"
     try:
         config = load(model, prog=name, argv=argv, environ={**environ, **env})

@@ -112,6 +112,14 @@ class ResponseNotFound(RequestError, code="response_not_found"):
     """The response store has no response with this id, or the response has expired."""
 
 
+class InvalidApiKey(RequestError, code="invalid_api_key"):
+    """The request has no API key, or not one that is valid now."""
+
+
+class PermissionDenied(RequestError, code="permission_denied"):
+    """The API key does not allow this request."""
+
+
 class Cancelled(RequestError, code="cancelled"):
     """A client cancelled this response by its id."""
 
@@ -125,6 +133,14 @@ class CapacityError(DynamoError, code="capacity"):
 
 class Overloaded(CapacityError, code="overloaded", retryable=True):
     """A limit of a frontend or worker is reached."""
+
+
+class RateLimitExceeded(CapacityError, code="rate_limit_exceeded"):
+    """A limit of an API key is reached. `retry_after_s`: seconds until the client may try again."""
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
 
 
 class Draining(CapacityError, code="draining", retryable=True):

@@ -23,13 +23,15 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         errors.RequestRejected,
         errors.FormatTooComplex,
     ),
+    401: (errors.InvalidApiKey,),
+    403: (errors.PermissionDenied,),
     404: (errors.ModelNotFound, errors.ResponseNotFound),
     408: (errors.RequestTimeout,),
     409: (errors.Cancelled,),
     413: (errors.PayloadTooLarge,),
     415: (errors.UnsupportedMedia,),
     422: (errors.QueryOfDeath,),  # clients repeat requests after a status from 500 on
-    429: (errors.Overloaded,),
+    429: (errors.Overloaded, errors.RateLimitExceeded),
     431: (errors.HeadTooLarge,),
     500: (
         DynamoError,
@@ -95,7 +97,12 @@ def to_response(
     """
     status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     body = form(status, error.message, param=error.field, code=error.code, request_id=request_id)
-    return ErrorResponse(status, body, retry_headers(status, retry_after_s))
+    if isinstance(error, errors.RateLimitExceeded):
+        retry_after_s = error.retry_after_s
+    headers = retry_headers(status, retry_after_s)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return ErrorResponse(status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

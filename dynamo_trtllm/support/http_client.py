@@ -62,6 +62,11 @@ async def connect(url: str) -> Connection:
     return Connection(parts, reader, writer)
 
 
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Return the header that sends an API key; no header without one."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 class Connection:
     """A connection for one request. It is closed at the end of its context."""
 

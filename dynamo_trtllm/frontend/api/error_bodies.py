@@ -34,6 +34,8 @@ def openai_error(
 
 
 _MESSAGES_TYPES: Final[dict[int, MessagesErrorType]] = {
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -55,6 +55,8 @@ class ErrorObject(TypedDict):
 
 MessagesErrorType: TypeAlias = Literal[
     "invalid_request_error",
+    "authentication_error",
+    "permission_error",
     "not_found_error",
     "request_too_large",
     "rate_limit_error",

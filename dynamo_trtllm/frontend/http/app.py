@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 
+from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.http.documentation_routes import docs, openapi
@@ -38,6 +39,7 @@ class FrontendApp(NamedTuple):
     """The app of a frontend: the handler of its requests, and what belongs to it."""
 
     router: Router
+    access: AccessControl  # reads its file again only in `follow_file`
     traces: TraceExporter | None  # sends nothing before its `run`
     close_responses: Callable[[], Awaitable[None]]
 
@@ -50,6 +52,7 @@ def build_app(
     store: KeyValueStore | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
     hooks: Hooks | None = None,
+    access: AccessControl | None = None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
 
@@ -57,10 +60,14 @@ def build_app(
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
         hooks: middleware and routes of the program.
+        access: decides which requests are served. Default: that of the settings.
 
     Raises:
-        ConfigError: a route of the program has a path of the frontend.
+        ConfigError: a route of the program has a path of the frontend; or, without `access`, the
+            file of API keys in the settings is wrong.
     """
+    access = access or AccessControl(config)
+    access.count = lambda name, label: metrics.child(name, label).inc()
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _watch(app_state, metrics)
@@ -96,8 +103,8 @@ def build_app(
         before = hooks.before
     forms = {_MESSAGES: messages_error}
     hint = "; see /docs for the API"
-    router = Router(routes, hint, config.allowed_origins, forms, before=before)
-    return FrontendApp(router, traces, response_store.aclose)
+    router = Router(routes, hint, config.allowed_origins, forms, guard=access.check, before=before)
+    return FrontendApp(router, access, traces, response_store.aclose)
 
 
 def _response_store(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import dynamo_trtllm
+from dynamo_trtllm.access.access_control import PUBLIC_PATHS
 from dynamo_trtllm.frontend.api.chat import ChatRequest
 from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.messages import CountTokensRequest, MessagesRequest
@@ -26,6 +27,8 @@ LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})
 MEANINGS: Final = {
     200: "success",
     400: "the request is wrong; param names the field",
+    401: "the request has no valid API key",
+    403: "the API key does not allow this",
     404: "the model or the response was not found",
     408: "the request arrived too slowly",
     409: "cancelled by another request",
@@ -98,6 +101,7 @@ _CREATE_MESSAGE = "Create the next message of a conversation, as Anthropic's API
 _COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message would have."
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
+_KEY_ERRORS: Final = frozenset({401, 403, 429})
 # Of a body that is tokenized.
 _RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
 
@@ -302,7 +306,12 @@ def document() -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": request_schemas(*_REQUESTS) | response_schemas()},
+        # A frontend without API keys needs none.
+        "security": [{}, {"bearer": []}],
+        "components": {
+            "schemas": request_schemas(*_REQUESTS) | response_schemas(),
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -351,6 +360,8 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     if operation.answer:
         content = {JSON: {"schema": answer}}
     statuses = operation.errors | {500}
+    if operation.path not in PUBLIC_PATHS:
+        statuses |= _KEY_ERRORS
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation)}
         statuses |= ANY_ERROR

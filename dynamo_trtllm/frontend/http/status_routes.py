@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import dynamo_trtllm
+from dynamo_trtllm.access.access_control import tenant_of
 from dynamo_trtllm.cluster.discovery.records import endpoint_of
 from dynamo_trtllm.frontend.api.response_schemas import model_object
 from dynamo_trtllm.frontend.http.query import read_limit
@@ -39,7 +40,11 @@ class StatusRoutes:
     _created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
-        cards = [self._models.get(name).card for name in self._models.names()]
+        tenant = tenant_of(request)
+        names = self._models.names()
+        if tenant is not None:
+            names = [name for name in names if tenant.may_use(name)]
+        cards = [self._models.get(name).card for name in names]
         data = [model_object(card, self._created) for card in cards]
         response.send_json(200, {"object": "list", "data": data})
 
@@ -49,6 +54,7 @@ class StatusRoutes:
         if not name:
             await self.models(request, response)
         else:
+            _check_model(request, name)
             response.send_json(200, model_object(self._models.get(name).card, self._created))
 
     async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -57,6 +63,7 @@ class StatusRoutes:
         The answer for an unknown model is 404.
         """
         name = request.path_params["name"]
+        _check_model(request, name)
         try:
             self._models.get(name)
             reason = self._models.not_ready_reason(name)
@@ -112,6 +119,13 @@ class StatusRoutes:
 
     async def metrics(self, _: HttpRequest, response: HttpResponse) -> None:
         response.send(200, await self._metrics.render_all(), CONTENT_TYPE)
+
+
+def _check_model(request: HttpRequest, name: str) -> None:
+    """Raise PermissionDenied if the API key of a request does not allow a model."""
+    tenant = tenant_of(request)
+    if tenant is not None:
+        tenant.check_model(name)
 
 
 async def version(_: HttpRequest, response: HttpResponse) -> None:

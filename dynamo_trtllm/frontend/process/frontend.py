@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from dynamo_trtllm.access.access_control import AccessControl
+from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
@@ -104,6 +106,7 @@ class Frontend(Lifecycle):
         hook_timeout_s: float = HOOK_TIMEOUT_S,
         sock: socket.socket | None = None,
         pipe: ControlPipe | None = None,
+        usage: UsageTable | None = None,
     ) -> None:
         """Create the frontend, which does nothing yet.
 
@@ -119,6 +122,7 @@ class Frontend(Lifecycle):
                 `http_host` and `http_port`.
             pipe: leads to the parent, if this process is one of several on the port. Its end stops
                 the frontend.
+            usage: counts what API keys use in all processes on the port. Default: in this one.
 
         Raises:
             ConfigError: middleware or a route is no async function, or a path is wrong.
@@ -128,6 +132,7 @@ class Frontend(Lifecycle):
         self._hooks = Hooks(middleware, routes, hook_timeout_s)
         self._sock = sock
         self._pipe = pipe
+        self._usage = usage
         self._server: HttpServer | None = None
         self._url: str | None = None
         self._owns_process = False  # True: nothing but this frontend runs in the process
@@ -160,6 +165,7 @@ class Frontend(Lifecycle):
 
             with reserve_port(config) as port:
                 _warn_if_exposed(config, port)
+                AccessControl(config)  # an error is reported once, and before processes start
                 number = port.getsockname()[1]
                 hooks = self._hooks.names() if self._hooks else None
                 group = ProcessGroup(config, number, process_environment(), hooks)
@@ -191,19 +197,21 @@ class Frontend(Lifecycle):
                 " command line do; use one of them, or workers=1",
                 field="workers",
             )
+        access = AccessControl(config, self._usage)
         sock = self._sock or listen(config.http_host, config.http_port, is_shared=is_one_of_several)
         with sock:
             if not is_one_of_several:
                 _warn_if_exposed(config, sock)
             host, port = sock.getsockname()[:2]
             self._url = http_url(host, port, "")
-            await self._serve_on(sock)
+            await self._serve_on(sock, access)
 
-    async def _serve_on(self, sock: socket.socket) -> None:
+    async def _serve_on(self, sock: socket.socket, access: AccessControl) -> None:
         gate = StartupGate()
         server = frontend_server(gate, self._config, keeps_all_headers=bool(self._hooks))
         self._server = server
-        running = asyncio.create_task(self._run_app(gate, server), name="frontend-app")
+        app = self._run_app(gate, server, access)
+        running = asyncio.create_task(app, name="frontend-app")
         running.add_done_callback(lambda _: gate.close())
         work = [running, asyncio.create_task(self._stop_requested(), name="frontend-stop")]
         if self._pipe is not None:
@@ -222,7 +230,7 @@ class Frontend(Lifecycle):
     async def _stop_requested(self) -> None:
         await self._stop.wait()
 
-    async def _run_app(self, gate: StartupGate, server: HttpServer) -> None:
+    async def _run_app(self, gate: StartupGate, server: HttpServer, access: AccessControl) -> None:
         # This takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
         from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc
@@ -235,7 +243,7 @@ class Frontend(Lifecycle):
             self._accept_requests()
 
         try:
-            await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks)
+            await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks, access)
         finally:
             await self._hooks.aclose()
 
@@ -246,6 +254,8 @@ async def _follow_parent(pipe: ControlPipe) -> None:
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
+    if config.needs_api_key:
+        return
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 
@@ -48,12 +49,20 @@ def process_main(config: FrontendProcessConfig) -> None:
 
 
 async def _serve_with_parent(config: FrontendProcessConfig) -> None:
+    from dynamo_trtllm.access.key_usage import UsageTable
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
     own_end = socket.socket(fileno=sys.stdin.fileno())
+    usage = None
+    if config.api_keys_file is not None:
+        # The parent has sent it before it started this process, so this does not wait.
+        _, (usage_file,), _, _ = socket.recv_fds(own_end, 1, 1)
+        usage = UsageTable(usage_file, config.number, config.workers)
+        os.close(usage_file)
     reader, writer = await asyncio.open_unix_connection(sock=own_end)
     hooks = {} if config.hooks is None else import_hooks(config.hooks)
-    await Frontend(config, **hooks, pipe=ControlPipe(reader, writer)).serve_with_signals()
+    pipe = ControlPipe(reader, writer)
+    await Frontend(config, **hooks, pipe=pipe, usage=usage).serve_with_signals()
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
+from dynamo_trtllm.access.key_usage import shared_memory
+from dynamo_trtllm.config.child_settings import to_argv, to_environ
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.flags import ENV_PREFIX
-from dynamo_trtllm.config.load import to_argv
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
@@ -74,7 +75,8 @@ def process_argv(
 
 def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of every process."""
-    return {**environ, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
+    secrets = to_environ(FrontendConfig, dict(config))
+    return {**environ, **secrets, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
 
 
 def combined_exit_status(statuses: Mapping[str, int]) -> int:
@@ -112,6 +114,9 @@ class ProcessGroup:
         if hooks is not None:
             # The processes import them from where this one has them.
             self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._usage_file: int | None = None  # memory in which processes count what keys use
+        if config.api_keys_file is not None:
+            self._usage_file = shared_memory(config.workers)
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()
         self._aggregator = MetricsAggregator()
@@ -126,6 +131,9 @@ class ProcessGroup:
             return combined_exit_status(await self._supervisor.run(self._start_all()))
         except RunFailed as failed:
             return failed.exit_status
+        finally:
+            if self._usage_file is not None:
+                os.close(self._usage_file)
 
     async def _start_all(self) -> None:
         for number in range(1, self._config.workers + 1):
@@ -137,6 +145,9 @@ class ProcessGroup:
     async def _running(self, name: str, argv: Sequence[str]) -> AsyncIterator[Child]:
         """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
+        if self._usage_file is not None:
+            # It is the first thing that the process receives.
+            socket.send_fds(own_end, [b"\0"], [self._usage_file])
         connected = asyncio.open_unix_connection(sock=own_end)
         on_ready = partial(self._on_process_ready, name)
         with (

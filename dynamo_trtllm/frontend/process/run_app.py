@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
@@ -58,6 +59,7 @@ async def run_app(
     pipe: ControlPipe | None,
     stop: Callable[[], None],
     hooks: Hooks,
+    access: AccessControl,
 ) -> None:
     """Run the frontend until cancelled.
 
@@ -68,6 +70,7 @@ async def run_app(
         stop: called when a background task has ended. `/ready` reports it, the server finishes
             running requests, and the failure is raised once this is cancelled.
         hooks: middleware and routes of the program.
+        access: decides which requests are served.
 
     Raises:
         ConfigError: a route of the program has a path of the frontend.
@@ -103,7 +106,7 @@ async def run_app(
                 return tasks.reason
             return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
-        app = build_app(config, models, router, metrics, store, not_ready, hooks)
+        app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.close_responses)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
@@ -153,6 +156,8 @@ def _background_work(
         work["pair-probes"] = probes.run()
     if app.traces is not None:
         work["traces"] = app.traces.run()
+    if config.api_keys_file is not None:
+        work["api-keys"] = app.access.follow_file()
     return work
 
 

@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple, Self, TypeVar
 
+from dynamo_trtllm.access.key_usage import Charge
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -83,6 +85,9 @@ class RequestAdmission:
         self._has_slot = False
         self._num_permits = 0
         self._places: RequestPlaces | None = None  # of its choices, in the start window
+        tenant = timeline.facts.tenant
+        self._usage = None if tenant is None else tenant.usage
+        self._charge: Charge | None = None  # of its API key
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +99,32 @@ class RequestAdmission:
             self._places = None
         self._limits.choices.release(self._num_permits)
         self._num_permits = 0
+        if self._charge is not None:
+            usage = self._timeline.usage
+            self._charge.close(usage.prompt_tokens + usage.completion_tokens)
+            self._charge = None
+
+    def check_key(self) -> None:
+        """Raise RateLimitExceeded if a limit of the API key is reached.
+
+        Call it before the body is read.
+        """
+        if self._usage is not None:
+            self._usage.check()
+
+    def charge_key(self, plan: GenerationPlan) -> dict[str, str]:
+        """Count the choices of a plan, and the most tokens that it may take, for the API key.
+
+        Tokens of the output count now if the request limits them, and otherwise at its end. Return
+        the response headers for the limits.
+
+        Raises:
+            RateLimitExceeded: they exceed a limit of the API key.
+        """
+        if self._usage is None:
+            return {}
+        self._charge = self._usage.charge(len(plan.choices), plan.max_tokens)
+        return self._usage.headers()
 
     def check_queue(self) -> None:
         """Raise Overloaded if there is no place in the queue.

@@ -110,6 +110,15 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(len(choice.request.token_ids) for choice in self.choices)
 
     @property
+    def max_tokens(self) -> int:
+        """Return the most tokens that prompts and output take, as far as the request limits it."""
+        prompts = self.choices[:: self.candidates]
+        total = sum(len(choice.request.token_ids) for choice in prompts)
+        for choice in self.choices:
+            total += choice.options.sampling.max_tokens or 0
+        return total
+
+    @property
     def is_scored(self) -> bool:
         """Return whether the output has log-probabilities."""
         sampling = self.choices[0].request.sampling

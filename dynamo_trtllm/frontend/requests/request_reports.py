@@ -223,9 +223,11 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
     shown = [
         f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _MIN_LOGGED_S
     ]
+    tenant = timeline.facts.tenant
     known = {
         "status": end.status,
         "path": timeline.facts.path,
+        "key": tenant.key.name if tenant is not None else None,
         "id": None,
         "model": timeline.model,
         "prefill": None,

@@ -79,6 +79,7 @@ async def serve_request(
     """
     request, response = exchange
     # Read the body, parse it, and plan what to generate.
+    admission.check_key()
     admission.check_queue()
     check_json(request)
     received = await admission.read_body(request)
@@ -92,6 +93,7 @@ async def serve_request(
     if not body.stream:
         check_answer(plan)
     timeline.planned(plan)
+    response.headers |= admission.charge_key(plan)
 
     # Admit it: wait until all of its choices have permits, then create them.
     admission.check_choices(len(plan.choices))
@@ -128,13 +130,18 @@ async def plan_request(
         state: what all requests share.
 
     Raises:
-        RequestError: the request is wrong or not supported.
+        RequestError: the request is wrong, not supported, or not allowed with its API key.
     """
     timeline = received.timeline
+    tenant = timeline.facts.tenant
+    if tenant is not None:
+        tenant.check_model(body.model)
     served = state.models.get(body.model)
     timeline.enter("load")
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))
+    if tenant is not None and (call.priority or tenant.key.priority):
+        call = replace(call, priority=tenant.priority(call.priority))
     if timeline.facts.traceparent is not None:
         call = replace(call, traceparent=timeline.facts.traceparent)
     prepare, stored_chars = await api.resolve(body, served, call)

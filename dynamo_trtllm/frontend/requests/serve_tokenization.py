@@ -50,6 +50,9 @@ async def serve_tokenization(
     received = await admission.read_body(request)
     unknown = state.ignored_fields.collector()
     body = await received.parse(api.body, unknown)
+    tenant = timeline.facts.tenant
+    if tenant is not None:
+        tenant.check_model(body.model)
     served = state.models.get(body.model)
     prepare, stored_chars = await api.resolve(body, served)
 

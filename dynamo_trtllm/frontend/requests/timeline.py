@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dynamo_trtllm.access.access_control import Tenant, tenant_of
 from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, Usage
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
@@ -30,6 +31,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str  # the value of the metric label `endpoint`
     path: str
     client: str  # its network, see `network_of`
+    tenant: Tenant | None  # the sender, if it has an API key
     wants_stats: bool  # the client wants statistics in the response
     traceparent: str | None  # header of the client; None: it is missing or not valid
     arrived_at: float  # seconds since the epoch
@@ -80,6 +82,7 @@ class RequestTimeline:
             endpoint=endpoint,
             path=request.path,
             client=network_of(request.client),
+            tenant=tenant_of(request),
             wants_stats=request.header(b"x-dynamo-stats") == "1",
             traceparent=valid_traceparent(request.header(b"traceparent")),
             arrived_at=time.time(),
@@ -94,6 +97,7 @@ class RequestTimeline:
         # them sets this function, of seconds and a number of tokens.
         self.observe_gap: Callable[[float, int], None] = _do_nothing
         self.choices: Sequence[Choice] = ()  # of the answer, when they start
+        self.usage = Usage()  # known at the end
         self._subscribers = subscribers
         for notify in subscribers.received:
             notify(self)
@@ -163,13 +167,17 @@ class RequestTimeline:
         """
         end_s = time.monotonic()
         code = outcome if isinstance(outcome, str) else outcome.code
-        usage = Usage()
         phases: PhaseSeconds = {}
         if self.choices and self.answer is not None:
-            usage = self.answer.usage()
+            self.usage = self.answer.usage()
             phases = self.phases(last_of(self.choices), end_s)
         end = RequestEnd(
-            outcome=outcome, code=code, status=status, end_s=end_s, usage=usage, phases=phases
+            outcome=outcome,
+            code=code,
+            status=status,
+            end_s=end_s,
+            usage=self.usage,
+            phases=phases,
         )
         for notify in self._subscribers.ended:
             notify(self, end)

@@ -40,6 +40,7 @@ class HttpRequest:
     expects_continue = False  # the client sends the body after a response with status 100
     unread_bytes = 0
     is_probe = False  # the request asks for the health of this process
+    sender: object = None  # who has sent the request, if the guard of the server has found out
     large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
 
     def __init__(

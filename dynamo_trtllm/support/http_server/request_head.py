@@ -14,6 +14,7 @@ READ_HEADERS = frozenset(
     {
         b"access-control-request-headers",
         b"access-control-request-method",
+        b"authorization",
         b"connection",
         b"content-encoding",
         b"content-length",
@@ -25,6 +26,7 @@ READ_HEADERS = frozenset(
         b"transfer-encoding",
         b"upgrade",
         b"user-agent",
+        b"x-api-key",
         b"x-dynamo-stats",
         b"x-request-id",
         b"x-session-id",

@@ -10,8 +10,8 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.protocol.errors import DynamoError
@@ -28,6 +28,9 @@ ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subject
 
 
 _NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
+
+
+Guard: TypeAlias = Callable[[HttpRequest, HttpResponse], None]
 
 
 class Route(NamedTuple):
@@ -50,6 +53,7 @@ class Router:
         hint: str = "",
         origins: Set[str] = frozenset(),
         error_forms: Mapping[str, ErrorForm] = _NO_FORMS,
+        guard: Guard | None = None,
         before: Handler | None = None,
     ) -> None:
         """Create the router. The first path that matches decides.
@@ -60,10 +64,13 @@ class Router:
             origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
             error_forms: the form of errors, by the beginning of the path. Others have that of the
                 server.
-            before: is called with every request, also for unknown paths, before its handler. The
-                handler is left out if `before` has answered.
+            guard: is called first, with requests for unknown paths, too. If it raises a
+                DynamoError, that is the answer.
+            before: is called with every request after that, also for unknown paths, before its
+                handler. The handler is left out if `before` has answered.
         """
         self.routes = routes
+        self._guard = guard
         self._before = before
         self._hint = hint
         self._origins = origins
@@ -95,6 +102,12 @@ class Router:
                 response.headers["Request-Id"] = response.request_id  # as its clients name it
         if self._origins and self._answer_origin(request, response):
             return
+        if self._guard is not None:
+            try:
+                self._guard(request, response)
+            except DynamoError as error:
+                response.send_error(error)
+                return
         if self._before is not None:
             try:
                 await self._before(request, response)

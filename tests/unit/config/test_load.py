@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from dynamo_trtllm.config.child_settings import to_argv
 from dynamo_trtllm.config.commands import LaunchConfig, VersionConfig
-from dynamo_trtllm.config.load import config_table, exit_with, load, to_argv
+from dynamo_trtllm.config.load import config_table, exit_with, load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
@@ -244,9 +245,8 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
         (WorkerConfig, "--dtype fp8", "--override-engine-args"),
         (WorkerConfig, "--port 1", "--http-port of dynamo-trtllm frontend"),
         (WorkerConfig, "--http-port 1", "--http-port is a flag of dynamo-trtllm frontend"),
-        (WorkerConfig, "--api-key x", "requests are not authenticated"),
+        (WorkerConfig, "--api-key x", "--api-key is a flag of dynamo-trtllm frontend"),
         (WorkerConfig, "serve tiny", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
-        (FrontendConfig, "--api-key x", "requests are not authenticated"),
         (FrontendConfig, "--tp 2", "--tensor-parallel-size of dynamo-trtllm worker"),
         (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
         (FrontendConfig, "--model m", "it is --model-path of dynamo-trtllm worker"),

@@ -1,0 +1,1 @@
+"""API keys: which clients may use the API, and how much."""

@@ -1,0 +1,236 @@
+"""Decide by its API key whether a request is served, and read the keys again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dynamo_trtllm.access.api_keys import (
+    MAX_KEY_CHARS,
+    ApiKey,
+    by_digest,
+    digest_of,
+)
+from dynamo_trtllm.access.key_usage import KeyUsage, UsageTable
+from dynamo_trtllm.access.keys_file import (
+    FileVersion,
+    KeysFile,
+    read_keys,
+    version_of,
+)
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.protocol.errors import (
+    ConfigError,
+    InvalidApiKey,
+    PermissionDenied,
+    RateLimitExceeded,
+)
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
+
+log = logging.getLogger(__name__)
+
+RELOAD_S: Final = 1.0  # between two looks at the file of keys
+# Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
+PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
+_STATUS_PATHS: Final = frozenset({"/health", "/metrics", "/docs", "/openapi.json"})
+_SEND_KEY = "send one in the header Authorization: Bearer KEY"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tenant:
+    """The sender of a request: its API key, and what counts the usage of that."""
+
+    key: ApiKey
+    usage: KeyUsage | None  # None: the key has no limits
+
+    def may_use(self, model: str) -> bool:
+        """Return whether this key may use a model."""
+        return self.key.models is None or model in self.key.models
+
+    def check_model(self, model: str) -> None:
+        """Raise PermissionDenied if this key may not use a model."""
+        if not self.may_use(model):
+            raise PermissionDenied(
+                f"this API key may not use model {model!r}; GET /v1/models lists those that it may"
+                " use",
+                field="model",
+            )
+
+    def priority(self, wanted: int) -> int:
+        """Return the priority of a request that wants this one; 0: it wants none.
+
+        Raises:
+            PermissionDenied: it is higher than that of the key.
+        """
+        if not wanted:
+            return self.key.priority
+        if wanted < self.key.priority:
+            raise PermissionDenied(
+                f"priority is {wanted}; with this API key, the lowest value is {self.key.priority}",
+                field="priority",
+            )
+        return wanted
+
+
+def tenant_of(request: HttpRequest) -> Tenant | None:
+    """Return the sender of a request; None if it is not known, because no keys are needed."""
+    return request.sender if isinstance(request.sender, Tenant) else None
+
+
+class AccessControl:
+    """The API keys of a frontend.
+
+    Without keys in the settings, everyone may do everything.
+    """
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        table: UsageTable | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the keys.
+
+        Args:
+            config: names the keys and their file.
+            table: memory for the usage of keys, which all processes of the frontend share. Default:
+                that of this process.
+            clock: returns seconds since the epoch.
+
+        Raises:
+            ConfigError: the file of keys is wrong or can't be read.
+        """
+        self._path: Path | None = config.api_keys_file
+        self._clock = clock
+        self.is_open = not config.needs_api_key
+        self._from_settings: dict[bytes, Tenant] = {}
+        for number, key in enumerate(config.api_key, start=1):
+            digest = digest_of(key)
+            named = ApiKey(name=f"api-key-{number}", sha256=digest.hex(), scope="all")
+            self._from_settings[digest] = Tenant(named, None)
+        self._tenants: Mapping[bytes, Tenant] = self._from_settings
+        self._seen: FileVersion | None = None  # of the file, when it was read last
+        self._problem = ""  # of the file; "": its keys are in use
+        # Counts an event: the name of a metric, and the value of its label.
+        self.count: Callable[[str, str], None] = _do_nothing
+        if self._path is not None:
+            self._table = table or UsageTable()
+            content = read_keys(self._path)
+            self._seen = content.version
+            self._use(content)
+
+    # --- the check of a request -------------------------------------------------------------------
+
+    def check(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Check a request before its body is read, count it, and note its sender.
+
+        Raises:
+            InvalidApiKey: it has no key, or not one that is valid now.
+            PermissionDenied: the key is not for this path.
+            RateLimitExceeded: the key has sent too many requests.
+        """
+        if self.is_open or request.path in PUBLIC_PATHS:
+            return
+        try:
+            tenant = self._tenant(request)
+            self._check_scope(tenant, request.path)
+            if tenant.usage is not None:
+                self._count_request(tenant.usage, response)
+        except (InvalidApiKey, PermissionDenied, RateLimitExceeded) as error:
+            self.count("access_denied_total", error.code)
+            raise
+        request.sender = tenant
+
+    @staticmethod
+    def _count_request(usage: KeyUsage, response: HttpResponse) -> None:
+        """Count a request. Raises RateLimitExceeded."""
+        try:
+            usage.count_request()
+        except RateLimitExceeded:
+            response.headers |= usage.headers()
+            raise
+
+    def _tenant(self, request: HttpRequest) -> Tenant:
+        """Return the sender of a request by its key. Raises InvalidApiKey."""
+        key = _key_of(request)
+        if not key:
+            raise InvalidApiKey(f"this server needs an API key; {_SEND_KEY}")
+        # A longer one is no key, and its hash would take time.
+        tenant = self._tenants.get(digest_of(key)) if len(key) <= MAX_KEY_CHARS else None
+        if tenant is None:
+            raise InvalidApiKey("the API key is not valid; check it, or ask for a new one")
+        expires = tenant.key.expires
+        if expires is not None and expires.timestamp() <= self._clock():
+            raise InvalidApiKey(f"the API key expired at {expires.isoformat()}; ask for a new one")
+        return tenant
+
+    @staticmethod
+    def _check_scope(tenant: Tenant, path: str) -> None:
+        """Raise PermissionDenied if the key of a tenant is not for this path."""
+        needed = "status" if path in _STATUS_PATHS else "api"
+        if tenant.key.scope not in (needed, "all"):
+            raise PermissionDenied(
+                f"this API key is not for {path}, which needs one with scope {needed} or all"
+            )
+
+    # --- the file ---------------------------------------------------------------------------------
+
+    async def follow_file(self, wait_s: float = RELOAD_S) -> None:
+        """Read the file of keys again whenever it has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(wait_s)
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file of keys again if it has changed.
+
+        If it can't be read, the keys before it stay valid, and the problem is logged and counted
+        once. A slow file system delays no request: the file is read in a thread.
+        """
+        if self._path is None:
+            return
+        try:
+            content = await asyncio.to_thread(self._changed, self._path)
+            if content is None:
+                return
+            self._use(content)
+        except ConfigError as exc:
+            if exc.message != self._problem:
+                self._problem = exc.message
+                log.error("%s; the API keys that were read before stay valid", exc.message)
+                self.count("api_keys_reloads_total", "failed")
+            return
+        self._problem = ""
+        log.info("read %d API keys from %s", len(content.keys), self._path)
+        self.count("api_keys_reloads_total", "ok")
+
+    def _changed(self, path: Path) -> KeysFile | None:
+        """Return the content of the file if it has changed. Raises ConfigError."""
+        seen = self._seen
+        self._seen = None
+        version = version_of(path)
+        self._seen = version
+        return None if version == seen else read_keys(path)
+
+    def _use(self, content: KeysFile) -> None:
+        """Use these keys from now on. Raises ConfigError."""
+        tenants = dict(self._from_settings)
+        for digest, key in by_digest(content.keys).items():
+            tenants[digest] = Tenant(key, self._table.usage(key))
+        self._tenants = tenants
+
+
+def _do_nothing(metric: str, label: str) -> None: ...
+
+
+def _key_of(request: HttpRequest) -> str:
+    """Return the key that a request has in a header of OpenAI's or Anthropic's API; "": none."""
+    scheme, _, key = (request.header(b"authorization") or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return (request.header(b"x-api-key") or "").strip()

@@ -1,0 +1,335 @@
+"""Count what each API key uses, over all processes of a frontend, and reject what is too much.
+
+The processes share memory. Each writes only its own part of it and reads those of all, so there are
+no locks, and a process that stops or dies delays no other one. A process counts first and checks
+the sum of all parts afterwards. So requests that arrive at several processes at the same moment
+never exceed a limit together, though all of them may be rejected.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from dynamo_trtllm.access.api_keys import ApiKey
+from dynamo_trtllm.protocol.errors import ConfigError, RateLimitExceeded
+
+# A minute is counted in slots. It has one more than 60 s, so that any 60 s are in it.
+SLOT_S: Final = 4.0
+_NUM_SLOTS = 16
+_WINDOW_S: Final = SLOT_S * _NUM_SLOTS
+# Numbers of a row: the key's id, running generations, the newest slot; and of requests and of
+# tokens the sum of the minute that ends with the newest slot, and the numbers of its slots.
+_RUNNING = 1
+_NEWEST = 2
+_REQUESTS = 3
+_TOKENS = _REQUESTS + 1 + _NUM_SLOTS
+_ROW = _TOKENS + 1 + _NUM_SLOTS
+# Keys with limits that a process has seen since its start, also those that were removed.
+_MAX_ROWS = 32_768
+_PART = 1 + _MAX_ROWS * _ROW  # numbers of a process: how many rows it has, and the rows
+_NUMBER_BYTES = 8
+_RETRY_S = 1  # for a limit whose end is not known
+
+
+def shared_memory(num_processes: int) -> int:
+    """Return a file in memory for the parts of so many processes. The caller closes it.
+
+    The file takes space only for what was written.
+    """
+    file = os.memfd_create("api-key-usage")
+    os.ftruncate(file, num_processes * _PART * _NUMBER_BYTES)
+    return file
+
+
+class UsageTable:
+    """The memory that the processes of a frontend share.
+
+    Args:
+        file: of `shared_memory`, which may be closed afterwards. None: this is the only process.
+        number: of this process, from 1.
+        num_processes: of the frontend.
+        clock: returns seconds of a monotonic clock that all processes share.
+    """
+
+    def __init__(
+        self,
+        file: int | None = None,
+        number: int = 1,
+        num_processes: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        memory = mmap.mmap(-1 if file is None else file, num_processes * _PART * _NUMBER_BYTES)
+        self.numbers = memoryview(memory).cast("q")
+        self.clock = clock
+        self._own = _ProcessPart(self.numbers, number - 1)
+        self._others = [
+            _ProcessPart(self.numbers, index)
+            for index in range(num_processes)
+            if index != number - 1
+        ]
+        # After a crash, this process has the part of the one before it.
+        self._own.end_generations()
+
+    def usage(self, key: ApiKey) -> KeyUsage | None:
+        """Return what counts the usage of a key; None if it has no limits.
+
+        Raises:
+            ConfigError: there were too many keys since the start.
+        """
+        return KeyUsage(key, self) if key.has_limits else None
+
+    def own_row(self, key_id: int) -> int:
+        """Return the place of a key's row in the part of this process. Create it if necessary."""
+        return self._own.find(key_id) or self._own.add(key_id)
+
+    def other_rows(self, key_id: int) -> list[int]:
+        """Return the places of a key's rows in the parts of the processes that know the key."""
+        found = [part.find(key_id) for part in self._others]
+        return [row for row in found if row is not None]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        return 1 + len(self._others)
+
+
+class _ProcessPart:
+    """The part of one process. Its rows stay where they are, and only that process adds some."""
+
+    def __init__(self, numbers: memoryview, index: int) -> None:
+        self._numbers = numbers
+        self._begin = index * _PART
+        self._rows: dict[int, int] = {}  # place by key id; those that were read so far
+
+    def find(self, key_id: int) -> int | None:
+        """Return the place of a key's row; None if there is none."""
+        num_rows = self._numbers[self._begin]
+        for index in range(len(self._rows), num_rows):
+            row = self._begin + 1 + index * _ROW
+            self._rows[self._numbers[row]] = row
+        return self._rows.get(key_id)
+
+    def add(self, key_id: int) -> int:
+        """Add a row."""
+        num_rows = self._numbers[self._begin]
+        if num_rows == _MAX_ROWS:
+            raise ConfigError(
+                f"this process has seen {_MAX_ROWS} API keys with limits since its start, which is"
+                " the most that it can count; restart the frontend",
+                field="api_keys_file",
+            )
+        row = self._begin + 1 + num_rows * _ROW
+        self._numbers[row] = key_id
+        # Other processes read the row from now on.
+        self._numbers[self._begin] = num_rows + 1
+        self._rows[key_id] = row
+        return row
+
+    def end_generations(self) -> None:
+        """Count no generations as running."""
+        for index in range(self._numbers[self._begin]):
+            self._numbers[self._begin + 1 + index * _ROW + _RUNNING] = 0
+
+
+class KeyUsage:
+    """The usage of one key. Its limits hold for all processes."""
+
+    def __init__(self, key: ApiKey, table: UsageTable) -> None:
+        self._key = key
+        self._table = table
+        self._numbers = table.numbers
+        # 64 bits of the hash: two of 32,768 keys share them with a chance of 1 to 30 billion.
+        self._id = int.from_bytes(bytes.fromhex(key.sha256)[:8], "big", signed=True)
+        self._own = table.own_row(self._id)
+        self._all_rows = [self._own]
+
+    def count_request(self) -> None:
+        """Count a request.
+
+        Raises:
+            RateLimitExceeded: there were too many in the last minute. It is not counted.
+        """
+        self._add("requests", _REQUESTS, 1, self._key.requests_per_minute)
+
+    def check(self) -> None:
+        """Check that the key has tokens and generations left, before anything else is done.
+
+        Raises:
+            RateLimitExceeded: one of these limits is reached.
+        """
+        key = self._key
+        if key.tokens_per_minute is not None:
+            if self._sum(_TOKENS, self._slot()) >= key.tokens_per_minute:
+                raise self._exceeded("tokens", _TOKENS, 1, key.tokens_per_minute)
+        if key.concurrent_generations is not None:
+            if self._running() >= key.concurrent_generations:
+                raise self._too_many(1)
+
+    def charge(self, generations: int, tokens: int) -> Charge:
+        """Count a request's generations as running, and the most tokens that it may take.
+
+        The caller closes the charge at the end of the request.
+
+        Raises:
+            RateLimitExceeded: they are too many. They are not counted.
+        """
+        limit = self._key.concurrent_generations
+        self._numbers[self._own + _RUNNING] += generations
+        try:
+            if limit is not None and self._running() > limit:
+                raise self._too_many(generations)
+            slot = self._add("tokens", _TOKENS, tokens, self._key.tokens_per_minute)
+        except RateLimitExceeded:
+            self._numbers[self._own + _RUNNING] -= generations
+            raise
+        return Charge(self, generations, tokens, slot)
+
+    def settle(self, charge: Charge, tokens: int) -> None:
+        """Count the generations of a charge as ended, and the tokens that the request took."""
+        self._numbers[self._own + _RUNNING] -= charge.generations
+        newest = self._advance()
+        more = tokens - charge.tokens
+        if more > 0:
+            self._count(_TOKENS, newest, more)
+        elif charge.slot > newest - _NUM_SLOTS:
+            # They are taken from the slot that has them: from a later one they would be missing
+            # when that slot has left the minute.
+            self._count(_TOKENS, charge.slot, more)
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers for the limits per minute, as OpenAI's API names them."""
+        headers: dict[str, str] = {}
+        now_s = self._table.clock()
+        slot = int(now_s / SLOT_S)
+        # Everything that was counted so far is forgotten after this time.
+        reset = f"{(slot + _NUM_SLOTS) * SLOT_S - now_s:.1f}s"
+        for name, first, limit in (
+            ("requests", _REQUESTS, self._key.requests_per_minute),
+            ("tokens", _TOKENS, self._key.tokens_per_minute),
+        ):
+            if limit is not None:
+                headers[f"x-ratelimit-limit-{name}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(
+                    max(0, limit - self._sum(first, slot))
+                )
+                headers[f"x-ratelimit-reset-{name}"] = reset
+        return headers
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _rows(self) -> list[int]:
+        """Return the places of this key's rows, that of this process first."""
+        if len(self._all_rows) < self._table.num_processes:
+            self._all_rows = [self._own, *self._table.other_rows(self._id)]
+        return self._all_rows
+
+    def _add(self, what: str, first: int, count: int, limit: int | None) -> int:
+        """Add to the newest slot, and return it. None: there is no limit.
+
+        Raises:
+            RateLimitExceeded: this would exceed the limit. Nothing is added.
+        """
+        slot = self._advance()
+        self._count(first, slot, count)
+        if limit is not None and self._sum(first, slot) > limit:
+            self._count(first, slot, -count)
+            raise self._exceeded(what, first, count, limit)
+        return slot
+
+    def _count(self, first: int, slot: int, count: int) -> None:
+        """Add to a slot of the minute, and to its sum."""
+        self._numbers[self._own + first] += count
+        self._numbers[self._own + first + 1 + slot % _NUM_SLOTS] += count
+
+    def _slot(self) -> int:
+        return int(self._table.clock() / SLOT_S)
+
+    def _advance(self) -> int:
+        """Return the newest slot, and clear those that passed since it was used last."""
+        numbers = self._numbers
+        own = self._own
+        slot = self._slot()
+        newest = numbers[own + _NEWEST]
+        if slot <= newest:
+            return slot
+        for passed in range(max(newest + 1, slot - _NUM_SLOTS + 1), slot + 1):
+            for first in (_REQUESTS, _TOKENS):
+                place = own + first + 1 + passed % _NUM_SLOTS
+                numbers[own + first] -= numbers[place]
+                numbers[place] = 0
+        numbers[own + _NEWEST] = slot
+        return slot
+
+    def _sum(self, first: int, slot: int) -> int:
+        """Return the sum of the minute that ends with a slot, over all processes.
+
+        Args:
+            first: place of the requests or of the tokens in a row.
+            slot: the slot of now, or a later one.
+        """
+        numbers = self._numbers
+        total = 0
+        for row in self._rows():
+            newest = numbers[row + _NEWEST]
+            if newest <= slot - _NUM_SLOTS:
+                continue
+            total += numbers[row + first]
+            # The process has not cleared these slots yet.
+            for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
+                total -= numbers[row + first + 1 + passed % _NUM_SLOTS]
+        return total
+
+    def _running(self) -> int:
+        return sum(self._numbers[row + _RUNNING] for row in self._rows())
+
+    def _exceeded(self, what: str, first: int, count: int, limit: int) -> RateLimitExceeded:
+        """Return the error of a limit per minute, with the time after which `count` fit into it."""
+        if count > limit:
+            return RateLimitExceeded(
+                f"the request may take {count} {what}; the limit of this API key is {limit} per"
+                " minute, send a shorter request or lower max_tokens",
+                retry_after_s=math.ceil(_WINDOW_S),
+            )
+        now_s = self._table.clock()
+        slot = int(now_s / SLOT_S)
+        left_s = _WINDOW_S
+        # The sum at each later slot, when the oldest ones are not in the minute any more.
+        for later in range(slot + 1, slot + _NUM_SLOTS + 1):
+            if self._sum(first, later) + count <= limit:
+                left_s = later * SLOT_S - now_s
+                break
+        retry_s = max(1, math.ceil(left_s))
+        return RateLimitExceeded(
+            f"the limit of this API key is reached: {limit} {what} per minute; try again in"
+            f" {retry_s} s",
+            retry_after_s=retry_s,
+        )
+
+    def _too_many(self, generations: int) -> RateLimitExceeded:
+        limit = self._key.concurrent_generations
+        return RateLimitExceeded(
+            f"the request has {generations} choices, and this API key may run {limit} at once; try"
+            " again when others have ended",
+            retry_after_s=_RETRY_S,
+        )
+
+
+class Charge:
+    """What a running request was charged with."""
+
+    def __init__(self, usage: KeyUsage, generations: int, tokens: int, slot: int) -> None:
+        self._usage: KeyUsage | None = usage
+        self.generations = generations
+        self.tokens = tokens
+        self.slot = slot  # that has the tokens
+
+    def close(self, tokens: int) -> None:
+        """Replace the charge by the tokens that the request took. The second call does nothing."""
+        if self._usage is not None:
+            self._usage.settle(self, tokens)
+            self._usage = None

@@ -1,0 +1,233 @@
+"""Read and change the file of API keys.
+
+Each line is a JSON object, the fields of one `ApiKey`. Empty lines and those that begin with `#`
+are skipped. Keys are added and removed line by line, so that comments stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.access.api_keys import ApiKey
+from dynamo_trtllm.protocol.errors import ConfigError
+
+MAX_KEYS: Final = 10_000
+_MAX_BYTES = 16 << 20
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_decoder = msgspec.json.Decoder(ApiKey)
+
+
+class FileVersion(NamedTuple):
+    """What differs between two versions of a file."""
+
+    inode: int
+    modified_ns: int
+    changed_ns: int  # also after a change of its owner or permissions
+    size: int
+
+
+class KeysFile(NamedTuple):
+    """The content of a file of API keys."""
+
+    version: FileVersion
+    lines: list[str]
+    keys: list[ApiKey]
+
+
+def version_of(path: Path) -> FileVersion:
+    """Return the version of a file. Raise ConfigError if it can't be found."""
+    try:
+        return _version(os.stat(path))
+    except OSError as exc:
+        raise _not_read(path, exc) from exc
+
+
+def _version(status: os.stat_result) -> FileVersion:
+    return FileVersion(status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+
+
+def read_keys(path: Path) -> KeysFile:
+    """Read and check a file of API keys.
+
+    Raises:
+        ConfigError: the file can't be read, others may write it, or a line is wrong. The message
+            names the file, and the line with the field.
+    """
+    try:
+        # The flag returns at once for a pipe, which is rejected.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb") as opened:
+            status = os.fstat(file)
+            _check_status(path, status)
+            data = opened.read(_MAX_BYTES + 1)
+    except OSError as exc:
+        raise _not_read(path, exc) from exc
+    if len(data) > _MAX_BYTES:
+        raise _error(f"the file of API keys {path} has more than {_MAX_BYTES} bytes; shorten it")
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError as exc:
+        raise _error(
+            f"the file of API keys {path} is not UTF-8 text at byte {exc.start}; correct it"
+        ) from exc
+    return KeysFile(_version(status), lines, _parsed(path, lines))
+
+
+def _check_status(path: Path, status: os.stat_result) -> None:
+    """Check that it is a file that only this user and root can write.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise _error(f"{path} is not a file; give a file of API keys")
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        raise _error(
+            f"group or others may write the file of API keys {path} (mode"
+            f" {stat.S_IMODE(status.st_mode):04o}), so its keys can't be trusted; run chmod go-w"
+            f" {path}"
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        raise _error(
+            f"the file of API keys {path} belongs to user {status.st_uid}, who could change it;"
+            f" it must belong to user {os.geteuid()}, who runs this process, or to root"
+        )
+
+
+def _parsed(path: Path, lines: list[str]) -> list[ApiKey]:
+    keys: list[ApiKey] = []
+    line_of: dict[str, int] = {}  # by name and by hash
+    for number, line in enumerate(lines, start=1):
+        if _is_comment(line):
+            continue
+        place = f"{path} line {number}"
+        try:
+            key = _decoder.decode(line)
+        except msgspec.ValidationError as exc:
+            problem = str(exc).replace("`$.", "`")
+            raise _error(f"{place}: {problem}; correct the line") from exc
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise _error(f"{place} is not a JSON object: {exc}; correct the line") from exc
+        for field, value in (("name", key.name), ("sha256", key.sha256)):
+            if value in line_of:
+                raise _error(
+                    f"{place}: {field} is the same as in line {line_of[value]}; remove one of them"
+                )
+            line_of[value] = number
+        keys.append(key)
+    if len(keys) > MAX_KEYS:
+        raise _error(f"{path} has {len(keys)} API keys; at most {MAX_KEYS} are supported")
+    return keys
+
+
+def _is_comment(line: str) -> bool:
+    text = line.strip()
+    return not text or text.startswith("#")
+
+
+def add_key(path: Path, key: ApiKey) -> None:
+    """Add a key to a file, which is created if it does not exist.
+
+    Raises:
+        ConfigError: the file can't be read or written, or has a key of this name.
+    """
+    with _locked(path):
+        lines: list[str] = []
+        if path.exists():
+            content = read_keys(path)
+            lines = content.lines
+            if any(other.name == key.name for other in content.keys):
+                raise _error(
+                    f"{path} has a key with the name {key.name}; choose another name, or revoke"
+                    " that one"
+                )
+        _write(path, [*lines, msgspec.json.encode(key).decode()])
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Remove the key of this name from a file.
+
+    Raises:
+        ConfigError: the file can't be read or written, or has no such key.
+    """
+    with _locked(path):
+        content = read_keys(path)
+        if all(key.name != name for key in content.keys):
+            raise _error(f"{path} has no key with the name {name}; list its keys to see the names")
+        kept = [line for line in content.lines if not _is_of(line, name)]
+        _write(path, kept)
+
+
+def _is_of(line: str, name: str) -> bool:
+    """Return whether a line, which was checked, has the key of this name."""
+    return not _is_comment(line) and _decoder.decode(line).name == name
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other commands from changing a file of this folder during a `with` block."""
+    try:
+        folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise _not_written(path, exc) from exc
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as exc:
+        raise _error(
+            f"another command is changing a file of API keys in {path.absolute().parent}; try again"
+        ) from exc
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    """Replace the file at once, so that a reader gets the former content or all of the new one.
+
+    A new file is private to this user. A file that exists keeps its owner and mode.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = ""
+    try:
+        file, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with open(file, "wb") as opened:
+            if target.exists():
+                status = target.stat()
+                os.fchmod(file, stat.S_IMODE(status.st_mode))
+                if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(file, status.st_uid, status.st_gid)
+            opened.write("".join(f"{line}\n" for line in lines).encode())
+            opened.flush()
+            os.fsync(file)
+        os.replace(temporary, target)
+    except OSError as exc:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise _not_written(path, exc) from exc
+
+
+def _not_read(path: Path, exc: OSError) -> ConfigError:
+    return _error(
+        f"the file of API keys {path} can't be read: {exc.strerror}; create it with dynamo-trtllm"
+        " keys add, or change its permissions"
+    )
+
+
+def _not_written(path: Path, exc: OSError) -> ConfigError:
+    return _error(
+        f"the file of API keys {path} can't be written: {exc.strerror}; change the permissions of"
+        " its folder, or choose another file"
+    )
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError(message, field="api_keys_file")

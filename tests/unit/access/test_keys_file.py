@@ -1,0 +1,130 @@
+"""The file of API keys: what is accepted, what an error names, and how it is changed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.access.api_keys import ApiKey, digest_of, new_key
+from dynamo_trtllm.access.keys_file import add_key, read_keys, remove_key
+from dynamo_trtllm.protocol.errors import ConfigError
+
+HASH = digest_of("a").hex()
+OTHER_HASH = digest_of("b").hex()
+
+
+def line(name: str = "alice", sha256: str = HASH, more: str = "") -> str:
+    return f'{{"name": "{name}", "sha256": "{sha256}"{more}}}'
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.jsonl"
+
+
+def problem_of(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_keys(path)
+    assert caught.value.field == "api_keys_file"
+    return caught.value.message
+
+
+def test_all_fields_when_written_then_they_are_read_again(path: Path) -> None:
+    key = ApiKey(
+        name="alice",
+        sha256=HASH,
+        scope="all",
+        models=("m",),
+        priority=-3,
+        requests_per_minute=1,
+        tokens_per_minute=2,
+        concurrent_generations=3,
+        expires=datetime(2030, 1, 1, tzinfo=UTC),
+    )
+    add_key(path, key)
+    assert read_keys(path).keys == [key]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_change_keeps_comments_mode_and_a_link(path: Path, tmp_path: Path) -> None:
+    path.write_text(f"# ours\n\n{line()}\n{line('bob', OTHER_HASH)}\n", encoding="utf-8")
+    path.chmod(0o640)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    add_key(link, ApiKey(name="eve", sha256=digest_of("c").hex()))
+    remove_key(link, "alice")
+    assert link.is_symlink()
+    assert path.read_text(encoding="utf-8").startswith("# ours\n\n")
+    assert [key.name for key in read_keys(path).keys] == ["bob", "eve"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(tmp_path.iterdir()) == [path, link]  # no temporary file is left
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        ('{"name": "bob"}', "sha256"),
+        (line("bob", "aa"), "sha256"),
+        (line("b/b", OTHER_HASH), "name"),
+        (line("bob", OTHER_HASH, ', "requests_per_minute": "5"'), "requests_per_minute"),
+        (line("bob", OTHER_HASH, ', "requests_per_minute": 0'), "requests_per_minute"),
+        (line("bob", OTHER_HASH, ', "tokens_per_minute": 1.5'), "tokens_per_minute"),
+        (line("bob", OTHER_HASH, ', "expires": "2030-01-01T00:00:00"'), "expires"),
+        (line("bob", OTHER_HASH, ', "models": "m"'), "models"),
+        (line("bob", OTHER_HASH, ', "admin": true'), "admin"),
+        (line("bob", OTHER_HASH, ', "scope": "root"'), "scope"),
+        (line("alice", OTHER_HASH), "name"),
+        (line("bob"), "sha256"),
+        ("sk-secret-key", "not a JSON object"),
+        ("[" * 100_000, "object"),
+    ],
+)
+def test_wrong_line_then_the_error_names_line_and_field(
+    path: Path, second: str, named: str
+) -> None:
+    problem = problem_of(path, line(), second)
+    assert f"{path} line 2" in problem
+    assert named in problem
+    assert "secret" not in problem
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_file_that_others_may_write_is_rejected(path: Path, mode: int) -> None:
+    path.write_text(line(), encoding="utf-8")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{mode:04o}.*chmod go-w"):
+        read_keys(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_another_user_is_rejected(path: Path) -> None:
+    path.write_text(line(), encoding="utf-8")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        read_keys(path)
+
+
+def test_what_is_no_file_is_rejected_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("pipe", "missing", "."):
+        with pytest.raises(ConfigError, match="API keys"):
+            read_keys(tmp_path / name)
+
+
+def test_unknown_and_repeated_names_are_rejected(path: Path) -> None:
+    add_key(path, ApiKey(name="alice", sha256=HASH))
+    with pytest.raises(ConfigError, match="alice"):
+        add_key(path, ApiKey(name="alice", sha256=OTHER_HASH))
+    with pytest.raises(ConfigError, match="bob"):
+        remove_key(path, "bob")
+
+
+def test_new_keys_differ_and_are_long() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert min(map(len, keys)) > 40
