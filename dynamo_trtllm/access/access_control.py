@@ -23,7 +23,7 @@ from dynamo_trtllm.access.keys_file import (
     read_keys,
     version_of,
 )
-from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     InvalidApiKey,
@@ -31,6 +31,7 @@ from dynamo_trtllm.protocol.errors import (
     RateLimitExceeded,
 )
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.support.network.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class AccessControl:
 
     def __init__(
         self,
-        config: FrontendConfig,
+        config: HttpAccessConfig,
         table: UsageTable | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -108,6 +109,7 @@ class AccessControl:
         self._path: Path | None = config.api_keys_file
         self._clock = clock
         self.is_open = not config.needs_api_key
+        self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
         for number, key in enumerate(config.api_key, start=1):
             digest = digest_of(key)
@@ -127,7 +129,7 @@ class AccessControl:
     # --- the check of a request -------------------------------------------------------------------
 
     def check(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Check a request before its body is read, count it, and note its sender.
+        """Check a request to a frontend before its body is read, count it, and note its sender.
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
@@ -136,24 +138,48 @@ class AccessControl:
         """
         if self.is_open or request.path in PUBLIC_PATHS:
             return
+        needed = "status" if request.path in _STATUS_PATHS else "api"
         try:
-            tenant = self._tenant(request)
-            self._check_scope(tenant, request.path)
+            tenant = self._authorized(request, needed)
             if tenant.usage is not None:
-                self._count_request(tenant.usage, response)
+                _count_request(tenant.usage, response)
         except (InvalidApiKey, PermissionDenied, RateLimitExceeded) as error:
             self.count("access_denied_total", error.code)
             raise
         request.sender = tenant
 
-    @staticmethod
-    def _count_request(usage: KeyUsage, response: HttpResponse) -> None:
-        """Count a request. Raises RateLimitExceeded."""
+    def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Check a request to a worker's system port, and note its sender if it has a key.
+
+        Processes of this machine need no key.
+
+        Raises:
+            InvalidApiKey: it has no key, or not one that is valid now.
+            PermissionDenied: the key is not for the status of processes.
+        """
+        is_public = request.path in PUBLIC_PATHS or is_loopback(request.client)
+        if is_public or self._allows_anonymous:
+            return
         try:
-            usage.count_request()
-        except RateLimitExceeded:
-            response.headers |= usage.headers()
+            request.sender = self._authorized(request, "status")
+        except (InvalidApiKey, PermissionDenied) as error:
+            self.count("access_denied_total", error.code)
             raise
+
+    def _authorized(self, request: HttpRequest, needed: str) -> Tenant:
+        """Return the sender of a request whose path needs a key with this scope.
+
+        Raises:
+            InvalidApiKey: it has no key, or not one that is valid now.
+            PermissionDenied: the key has another scope.
+        """
+        tenant = self._tenant(request)
+        if tenant.key.scope not in (needed, "all"):
+            raise PermissionDenied(
+                f"this API key is not for {request.path}, which needs one with scope {needed} or"
+                " all"
+            )
+        return tenant
 
     def _tenant(self, request: HttpRequest) -> Tenant:
         """Return the sender of a request by its key. Raises InvalidApiKey."""
@@ -168,15 +194,6 @@ class AccessControl:
         if expires is not None and expires.timestamp() <= self._clock():
             raise InvalidApiKey(f"the API key expired at {expires.isoformat()}; ask for a new one")
         return tenant
-
-    @staticmethod
-    def _check_scope(tenant: Tenant, path: str) -> None:
-        """Raise PermissionDenied if the key of a tenant is not for this path."""
-        needed = "status" if path in _STATUS_PATHS else "api"
-        if tenant.key.scope not in (needed, "all"):
-            raise PermissionDenied(
-                f"this API key is not for {path}, which needs one with scope {needed} or all"
-            )
 
     # --- the file ---------------------------------------------------------------------------------
 
@@ -223,6 +240,15 @@ class AccessControl:
         for digest, key in by_digest(content.keys).items():
             tenants[digest] = Tenant(key, self._table.usage(key))
         self._tenants = tenants
+
+
+def _count_request(usage: KeyUsage, response: HttpResponse) -> None:
+    """Count a request. Raises RateLimitExceeded."""
+    try:
+        usage.count_request()
+    except RateLimitExceeded:
+        response.headers |= usage.headers()
+        raise
 
 
 def _do_nothing(metric: str, label: str) -> None: ...

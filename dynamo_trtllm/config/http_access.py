@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from dynamo_trtllm.config.config_base import ProcessConfig, matching, option
+from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.network.addresses import LOOPBACK, is_loopback
 
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{16,256}")  # a comma separates keys in the environment
 
@@ -50,6 +53,13 @@ SentApiKey = Annotated[
     BeforeValidator(_first_key),
     matching(r"[\x21-\x7e]{1,256}", "an API key has 1 to 256 visible ASCII characters"),
 ]
+HostNames = Annotated[
+    str,
+    matching(
+        r"\*|[A-Za-z0-9._-]+(,[A-Za-z0-9._-]+)*",
+        "expected * or comma-separated names like api.example.org, without ports",
+    ),
+]
 SENT_API_KEY_HELP = (
     "API key to send. Prefer the environment: the users of the machine can read command lines."
     " Default: none."
@@ -57,7 +67,7 @@ SENT_API_KEY_HELP = (
 
 
 class HttpAccessConfig(ProcessConfig):
-    """The settings of a frontend that decide who may use it."""
+    """The settings of workers and frontends that decide who may use their HTTP ports."""
 
     api_key: ApiKeyList = option(
         "HTTP access",
@@ -73,8 +83,70 @@ class HttpAccessConfig(ProcessConfig):
         help="File of API keys with names, models and limits, written by dynamo-trtllm keys. It is"
         " read again when it changes.",
     )
+    allow_anonymous: bool = option(
+        "HTTP access",
+        False,
+        help="Serve clients of other machines without API keys. Restrict the network instead.",
+    )
 
     @property
     def needs_api_key(self) -> bool:
         """Return whether clients need an API key."""
         return bool(self.api_key) or self.api_keys_file is not None
+
+    @model_validator(mode="after")
+    def _access_is_clear(self) -> Self:
+        """Reject keys that nothing checks."""
+        if self.allow_anonymous and self.needs_api_key:
+            keys = "--api-key" if self.api_key else "--api-keys-file"
+            raise ValueError(f"--allow-anonymous contradicts {keys}; remove one of them")
+        return self
+
+
+class FrontendAccessConfig(HttpAccessConfig):
+    """The settings of a frontend that decide who may use it."""
+
+    http_host: str = option(
+        "HTTP and routing",
+        LOOPBACK,
+        env="DYN_HTTP_HOST",
+        aliases=("--host",),
+        help="Address to listen on. 0.0.0.0 accepts connections from other machines; it needs API"
+        " keys or --allow-anonymous.",
+    )
+    allowed_hosts: HostNames | None = option(
+        "HTTP access",
+        None,
+        help="Names by which clients call this server (in the header Host), separated by commas; *"
+        " for all. IP addresses and names without a dot are always allowed. Default: none on a"
+        " loopback address without API keys, so that web pages cannot reach it under names of their"
+        " own; otherwise all.",
+    )
+
+    @property
+    def is_exposed(self) -> bool:
+        """Return whether other machines can connect."""
+        return not is_loopback(self.http_host)
+
+    @property
+    def host_names(self) -> frozenset[str] | None:
+        """Return the names by which clients may call this server; None: all."""
+        if self.allowed_hosts is None:
+            return None if self.needs_api_key or self.is_exposed else frozenset()
+        names = frozenset(self.allowed_hosts.lower().split(","))
+        return None if "*" in names else names
+
+    def check_exposure(self) -> None:
+        """Check that other machines can't connect without API keys, unless this is allowed.
+
+        Raises:
+            ConfigError: they can.
+        """
+        if self.is_exposed and not (self.needs_api_key or self.allow_anonymous):
+            raise ConfigError(
+                f"--http-host {self.http_host} lets other machines connect, and without API keys"
+                f" they all can use the API; set {ENV_PREFIX}API_KEY or --api-keys-file, or listen"
+                " on 127.0.0.1. If the network admits only trusted clients, set --allow-anonymous"
+                f" ({ENV_PREFIX}ALLOW_ANONYMOUS=true)",
+                field="http_host",
+            )

@@ -26,19 +26,18 @@ from dynamo_trtllm.config.config_base import (
     Port,
     PositiveFloat,
     PositiveInt,
-    ProcessConfig,
     ReachableHost,
     RoleName,
     option,
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
-from dynamo_trtllm.config.http_access import HttpAccessConfig
+from dynamo_trtllm.config.http_access import FrontendAccessConfig, HttpAccessConfig
 from dynamo_trtllm.protocol.messages import Role
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
 
 
-class WorkerConfig(ProcessConfig):
+class WorkerConfig(HttpAccessConfig):
     """Run one worker: an engine that serves prefill, decode or complete requests of one model.
 
     examples, one prefill and one decode worker of the same model:
@@ -259,7 +258,8 @@ class WorkerConfig(ProcessConfig):
         "0.0.0.0",
         env="DYN_SYSTEM_HOST",
         help="Address that --system-port listens on. The default accepts connections from other"
-        " machines. The launcher sets 127.0.0.1.",
+        " machines, which get only /live and /ready unless they have an API key, or"
+        " --allow-anonymous is set. The launcher sets 127.0.0.1.",
     )
     system_port: Port | None = option(
         "process",
@@ -295,19 +295,11 @@ class WorkerConfig(ProcessConfig):
         return {"disaggregation_mode": engine.default_role, **data}
 
 
-class FrontendConfig(HttpAccessConfig):
+class FrontendConfig(FrontendAccessConfig):
     """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers,
     streams output.
     """
 
-    http_host: str = option(
-        "HTTP and routing",
-        "0.0.0.0",
-        env="DYN_HTTP_HOST",
-        aliases=("--host",),
-        help="Address to listen on. The default accepts connections from other machines. The"
-        " launcher sets 127.0.0.1.",
-    )
     http_port: Port = option(
         "HTTP and routing",
         8000,

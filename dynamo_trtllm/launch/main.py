@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from dynamo_trtllm.access.api_keys import new_key
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.config_base import LogFormat
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
@@ -27,7 +28,7 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
-from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
+from dynamo_trtllm.launch.plan import ProcessSpec, is_open_to_all, processes, with_settings
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.servers import NotYet, until
 from dynamo_trtllm.models import locate
@@ -41,6 +42,10 @@ PROG = "python -m dynamo_trtllm.launch"
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 _PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
 MAX_TOKENS = 200
+_API_KEY = f"{ENV_PREFIX}API_KEY"
+_KEY_NOTE = (
+    "Other machines can connect, so clients need this API key, which is new with each start:"
+)
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
@@ -95,6 +100,10 @@ async def run(
         OSError: the reader of the output has exited. The deployment was stopped.
     """
     environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
+    demo_key = ""
+    if sends_sample and is_open_to_all(deployment, environ):
+        demo_key = new_key()
+        environ[_API_KEY] = demo_key
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
     _check_workers(specs, environ)
@@ -113,6 +122,8 @@ async def run(
         if not output.end_start(f"Ready{stop}", _summary(specs, address)):
             where = " without a frontend" if address is None else f": http://{address}"
             output.say(f"Ready{where}{stop}")
+        if demo_key:
+            output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
         if sends_sample and address is not None:
             await _show_sample(output, specs, record, address)
         is_done = True
@@ -144,7 +155,7 @@ def _check_api_key(specs: Sequence[ProcessSpec]) -> None:
         if spec.needs_api_key and not spec.api_key:
             raise ConfigError(
                 "the demo request needs an API key, and the keys file has only their hashes; set"
-                f" {ENV_PREFIX}API_KEY, too, or leave out --demo",
+                f" {_API_KEY}, too, or leave out --demo",
                 field="api_key",
             )
 
@@ -290,7 +301,7 @@ def sample_report(
 def next_step(frontend: str, model: str, *, needs_api_key: bool = False) -> str:
     """Return a curl command for a streaming request, to copy into a shell."""
     body = sample_request(model) | {"stream": True}
-    header = f'-H "Authorization: Bearer ${ENV_PREFIX}API_KEY" ' if needs_api_key else ""
+    header = f'-H "Authorization: Bearer ${_API_KEY}" ' if needs_api_key else ""
     return (
         "\nTry a streaming request:\n"
         f"curl -N {frontend}{_PATH} {header}-H 'Content-Type: application/json'"

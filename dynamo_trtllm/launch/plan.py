@@ -93,8 +93,7 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
         ConfigError: a process would reject its settings, or two processes have the same port.
     """
     common = {"namespace": deployment.namespace}
-    # The launcher will set the addresses when its servers run.
-    environ = {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
+    environ = _with_addresses(environ)
     specs = []
     if deployment.frontend is not None:
         specs.append(_frontend(common | deployment.frontend, environ))
@@ -103,6 +102,24 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
         specs.extend(_worker(worker, number, flags, environ) for number in range(worker.count))
     _check_ports(specs)
     return specs
+
+
+def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> bool:
+    """Return whether every client of other machines could use the frontend of a deployment.
+
+    Arguments and errors as for `processes`, which rejects such a deployment.
+    """
+    if deployment.frontend is None:
+        return False
+    config, _ = _planned(
+        FRONTEND, FrontendConfig, "http", deployment.frontend, {}, _with_addresses(environ)
+    )
+    return config.is_exposed and not (config.needs_api_key or config.allow_anonymous)
+
+
+def _with_addresses(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with addresses, which the launcher sets when its servers run."""
+    return {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
 
 
 def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> DeploymentConfig:
@@ -149,6 +166,7 @@ def reachable(listening: str) -> str:
 
 def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
     config, planned = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
+    config.check_exposure()
     return ProcessSpec(
         module="dynamo_trtllm.frontend",
         stop_timeout_s=_FRONTEND_STOP_S,

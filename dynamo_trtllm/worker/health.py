@@ -6,7 +6,6 @@ The load of the worker, which frontends place requests by, is broadcast instead.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -19,8 +18,9 @@ from dynamo_trtllm.protocol.messages import LoadReport, encode
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
-from dynamo_trtllm.support.http_server.server import HttpServer, Route, Router
-from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
+from dynamo_trtllm.support.http_server.server import Guard, HttpServer, Route, Router
+from dynamo_trtllm.support.network.addresses import is_loopback
+from dynamo_trtllm.support.network.listening import listen
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,10 @@ def _error_body(
 
 
 def health_app(
-    health: Health, render_metrics: Callable[[], bytes], verbs: Verbs | None = None
+    health: Health,
+    render_metrics: Callable[[], bytes],
+    verbs: Verbs | None = None,
+    guard: Guard | None = None,
 ) -> Router:
     """Return the app.
 
@@ -77,7 +80,8 @@ def health_app(
         health: health of the worker.
         render_metrics: returns the body of /metrics.
         verbs: by path, functions that begin a change of the worker and return why that can't be, or
-            "". Only processes of this machine may call them, because callers are not authenticated.
+            "". Only processes of this machine and senders with an API key may call them.
+        guard: checks a request, and notes its sender if that has an API key.
     """
 
     async def live(_: HttpRequest, response: HttpResponse) -> None:
@@ -102,8 +106,9 @@ def health_app(
         async def change(request: HttpRequest, response: HttpResponse) -> None:
             # Browsers send Origin: pages of other sites can make them ask this machine.
             is_from_page = request.header(b"origin") is not None
-            if is_from_page or not _is_local(request.client):
-                refusal = "only processes of the worker's machine may do this, not web pages"
+            has_key = request.sender is not None
+            if not has_key and (is_from_page or not is_loopback(request.client)):
+                refusal = "this needs an API key, or a process of the worker's machine"
                 response.send_json(403, {"reason": refusal})
                 return
             reason = begin()
@@ -115,18 +120,7 @@ def health_app(
     routes = [Route("GET", path, handler) for path, handler in handlers.items()]
     if verbs is not None:
         routes += [Route("POST", path, changing(begin)) for path, begin in verbs.items()]
-    return Router(routes)
-
-
-def _is_local(client: str) -> bool:
-    """Return True if a client's address is of this machine."""
-    without_scope = client.partition("%")[0]
-    address = ipaddress.ip_address(without_scope)
-    # A socket for both families shows 127.0.0.1 as ::ffff:127.0.0.1.
-    mapped = getattr(address, "ipv4_mapped", None)
-    if mapped is not None:
-        address = mapped
-    return address.is_loopback
+    return Router(routes, guard=guard)
 
 
 @asynccontextmanager
@@ -151,7 +145,6 @@ async def health_server(
         port = sock.getsockname()[1]
         server = HttpServer(app, LIMITS, error_form=_error_body, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
-        warn_if_exposed(host, port, "read health and metrics", "--system-host")
         shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host
         log.info("health at http://%s:%d", shown_host, port)
         try:

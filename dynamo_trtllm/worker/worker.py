@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
@@ -356,7 +357,12 @@ class Worker(Lifecycle):
             "/sleep": partial(self._change, WorkerSleep.sleep),
             "/wake": partial(self._change, WorkerSleep.wake),
         }
-        app = health_app(self._health, render_metrics, verbs)
+        access = AccessControl(config)
+        access.count = lambda name, label: self._metrics.child(name, label).inc()
+        if config.api_keys_file is not None:
+            following = self._tasks.start(access.follow_file(), "api-keys")
+            stack.push_async_callback(self._tasks.cancel, following)
+        app = health_app(self._health, render_metrics, verbs, access.check_status)
         server = health_server(config.system_host, config.system_port, app, self._tasks)
         self._system_port = await stack.enter_async_context(server)
 

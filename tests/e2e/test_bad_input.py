@@ -213,10 +213,3 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
             for launch, variable in ((WORKER, "ETCD_ENDPOINTS"), (FRONTEND, "NATS_SERVER"))
         ]:
             check.result()
-
-
-def test_frontend_on_every_interface_warns_once(mock_cluster: Cluster) -> None:
-    mock_cluster.frontend.wait_for("listening on http://0.0.0.0")
-    warnings = [line for line in mock_cluster.frontend.lines if "is open to other machines" in line]
-    assert len(warnings) == 1
-    assert " WARNING " in warnings[0]

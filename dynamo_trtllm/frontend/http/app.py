@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.access.access_control import AccessControl
+from dynamo_trtllm.access.web_pages import PageGuard
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
 from dynamo_trtllm.frontend.http.documentation_routes import docs, openapi
@@ -29,7 +30,7 @@ from dynamo_trtllm.frontend.responses_api.response_store import ResponseStore, s
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.support.http_server.exchange import HttpRequest
+from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Route, Router
 
 _MESSAGES: Final = "/v1/messages"
@@ -103,7 +104,9 @@ def build_app(
         before = hooks.before
     forms = {_MESSAGES: messages_error}
     hint = "; see /docs for the API"
-    router = Router(routes, hint, config.allowed_origins, forms, guard=access.check, before=before)
+    pages = PageGuard(config.host_names, config.allowed_origins)
+    guard = partial(_check_request, access, pages)
+    router = Router(routes, hint, config.allowed_origins, forms, guard=guard, before=before)
     return FrontendApp(router, access, traces, response_store.aclose)
 
 
@@ -118,6 +121,18 @@ def _response_store(
         max_bytes=limits.max_value_bytes,
         on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
     )
+
+
+def _check_request(
+    access: AccessControl, pages: PageGuard, request: HttpRequest, response: HttpResponse
+) -> None:
+    """Check who sends a request, before its body is read. Raises as `AccessControl.check`."""
+    if access.is_open:
+        pages.check(request)
+    else:
+        # A web page does not know the key, and can't send it without the server's permission.
+        pages.check_host(request)
+    access.check(request, response)
 
 
 def _trace_exporter(config: FrontendConfig, metrics: FrontendMetrics) -> TraceExporter | None:

@@ -160,6 +160,7 @@ class Frontend(Lifecycle):
         """
         self._check_can_run()
         config = self._config
+        config.check_exposure()
         if config.workers > 1:
             from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
 
@@ -197,6 +198,8 @@ class Frontend(Lifecycle):
                 " command line do; use one of them, or workers=1",
                 field="workers",
             )
+        if self._sock is None:  # otherwise the caller decides who can connect
+            config.check_exposure()
         access = AccessControl(config, self._usage)
         sock = self._sock or listen(config.http_host, config.http_port, is_shared=is_one_of_several)
         with sock:

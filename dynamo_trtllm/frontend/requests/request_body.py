@@ -284,9 +284,16 @@ class BodyBudget:
 
 
 def check_json(request: HttpRequest) -> None:
-    """Raise UnsupportedMedia if a header declares that the body is compressed or not JSON."""
+    """Raise UnsupportedMedia unless the headers declare that the body is JSON, not compressed.
+
+    Browsers let every web page send a body without a type, or with that of a form, to any server.
+    """
     given = request.header(b"content-type")
-    kind = (given or "application/json").split(";")[0].strip().lower()
+    if given is None:
+        raise errors.UnsupportedMedia(
+            "the header Content-Type is missing; send Content-Type: application/json"
+        )
+    kind = given.split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise errors.UnsupportedMedia(
             f"Content-Type {kind!r} is not supported; send application/json"

@@ -22,6 +22,7 @@ READ_HEADERS = frozenset(
         b"expect",
         b"host",
         b"origin",
+        b"sec-fetch-site",
         b"traceparent",
         b"transfer-encoding",
         b"upgrade",

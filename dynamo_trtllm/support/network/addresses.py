@@ -25,6 +25,17 @@ _LOOPBACK_OF: Final = {"0.0.0.0": LOOPBACK, "::": "::1"}
 _ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether an address or a host name is one that only this machine can connect to."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost"
+    # A socket for both families shows 127.0.0.1 as ::ffff:127.0.0.1.
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_loopback if mapped is None else mapped.is_loopback
+
+
 def address_towards(urls: Iterable[str]) -> str:
     """Return this host's IP address on the route to the first URL that is not on this host.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import math
 import resource
@@ -13,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.support.network.addresses import LOOPBACK
+from dynamo_trtllm.support.network.addresses import LOOPBACK, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +74,7 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
             "every client can …".
         flag: the flag that sets `host`.
     """
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
-    if not is_local:
+    if not is_loopback(host):
         text = (
             "port %d is open to other machines without authentication: every client can %s; to"
             " restrict it to this machine, set %s %s"

@@ -245,7 +245,6 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
         (WorkerConfig, "--dtype fp8", "--override-engine-args"),
         (WorkerConfig, "--port 1", "--http-port of dynamo-trtllm frontend"),
         (WorkerConfig, "--http-port 1", "--http-port is a flag of dynamo-trtllm frontend"),
-        (WorkerConfig, "--api-key x", "--api-key is a flag of dynamo-trtllm frontend"),
         (WorkerConfig, "serve tiny", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (FrontendConfig, "--tp 2", "--tensor-parallel-size of dynamo-trtllm worker"),
         (FrontendConfig, "--ssl-keyfile k", "put a proxy"),

@@ -214,6 +214,22 @@ def test_probes_use_existing_paths_and_ports(name: str) -> None:
         assert "/v1/models/{id}/ready" in frontend_paths  # asked by the perf Jobs
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_frontends_without_keys_are_closed_to_other_namespaces(name: str) -> None:
+    for pod in frontends(SETS[name]):
+        config = frontend_config(pod)
+        assert config.is_exposed
+        assert config.allow_anonymous
+    policies = of_kind(SETS[name], "NetworkPolicy")
+    (policy,) = [doc for doc in policies if name_of(doc).endswith("-frontend")]
+    prometheus = {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
+    for rule in policy["spec"]["ingress"]:
+        assert rule["from"] == [
+            {"podSelector": {}},
+            {"namespaceSelector": {}, "podSelector": prometheus},
+        ]
+
+
 def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
     ports = {one_port["name"]: one_port["containerPort"] for one_port in pod.container["ports"]}
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):

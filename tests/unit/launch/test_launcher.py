@@ -196,6 +196,8 @@ async def test_run_with_unknown_host_names_the_flag(monkeypatch: pytest.MonkeyPa
     of = with_settings(
         deployment(WORKER), LaunchConfig(deployment=Path(), host="nope.invalid", port=8000)
     )
+    assert of.frontend is not None
+    of.frontend["allow_anonymous"] = True
     with pytest.raises(
         ConfigError,
         match=r"^frontend: --http-host nope\.invalid .*--host of this command changes it$",

@@ -6,7 +6,7 @@ from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.launch.plan import processes, reachable, with_settings
+from dynamo_trtllm.launch.plan import is_open_to_all, processes, reachable, with_settings
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
@@ -114,10 +114,23 @@ def test_processes_use_http_port_of_the_environment():
 )
 def test_processes_without_address_keep_frontend_local(frontend, environ, address, wanted):
     of = with_settings(deployment().model_copy(update={"frontend": frontend}), typed(**address))
+    environ = environ | {"DYN_TRTLLM_ALLOW_ANONYMOUS": "true"}
     spec = processes(of, environ)[0]
     assert (spec.host, spec.port) == wanted
     read = load(FrontendConfig, prog="p", argv=spec.arguments(spec.port), environ=environ)
     assert (read.http_host, read.http_port) == wanted
+
+
+def test_frontend_open_to_other_machines_needs_keys():
+    of = deployment().model_copy(update={"frontend": {"http_host": "0.0.0.0"}})
+    assert is_open_to_all(of, {})
+    with pytest.raises(ConfigError, match="--allow-anonymous"):
+        processes(of)
+    for name, value in (("API_KEY", "k" * 16), ("ALLOW_ANONYMOUS", "true")):
+        environ = {f"DYN_TRTLLM_{name}": value}
+        assert not is_open_to_all(of, environ)
+        assert processes(of, environ)[0].host == "0.0.0.0"
+    assert not is_open_to_all(deployment(), {})
 
 
 def test_with_settings_without_frontend_is_rejected():
@@ -146,7 +159,8 @@ def test_processes_with_the_same_port_are_named(changes, names):
 def test_processes_may_share_a_port_of_other_addresses():
     flags = {"model_path": "m", "system_port": 8000}
     of = deployment(flags=flags).model_copy(update={"frontend": {"http_host": "10.0.0.1"}})
-    assert [spec.port for spec in processes(of)] == [8000, 8000]
+    environ = {"DYN_TRTLLM_ALLOW_ANONYMOUS": "true"}
+    assert [spec.port for spec in processes(of, environ)] == [8000, 8000]
 
 
 def test_processes_may_log_only_warnings():

@@ -213,7 +213,8 @@ def test_deployment_data_starts_what_was_chosen() -> None:
         gpus=[1, 2, 4, 5, 6, 7],
     )
     data = deployment_data(chosen, SMALL, wanted, {"max_seq_len": 4096})
-    specs = {spec.name: spec for spec in processes(checked_deployment(data, "serve"))}
+    environ = {"DYN_TRTLLM_ALLOW_ANONYMOUS": "true"}
+    specs = {spec.name: spec for spec in processes(checked_deployment(data, "serve"), environ)}
     assert {name: spec.env.get("CUDA_VISIBLE_DEVICES") for name, spec in specs.items()} == {
         "frontend": None,
         "prefill": "1,2",

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.access.access_control import AccessControl
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import LoadReport, decode
 from dynamo_trtllm.support.background import BackgroundTasks
@@ -24,6 +26,8 @@ from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, heal
 from dynamo_trtllm.worker.timing import WorkerTiming
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
+
+KEY = "sk-key-of-the-settings"
 
 
 def metrics() -> bytes:
@@ -57,6 +61,36 @@ async def test_ready_is_200_only_while_serving(
         report = await client.get("/health")
     assert (ready.status_code, ready.json()) == (status, said | {"instance_id": "ab"})
     assert (report.status_code, report.json()["instance_id"]) == (status, "ab")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "statuses"),
+    [
+        ({}, "", (401, 401, 401)),
+        ({"api_key": (KEY,)}, "", (401, 401, 401)),
+        ({"api_key": (KEY,)}, "another-key-of-ours", (401, 401, 401)),
+        ({"api_key": (KEY,)}, KEY, (200, 200, 202)),
+        ({"allow_anonymous": True}, "", (200, 200, 403)),
+    ],
+)
+@pytest.mark.parametrize("client", ["10.0.0.7", "::ffff:10.0.0.7", "127.0.0.1", "::1"])
+async def test_other_machines_need_a_key_except_for_probes(
+    settings: dict[str, Any], key: str, statuses: tuple[int, int, int], client: str
+) -> None:
+    access = AccessControl(WorkerConfig(model_path="m", **settings))
+    app = health_app(Health("serving"), metrics, {"/sleep": lambda: ""}, access.check_status)
+    transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://worker", headers=headers
+    ) as http:
+        for path in ("/live", "/ready"):
+            assert (await http.get(path)).status_code == 200
+        answers = [await http.get("/health"), await http.get("/metrics"), await http.post("/sleep")]
+    is_local = client in ("127.0.0.1", "::1")
+    assert tuple(answer.status_code for answer in answers) == (
+        (200, 200, 202) if is_local else statuses
+    )
 
 
 async def test_server_listens_only_on_the_given_host(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,83 @@
+"""Reject requests that a web page makes a user's browser send to a frontend without API keys.
+
+A frontend on a user's machine is within reach of the browser, and so of every page. A page may send
+requests to it, unless it needs a key that the page does not know. It may also let the name of its
+own server resolve to this machine (DNS rebinding), and then read the answers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo_trtllm.protocol.errors import PermissionDenied
+from dynamo_trtllm.support.http_server.exchange import HttpRequest
+
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_OTHER_SITES: Final = frozenset({"cross-site", "same-site"})
+
+
+@dataclass(frozen=True, slots=True)
+class PageGuard:
+    """The names by which a frontend may be called, and the pages that may call it."""
+
+    # Names in the header Host. None: all. () has only those that no page's server can have.
+    hosts: Set[str] | None
+    origins: Set[str]  # of --cors-origins
+
+    def check(self, request: HttpRequest) -> None:
+        """Check that a request is not from a page of another server.
+
+        Raises:
+            PermissionDenied: it is.
+        """
+        self.check_host(request)
+        if request.method in _SAFE_METHODS:
+            return  # it changes nothing, and the browser keeps the answer from the page
+        host = (request.header(b"host") or "").lower()
+        origin = request.header(b"origin")
+        if origin is None:
+            is_other = request.header(b"sec-fetch-site") in _OTHER_SITES
+        else:
+            _, _, origin_host = origin.lower().partition("://")
+            is_other = origin_host != host and not self.origins & {"*", origin}
+        if is_other:
+            raise PermissionDenied(
+                f"a web page of {origin or 'another site'} may not send requests to this server; to"
+                " allow it, set --cors-origins, or use API keys"
+            )
+
+    def check_host(self, request: HttpRequest) -> None:
+        """Raise PermissionDenied if this server is not called by one of its names."""
+        host = request.header(b"host")
+        if self.hosts is None or host is None:
+            return
+        name = _without_port(host).lower()
+        if not (name in self.hosts or _is_local_name(name)):
+            raise PermissionDenied(
+                f"the header Host is {name!r}, which is not a name of this server; if it is one,"
+                " add it to --allowed-hosts"
+            )
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address in a Host header."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_local_name(name: str) -> bool:
+    """Return whether no page on the Internet can be loaded from this name.
+
+    Such are IP addresses, which are not resolved, and names without a dot, which have no owner.
+    """
+    if "." not in name or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
