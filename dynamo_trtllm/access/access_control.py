@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -62,6 +63,10 @@ class Tenant:
                 field="model",
             )
 
+    def own(self, name: str) -> str:
+        """Return a name that stands for `name` of this key, and that no other key has."""
+        return hashlib.sha256(f"{self.key.name}\0{name}".encode()).hexdigest()[:32]
+
     def priority(self, wanted: int) -> int:
         """Return the priority of a request that wants this one; 0: it wants none.
 
@@ -111,9 +116,11 @@ class AccessControl:
         self.is_open = not config.needs_api_key
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
-        for number, key in enumerate(config.api_key, start=1):
+        for key in config.api_key:
             digest = digest_of(key)
-            named = ApiKey(name=f"api-key-{number}", sha256=digest.hex(), scope="all")
+            # Its name is not the number of the key: stored responses belong to the name.
+            name = f"api-key-{digest.hex()[:8]}"
+            named = ApiKey(name=name, sha256=digest.hex(), scope="all")
             self._from_settings[digest] = Tenant(named, None)
         self._tenants: Mapping[bytes, Tenant] = self._from_settings
         self._seen: FileVersion | None = None  # of the file, when it was read last

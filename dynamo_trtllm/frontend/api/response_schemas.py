@@ -546,3 +546,4 @@ class ResponseMeta(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     created: int
     request_id: str = ""  # for errors
+    owner: str = ""  # name of the API key, to which a stored response belongs; "": there are none

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynamo_trtllm.access.access_control import tenant_of
 from dynamo_trtllm.frontend.api.responses import LOGPROBS
 from dynamo_trtllm.frontend.http.query import last_value, read_limit
 from dynamo_trtllm.frontend.requests.answer import RunningAnswers
@@ -50,7 +51,7 @@ class ResponseRoutes:
         response_id = request.path_params["id"]
         if self._running_builder(request) is not None:
             raise InvalidRequest(f"response {response_id!r} is still in progress; cancel it first")
-        await self._store.delete(response_id)
+        await self._store.delete(response_id, _owner(request))
         response.send_json(200, {"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -60,7 +61,7 @@ class ResponseRoutes:
         """
         builder = self._running_builder(request)
         if builder is None:
-            stored = await self._store.get(request.path_params["id"])
+            stored = await self._store.get(request.path_params["id"], _owner(request))
             response.send_json(200, stored.response)
             return
         client = self._running.cancel(builder.id)
@@ -75,12 +76,18 @@ class ResponseRoutes:
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
-        return await self._store.get(request.path_params["id"])
+        return await self._store.get(request.path_params["id"], _owner(request))
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
-        """Return the builder of a response in progress."""
-        builder = self._running.builder(request.path_params["id"])
+        """Return the builder of a response in progress that belongs to the client."""
+        builder = self._running.builder(request.path_params["id"], _owner(request))
         return builder if isinstance(builder, ResponseBuilder) else None
+
+
+def _owner(request: HttpRequest) -> str:
+    """Return the name of the API key of a request; "": there are no keys."""
+    tenant = tenant_of(request)
+    return "" if tenant is None else tenant.key.name
 
 
 def _check_query(request: HttpRequest, *known: str) -> None:

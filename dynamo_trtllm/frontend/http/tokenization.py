@@ -58,7 +58,7 @@ def _route(path: str, api: TokenizationApi[R], app_state: AppState) -> Route:
 
 
 async def _tokenization(
-    body: TokenizeRequest, served: ServedModel
+    body: TokenizeRequest, served: ServedModel, owner: str
 ) -> tuple[Callable[[], TokenizationObject], int]:
     """Return the work that answers `/tokenize`."""
     return partial(_tokenized, body, served), 0
@@ -91,7 +91,7 @@ def _check_count(ids: TokenIds, field: str) -> None:
 
 
 async def _detokenization(
-    body: DetokenizeRequest, served: ServedModel
+    body: DetokenizeRequest, served: ServedModel, owner: str
 ) -> tuple[Callable[[], DetokenizationObject], int]:
     """Return the work that answers `/detokenize`. Raises ContextTooLong."""
     context_length = served.card.context_length
@@ -116,9 +116,9 @@ def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
     """Return what resolves requests of `/v1/responses/input_tokens`."""
 
     async def resolve(
-        body: ResponseRequest, served: ServedModel
+        body: ResponseRequest, served: ServedModel, owner: str
     ) -> tuple[Callable[[], InputTokensObject], int]:
-        prompt, size = await adapter.resolve_prompt(body, served)
+        prompt, size = await adapter.resolve_prompt(body, served, owner)
 
         def count() -> InputTokensObject:
             return {"object": "response.input_tokens", "input_tokens": len(prompt())}
@@ -129,7 +129,7 @@ def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
 
 
 async def _message_tokens(
-    body: CountTokensRequest, served: ServedModel
+    body: CountTokensRequest, served: ServedModel, owner: str
 ) -> tuple[Callable[[], MessageTokensObject], int]:
     """Return the work that answers `/v1/messages/count_tokens`."""
 

@@ -297,6 +297,7 @@ class MessagesAdapter:
         body: MessagesRequest,
         served: ServedModel,
         call: GenerateRequest,
+        owner: str,
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Return the work that plans the request, which refers to nothing stored."""
         return functools.partial(prepare_messages, body, served, call), 0

@@ -57,12 +57,13 @@ class ApiAdapter(Protocol[B]):
     ping: bytes  # the event of a silent stream; b"": a comment
 
     async def resolve(
-        self, body: B, served: ServedModel, call: GenerateRequest
+        self, body: B, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Read what the request refers to. Raises RequestError.
 
         Args:
             call: that of the body, without prompt and sampling values.
+            owner: name of the API key, to which the stored responses belong; "": there are no keys.
 
         Returns:
             The work that plans the request, and the characters of stored text that it renders.
@@ -213,7 +214,7 @@ class RunningAnswers:
     def __init__(self) -> None:
         self._by_id: dict[str, _RunningAnswer] = {}
 
-    def track(self, answer: Answer, client: str) -> _RunningAnswer:
+    def track(self, answer: Answer, client: str, owner: str = "") -> _RunningAnswer:
         """Return a context manager: the answer is one of them while its `with` block runs.
 
         The block is of the current task. Its end raises Cancelled if a client has cancelled the
@@ -222,13 +223,16 @@ class RunningAnswers:
         Args:
             answer: the answer.
             client: network address of its client.
+            owner: name of the API key that it belongs to; "": there are no keys.
         """
-        return _RunningAnswer(answer, client, self._by_id)
+        return _RunningAnswer(answer, client, owner, self._by_id)
 
-    def builder(self, answer_id: str) -> AnswerBuilder | None:
-        """Return the builder of an answer in progress; None if there is none of this id."""
+    def builder(self, answer_id: str, owner: str) -> AnswerBuilder | None:
+        """Return the builder of an answer in progress; None if `owner` has none of this id."""
         running = self._by_id.get(answer_id)
-        return None if running is None else running.answer.builder
+        if running is None or running.owner != owner:
+            return None
+        return running.answer.builder
 
     def cancel(self, answer_id: str) -> str:
         """Cancel an answer in progress. Return the network address of its client."""
@@ -240,9 +244,12 @@ class RunningAnswers:
 class _RunningAnswer:
     """An answer while its choices run in the current task."""
 
-    def __init__(self, answer: Answer, client: str, by_id: dict[str, _RunningAnswer]) -> None:
+    def __init__(
+        self, answer: Answer, client: str, owner: str, by_id: dict[str, _RunningAnswer]
+    ) -> None:
         self.answer = answer
         self.client = client
+        self.owner = owner
         self._by_id = by_id
         self._task = asyncio.current_task()
         self._is_cancelled = False  # on request of a client

@@ -548,7 +548,7 @@ class CompletionAdapter(Generic[B]):
     ping: bytes = b""
 
     async def resolve(
-        self, body: B, served: ServedModel, call: GenerateRequest
+        self, body: B, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
         return functools.partial(self.prepare, body, served, call), 0
 

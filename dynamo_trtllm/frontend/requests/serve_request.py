@@ -21,6 +21,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.requests.admission import FEW_CHOICES, RequestAdmission
 from dynamo_trtllm.frontend.requests.answer import Answer, ApiAdapter
@@ -38,6 +39,7 @@ from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S
+from dynamo_trtllm.protocol.messages import GenerateRequest
 from dynamo_trtllm.protocol.streams import unexpected_error
 from dynamo_trtllm.support.background import in_thread
 from dynamo_trtllm.support.http_server.exchange import (
@@ -108,7 +110,8 @@ async def serve_request(
         timeline.started()
 
         # Route its choices to workers, and answer with what they generate.
-        with state.running.track(answer, timeline.facts.client):
+        facts = timeline.facts
+        with state.running.track(answer, facts.owner or facts.client, facts.owner):
             running = RunningChoices(answer, response, sender, timeline, places, state)
             async with running as deltas:
                 if answer.is_streamed:
@@ -142,9 +145,11 @@ async def plan_request(
     call = body.call(timeline.facts.id, deadline, _session_id(request))
     if tenant is not None and (call.priority or tenant.key.priority):
         call = replace(call, priority=tenant.priority(call.priority))
+    if tenant is not None:
+        call = _of_tenant(call, tenant, served)
     if timeline.facts.traceparent is not None:
         call = replace(call, traceparent=timeline.facts.traceparent)
-    prepare, stored_chars = await api.resolve(body, served, call)
+    prepare, stored_chars = await api.resolve(body, served, call, timeline.facts.owner)
     return await tokenize(
         prepare,
         served,
@@ -152,6 +157,21 @@ async def plan_request(
         state,
         stored_chars=stored_chars,
         num_choices=body.num_choices,
+    )
+
+
+def _of_tenant(call: GenerateRequest, tenant: Tenant, served: ServedModel) -> GenerateRequest:
+    """Return a call with the salt and the conversation of its API key.
+
+    So the requests of different keys share no prefix cache, whose hits would reveal prompts, and no
+    conversation, even if the clients send the same names.
+    """
+    has_salts = "cache_salt" not in served.card.unsupported_features
+    return replace(
+        call,
+        # A salt that the engine does not support is rejected later.
+        cache_salt=tenant.own(call.cache_salt or "") if has_salts else call.cache_salt,
+        conversation_id=call.conversation_id and tenant.own(call.conversation_id),
     )
 
 
@@ -220,12 +240,14 @@ def _new_answer(
     response: HttpResponse,
 ) -> Answer:
     """Return the answer to a planned request. `ignored`: its ignored fields, for a header."""
+    facts = timeline.facts
     answer_id = f"{api.id_prefix}{timeline.facts.unique_id}{secrets.token_hex(8)}"
     meta = ResponseMeta(
         id=answer_id,
         model=body.model,
         created=int(time.time()),
         request_id=response.request_id,
+        owner=facts.owner,
     )
     builder = api.builder(meta, body, plan)
     return Answer(
@@ -236,7 +258,7 @@ def _new_answer(
         wants_stats=timeline.facts.wants_stats,
         nvext_fields=frozenset(body.nvext.extra_fields),
         ignored=ignored,
-        on_complete=partial(api.on_complete, builder, timeline.facts.client),
+        on_complete=partial(api.on_complete, builder, facts.owner or facts.client),
     )
 
 

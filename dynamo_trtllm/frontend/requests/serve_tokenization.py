@@ -21,10 +21,11 @@ from dynamo_trtllm.support.http_server.exchange import Exchange
 
 R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest, CountTokensRequest)
 
-# Reads what a request refers to. Returns the work that makes the response, which may take long and
-# is safe in a thread, and the characters of stored text that it renders.
+# Reads what a request refers to, which belongs to the API key of this name. Returns the work that
+# makes the response, which may take long and is safe in a thread, and the characters of stored text
+# that it renders.
 Resolve: TypeAlias = Callable[
-    [R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
+    [R, ServedModel, str], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]
 ]
 
 
@@ -54,7 +55,7 @@ async def serve_tokenization(
     if tenant is not None:
         tenant.check_model(body.model)
     served = state.models.get(body.model)
-    prepare, stored_chars = await api.resolve(body, served)
+    prepare, stored_chars = await api.resolve(body, served, timeline.facts.owner)
 
     def encode() -> bytes:
         return orjson.dumps(prepare())

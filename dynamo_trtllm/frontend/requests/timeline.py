@@ -36,6 +36,11 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None  # header of the client; None: it is missing or not valid
     arrived_at: float  # seconds since the epoch
 
+    @property
+    def owner(self) -> str:
+        """The name of the API key, to which what is stored belongs; "": there are no keys."""
+        return "" if self.tenant is None else self.tenant.key.name
+
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a request has ended."""

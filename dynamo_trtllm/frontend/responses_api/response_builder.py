@@ -118,6 +118,7 @@ class ResponseBuilder:
         self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan, max_stored_bytes: int
     ) -> None:
         self.id = meta.id
+        self._owner = meta.owner
         self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
         tools = {tool.name: tool for tool in body.served_tools}
@@ -153,7 +154,8 @@ class ResponseBuilder:
         """
         if not self.stored:
             return None
-        packed = encode(StoredResponse(response=response, items=self.input_items()))
+        stored = StoredResponse(response=response, items=self.input_items(), owner=self._owner)
+        packed = encode(stored)
         if len(packed) <= self._max_stored_bytes:
             return packed
         response["store"] = False
@@ -325,7 +327,7 @@ class ResponsesAdapter:
         self.id_prefix = store.id_prefix
 
     async def resolve(
-        self, body: ResponseRequest, served: ServedModel, call: GenerateRequest
+        self, body: ResponseRequest, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Read all items that the request refers to, and return the work that plans it.
 
@@ -333,7 +335,7 @@ class ResponsesAdapter:
             ResponseNotFound: the request refers to a response that is not stored.
             InvalidRequest: the conversation is too long.
         """
-        items, size = await self._items(body)
+        items, size = await self._items(body, owner)
         if body.store and size + len(body.instructions or "") > self._store.max_bytes:
             raise InvalidRequest(
                 f"the conversation has {size} characters; a stored response may have at most"
@@ -351,9 +353,9 @@ class ResponsesAdapter:
         return prepare, size
 
     async def resolve_prompt(
-        self, body: ResponseRequest, served: ServedModel
+        self, body: ResponseRequest, served: ServedModel, owner: str
     ) -> tuple[Callable[[], TokenIds], int]:
-        """Read all items that the request refers to.
+        """Read all items that the request refers to. `owner` as for `resolve`.
 
         Returns:
             The work that renders the prompt, and the characters of the conversation.
@@ -362,7 +364,7 @@ class ResponsesAdapter:
             ResponseNotFound: the request refers to a response that is not stored.
             InvalidRequest: the conversation is too long.
         """
-        items, size = await self._items(body)
+        items, size = await self._items(body, owner)
 
         def prepare() -> TokenIds:
             conversation = _conversation(body, items)
@@ -371,10 +373,10 @@ class ResponsesAdapter:
 
         return prepare, size
 
-    async def _items(self, body: ResponseRequest) -> tuple[list[Item], int]:
+    async def _items(self, body: ResponseRequest, owner: str) -> tuple[list[Item], int]:
         """Return the items of the whole conversation, and their characters."""
         items: list[Item] = []
-        references = References(self._store)
+        references = References(self._store, owner)
         if body.previous_response_id is not None:
             items += await references.conversation(
                 body.previous_response_id, "previous_response_id"

@@ -71,11 +71,19 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     response: dict[str, Any]  # as sent to the client
     items: list[dict[str, Any]]  # its input: the items of earlier turns, then its own
+    owner: str = ""  # name of the API key of its client; "": there were no keys
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
         """All items up to and including this response's output."""
         return [*self.items, *self.response["output"]]
+
+
+class LoadedResponse(NamedTuple):
+    """A response from the store."""
+
+    stored: StoredResponse
+    num_bytes: int
 
 
 class _Write(NamedTuple):
@@ -163,8 +171,16 @@ class ResponseStore:
         log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
         self.on_write_failed(code)
 
-    async def read(self, response_id: str, field: str | None = None) -> bytes:
-        """Return a serialized response. Raises as `get`."""
+    async def load(self, response_id: str, owner: str, field: str | None = None) -> LoadedResponse:
+        """Return a stored response with its size. Arguments and errors as for `get`."""
+        data = await self._read(response_id, field)
+        stored = decode(data, StoredResponse)
+        if stored.owner != owner:
+            raise self._missing(response_id, field)
+        return LoadedResponse(stored, len(data))
+
+    async def _read(self, response_id: str, field: str | None) -> bytes:
+        """Return a serialized response of any owner."""
         write = self._writes.get(response_id)
         if write is not None:
             return write.data
@@ -181,21 +197,27 @@ class ResponseStore:
                     return data
         raise self._missing(response_id, field)
 
-    async def get(self, response_id: str, field: str | None = None) -> StoredResponse:
+    async def get(self, response_id: str, owner: str, field: str | None = None) -> StoredResponse:
         """Return a stored response.
 
+        Args:
+            response_id: id of the response.
+            owner: name of the API key of the client that asks; "": there are no keys.
+            field: the request's field that contains the id, for the error.
+
         Raises:
-            ResponseNotFound: it is not stored. `field` is the request's field that contains the id.
+            ResponseNotFound: it is not stored, or belongs to another key.
             Disconnected, Unreachable: the store cannot be reached.
         """
-        return decode(await self.read(response_id, field), StoredResponse)
+        return (await self.load(response_id, owner, field)).stored
 
-    async def delete(self, response_id: str) -> None:
-        """Delete a stored response. Raises as `get`."""
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Delete a stored response. Arguments and errors as for `get`."""
+        await self.get(response_id, owner)
         write = self._writes.get(response_id)
         if write is not None:
             await asyncio.wait({write.task})  # a write that ends later would restore it
-        await self.get(response_id)
+        await self.get(response_id, owner)
         await self.store.delete(response_id)
 
     def _missing(self, response_id: str, field: str | None) -> ResponseNotFound:
@@ -230,8 +252,10 @@ class References:
     Their total size is limited, because a short reference may stand for a long response.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, owner: str) -> None:
+        """Create it for one request. `owner`: name of its API key; "": there are no keys."""
         self._store = store
+        self._owner = owner
         self._read: dict[str, _ReadResponse] = {}  # by the response's id
         self._bytes_left = MAX_REFERRED_BYTES
 
@@ -243,15 +267,15 @@ class References:
                 `ResponseStore.get`.
         """
         if response_id not in self._read:
-            data = await self._store.read(response_id, field)
-            self._bytes_left -= len(data)
+            loaded = await self._store.load(response_id, self._owner, field)
+            self._bytes_left -= loaded.num_bytes
             if self._bytes_left < 0:
                 raise InvalidRequest(
                     f"the referenced responses have more than {MAX_REFERRED_BYTES} bytes together;"
                     " send the items themselves",
                     field=field,
                 )
-            items = decode(data, StoredResponse).conversation
+            items = loaded.stored.conversation
             by_id = {item["id"]: item for item in reversed(items)}
             self._read[response_id] = _ReadResponse(items, by_id)
         return self._read[response_id].items

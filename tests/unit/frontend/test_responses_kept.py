@@ -202,7 +202,7 @@ class Reader:
             "type": "http",
             "method": "POST",
             "path": PATH,
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
             "query_string": b"",
             "raw_path": b"",
         }
