@@ -173,7 +173,9 @@ def make_exchange(
     body = make_request(**fields)
 
     async def exchange() -> None:
-        request = HttpRequest("POST", "/v1/chat/completions", "", Headers(), "", lambda: None)
+        headers = Headers()
+        headers.add(b"content-type", b"application/json")
+        request = HttpRequest("POST", "/v1/chat/completions", "", headers, "", lambda: None)
         request.feed(body)
         request.complete()
         await app(

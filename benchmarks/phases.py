@@ -81,8 +81,8 @@ async def send(
             {"model": model, "stream": True, "max_tokens": _OSL, "messages": [message]}
         ).encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-dynamo-stats: 1\r\nContent-Length:"
-            f" {len(body)}\r\n\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"x-dynamo-stats: 1\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         begun_s = time.perf_counter()
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -196,7 +196,10 @@ async def _chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, poin
     body = json.dumps(
         {"model": MODEL, "messages": messages, "max_tokens": point.osl, "stream": True}
     )
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     writer.write((head + body).encode())
     await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 

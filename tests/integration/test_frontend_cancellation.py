@@ -43,7 +43,10 @@ async def request(port: int, *, stream: bool) -> Connection:
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
     ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await writer.drain()
     return reader, writer

@@ -292,7 +292,7 @@ async def test_client_gone_closes_choices_and_returns_permits() -> None:
         "type": "http",
         "method": "POST",
         "path": CHAT,
-        "headers": [],
+        "headers": [(b"content-type", b"application/json")],
         "query_string": b"",
         "root_path": "",
     }

@@ -97,7 +97,9 @@ class Wire(HttpResponse):
 
 
 def post(path: str, padding: int = 0, **fields: Any) -> HttpRequest:
-    request = HttpRequest("POST", path, "", Headers(), "", lambda: None)
+    headers = Headers()
+    headers.add(b"content-type", b"application/json")
+    request = HttpRequest("POST", path, "", headers, "", lambda: None)
     request.feed(json.dumps({"model": MODEL, "stream": True} | fields).encode() + b" " * padding)
     request.complete()
     return request

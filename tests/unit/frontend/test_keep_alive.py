@@ -34,8 +34,8 @@ def send(served: FakeFrontend, path: str = CHAT, **fields: Any) -> MemoryClient:
     asked = BODIES.get(path, BODIES[CHAT] | {"max_tokens": 9})
     body = json.dumps({"model": MODEL, "stream": True, **asked, **fields}).encode()
     client.send(
-        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-        % (path.encode(), len(body), body)
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
     )
     return client
 

@@ -84,7 +84,10 @@ async def test_request_with_full_queue_is_429_before_its_body() -> None:
     second = asyncio.create_task(post(served))
     await until(served, "queued", 1)
     client = MemoryClient(served.app)
-    client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" % CHAT.encode())
+    client.send(
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 100\r\n\r\n" % CHAT.encode()
+    )
     await client.until_answered()
     head, body = client.received.split(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429 ")
@@ -131,7 +134,7 @@ async def test_client_leaving_the_queue_frees_its_place() -> None:
         "type": "http",
         "method": "POST",
         "path": CHAT,
-        "headers": [],
+        "headers": [(b"content-type", b"application/json")],
         "query_string": b"",
         "root_path": "",
     }
@@ -186,7 +189,8 @@ async def test_failed_requests_free_their_bodies_early(monkeypatch: pytest.Monke
     clients = [MemoryClient(served.app) for _ in range(20)]
     for client in clients:
         client.send(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nno JSON!" % CHAT.encode()
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 8\r\n\r\nno JSON!" % CHAT.encode()
         )
     await until(served, "inflight", len(clients) - 1)  # the first one has had its turn
     assert gauge(served, "body_bytes") == 0
@@ -206,8 +210,8 @@ async def test_requests_ending_together_are_answered_in_parts(
     clients = [MemoryClient(served.app) for _ in range(20)]
     for client in clients:
         client.send(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-            % (CHAT.encode(), len(body), body)
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
         )
     async with asyncio.timeout(SOON_S):
         while served.router.running < len(clients):  # noqa: ASYNC110  # it has no event

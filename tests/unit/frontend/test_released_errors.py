@@ -61,7 +61,8 @@ async def test_answered_error_is_freed_without_garbage_collector(stream: bool) -
     client = MemoryClient(FakeFrontend(router, FrontendConfig()).app)
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": stream}).encode()
     client.send(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     )
     await client.until_answered()
     assert b" 400 " in client.received
@@ -105,7 +106,10 @@ async def test_late_body_of_gone_client_is_freed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(IterationTime, "turn", wait_for_ever)
     config = FrontendConfig(receive_timeout_s=0.01)
     client = MemoryClient(FakeFrontend(ScriptedRouter([]), config).app)
-    client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    client.send(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 9\r\n\r\n{"
+    )
     await waits.wait()
     client.leave()
     for _ in range(5):
