@@ -101,6 +101,7 @@ GUIDES_ADVICE = {
         "network between the containers",
         "workers of only one role are listed",
     ),
+    "Clients are rejected": (),
     "Performance": (
         "`nvidia-smi`",
         "one line per request",
