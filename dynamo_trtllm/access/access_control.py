@@ -11,19 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dynamo_trtllm.access.api_keys import (
-    MAX_KEY_CHARS,
-    ApiKey,
-    by_digest,
-    digest_of,
-)
+from dynamo_trtllm.access.api_keys import MAX_KEY_CHARS, ApiKey, by_digest, digest_of
 from dynamo_trtllm.access.key_usage import KeyUsage, UsageTable
-from dynamo_trtllm.access.keys_file import (
-    FileVersion,
-    KeysFile,
-    read_keys,
-    version_of,
-)
+from dynamo_trtllm.access.keys_file import FileVersion, KeysFile, read_keys, version_of
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
@@ -89,30 +79,23 @@ def tenant_of(request: HttpRequest) -> Tenant | None:
 
 
 class AccessControl:
-    """The API keys of a frontend.
+    """The API keys of a frontend or worker, and the checks of requests by them.
 
-    Without keys in the settings, everyone may do everything.
+    A frontend without keys in its settings serves everyone.
     """
 
-    def __init__(
-        self,
-        config: HttpAccessConfig,
-        table: UsageTable | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, config: HttpAccessConfig, table: UsageTable | None = None) -> None:
         """Read the keys.
 
         Args:
             config: names the keys and their file.
             table: memory for the usage of keys, which all processes of the frontend share. Default:
                 that of this process.
-            clock: returns seconds since the epoch.
 
         Raises:
             ConfigError: the file of keys is wrong or can't be read.
         """
         self._path: Path | None = config.api_keys_file
-        self._clock = clock
         self.is_open = not config.needs_api_key
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
@@ -198,7 +181,7 @@ class AccessControl:
         if tenant is None:
             raise InvalidApiKey("the API key is not valid; check it, or ask for a new one")
         expires = tenant.key.expires
-        if expires is not None and expires.timestamp() <= self._clock():
+        if expires is not None and expires.timestamp() <= time.time():
             raise InvalidApiKey(f"the API key expired at {expires.isoformat()}; ask for a new one")
         return tenant
 
