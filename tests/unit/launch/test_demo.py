@@ -13,6 +13,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.launch import main
 from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.subprocesses import RunFailed
 from tests.kit.fake_children import answering, http
 
@@ -115,6 +116,29 @@ class Supervised:
     async def run(self, on_ready) -> None:
         if self.serves:
             await on_ready(LaunchRecord(pid=1, namespace="n"))
+
+
+@pytest.mark.parametrize(("host", "is_printed"), [("0.0.0.0", True), ("127.0.0.1", False)])
+async def test_demo_prints_a_key_only_if_others_can_connect(
+    monkeypatch, capsys, host: str, is_printed: bool
+) -> None:
+    environs: list[dict[str, str]] = []
+
+    class Noted(Supervised):
+        def __init__(self, deployment, specs, output, environ) -> None:
+            environs.append(environ)
+
+    monkeypatch.setattr(main, "Launcher", Noted)
+    deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
+    assert deployment.frontend is not None
+    deployment.frontend["http_host"] = host
+    await main.run(deployment, log_format="text", sends_sample=True)
+    key = environs[0].get("DYN_TRTLLM_API_KEY", "")
+    assert bool(key) == is_printed
+    assert ("DYN_TRTLLM_API_KEY" in capsys.readouterr().out) == is_printed
+    if is_printed:
+        with pytest.raises(ConfigError, match="--allow-anonymous"):
+            await main.run(deployment, log_format="text")  # only a demo makes a key
 
 
 def test_summary_shows_address_models_and_workers() -> None:
