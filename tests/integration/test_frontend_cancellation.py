@@ -152,7 +152,7 @@ async def test_server_cancels_the_exchange_then_the_router_is_closed() -> None:
         "type": "http",
         "method": "POST",
         "path": "/v1/chat/completions",
-        "headers": [],
+        "headers": [(b"content-type", b"application/json")],
         "query_string": b"",
     }
 

@@ -219,8 +219,9 @@ async def test_answer_of_ended_choices_is_not_found() -> None:
     running = RunningAnswers()
     answer = answer_of_two_choices()
     with running.track(answer, ""):
-        assert running.builder(answer.id) is answer.builder
-    assert running.builder(answer.id) is None
+        assert running.builder(answer.id, "") is answer.builder
+        assert running.builder(answer.id, "another") is None
+    assert running.builder(answer.id, "") is None
 
 
 @pytest.mark.parametrize("fails", [True, False])
