@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.support.http_server.server import Route, Router
+from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
 
@@ -64,11 +64,9 @@ def build_app(
         access: decides which requests are served. Default: that of the settings.
 
     Raises:
-        ConfigError: a route of the program has a path of the frontend; or, without `access`, the
-            file of API keys in the settings is wrong.
+        ConfigError: a route has a path of the frontend, or the file of API keys is wrong.
     """
     access = access or AccessControl(config)
-    access.count = lambda name, label: metrics.child(name, label).inc()
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _watch(app_state, metrics)
@@ -104,8 +102,7 @@ def build_app(
         before = hooks.before
     forms = {_MESSAGES: messages_error}
     hint = "; see /docs for the API"
-    pages = PageGuard(config.host_names, config.allowed_origins)
-    guard = partial(_check_request, access, pages)
+    guard = _guard(config, access, metrics)
     router = Router(routes, hint, config.allowed_origins, forms, guard=guard, before=before)
     return FrontendApp(router, access, traces, response_store.aclose)
 
@@ -121,6 +118,13 @@ def _response_store(
         max_bytes=limits.max_value_bytes,
         on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
     )
+
+
+def _guard(config: FrontendConfig, access: AccessControl, metrics: FrontendMetrics) -> Guard:
+    """Return what checks requests first. Rejected ones are counted in the metrics."""
+    access.count = lambda name, label: metrics.child(name, label).inc()
+    pages = PageGuard(config.host_names, config.allowed_origins)
+    return partial(_check_request, access, pages)
 
 
 def _check_request(

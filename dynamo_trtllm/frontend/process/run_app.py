@@ -100,12 +100,7 @@ async def run_app(
         store = await _connect_store(config)
         if store is not None:
             stack.push_async_callback(store.aclose)
-
-        def not_ready() -> str | None:
-            if tasks.reason:
-                return tasks.reason
-            return None if pipe is None or pipe.is_other_ready else _OTHERS_START
-
+        not_ready = partial(_not_ready_reason, tasks, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.close_responses)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
@@ -115,6 +110,13 @@ async def run_app(
         if pipe is not None:
             pipe.send_ready()
         await _until_failed(tasks, stop)
+
+
+def _not_ready_reason(tasks: BackgroundTasks, pipe: ControlPipe | None) -> str | None:
+    """Return the reason for which `/ready` answers 503; None: it answers 200."""
+    if tasks.reason:
+        return tasks.reason
+    return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
 
 async def _connect_plane(
