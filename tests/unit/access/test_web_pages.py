@@ -124,11 +124,11 @@ async def test_body_with_a_type_that_pages_may_send_gets_415(content_type: str |
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-host", ""])
 async def test_other_address_without_keys_is_an_error(host: str) -> None:
-    frontend = Frontend(FrontendConfig(http_host=host))
+    config = FrontendConfig(http_host=host)
     with pytest.raises(ConfigError, match="--allow-anonymous"):
-        frontend.run()
+        Frontend(config).run()
     with pytest.raises(ConfigError, match="--allow-anonymous"):
-        await frontend.serve()
+        await Frontend(config).serve()
 
 
 @pytest.mark.parametrize(
