@@ -123,12 +123,15 @@ async def test_body_with_a_type_that_pages_may_send_gets_415(content_type: str |
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-host", ""])
-async def test_other_address_without_keys_is_an_error(host: str) -> None:
-    config = FrontendConfig(http_host=host)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_address_without_keys_is_an_error(host: str, workers: int) -> None:
     with pytest.raises(ConfigError, match="--allow-anonymous"):
-        Frontend(config).run()
+        Frontend(FrontendConfig(http_host=host, workers=workers)).run()
+
+
+async def test_embedded_frontend_on_other_address_needs_keys() -> None:
     with pytest.raises(ConfigError, match="--allow-anonymous"):
-        await Frontend(config).serve()
+        await Frontend(FrontendConfig(http_host="0.0.0.0")).serve()
 
 
 @pytest.mark.parametrize(
