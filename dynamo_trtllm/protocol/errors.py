@@ -208,6 +208,13 @@ class TransferMismatch(KvTransferError, code="transfer_mismatch"):
     """The KV transfer parameters do not fit the decode worker or the request."""
 
 
+class TransferRejected(KvTransferError, code="transfer_rejected"):
+    """KV transfer parameters are forged, used already, or not for this worker or request.
+
+    Nothing was allocated for them, and the KV stays with its prefill worker.
+    """
+
+
 class TransferTimeout(KvTransferError, code="transfer_timeout"):
     """The KV transfer did not finish in time."""
 

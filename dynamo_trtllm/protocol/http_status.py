@@ -51,6 +51,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         errors.KvTransferError,
         errors.TransferExpired,
         errors.TransferMismatch,
+        errors.TransferRejected,
         errors.TransferFailed,
         errors.NonFiniteKv,
     ),

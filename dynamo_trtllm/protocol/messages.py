@@ -196,6 +196,15 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: PositiveCount = 1
 
 
+class TransferSignature(msgspec.Struct, frozen=True, array_like=True):
+    """Signature of KV transfer parameters by a key of the deployment, see `kv_transfer.guard`."""
+
+    key_id: str
+    request_id: str  # of the only request that may use the parameters
+    receivers: tuple[Number, ...]  # ids of the decode instances that may use them
+    mac: bytes  # HMAC-SHA256
+
+
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters with which a decode engine fetches one request's KV from the prefill engine that
     holds it.
@@ -218,6 +227,7 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     transport: str  # name of the KV transfer backend, for logs and metrics
     kv_bytes: Number
     engine_state: bytes = msgspec.field(name="opaque")
+    signature: TransferSignature | None = None  # None: the prefill worker has no key
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -236,6 +246,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     # number of the last `token_ids` that are output tokens of another worker, which failed after it
     # sent them
     num_resumed_output_tokens: Count = msgspec.field(default=0, name="resumed_tokens")
+    # prefill call: ids of the decode instances that may fetch its KV
+    kv_receivers: tuple[Number, ...] = ()
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
     # the prefix cache is shared only among requests with the same salt
     cache_salt: str | None = None
@@ -371,6 +383,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: str = ""  # of dynamo_trtllm
     wire: Count = 1  # WIRE_VERSION of the worker
     publishes_kv_events: bool = False  # see `kv_events`
+    # It has keys of KV transfers: only workers that have them, too, can be its partners.
+    signs_kv_transfers: bool = False
+    # "host:port" of each listener to which readers of its KV connect. Empty: the engine's library
+    # chooses them, or the worker is older.
+    kv_addresses: tuple[str, ...] = ()
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -413,6 +430,16 @@ class ReleaseKv(msgspec.Struct, frozen=True, tag="release"):
     outcome: ReleaseOutcome
 
 
+class ReissueKvParams(msgspec.Struct, frozen=True, tag="reissue"):
+    """Ask a prefill worker to sign KV transfer parameters again, for another decode instance.
+
+    The reply is the new `KvTransferParams`. The KV must still be pending.
+    """
+
+    kv_params: KvTransferParams = msgspec.field(name="ticket")
+    receivers: tuple[Number, ...]
+
+
 class GetFile(msgspec.Struct, frozen=True, tag="file"):
     """Request a chunk of one of the card's files by content hash and offset in bytes."""
 
@@ -452,7 +479,7 @@ class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
     """
 
 
-Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | ResyncKvEvents
+Control = ReleaseKv | ReissueKvParams | GetFile | ReserveSlot | ReleaseSlot | ResyncKvEvents
 
 T = TypeVar("T")
 
