@@ -44,6 +44,7 @@ Processes, as a user starts them
     package_index: a package index for pip and uv
 
 For all tests
+    transfer_keys: files of KV transfer keys, and a clock that a test moves
     waiting: how long to wait for what normally holds at once
     number_fields: messages in which one number is wrong
     xdist_scheduling: which process of pytest-xdist runs which tests

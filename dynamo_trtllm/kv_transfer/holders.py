@@ -1,0 +1,75 @@
+"""Know the addresses that prefill workers have registered for readers of their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from dynamo_trtllm.protocol.messages import Instance, Role
+
+# A prefill worker may have registered a moment ago: its call can come before its record.
+WAIT_S: Final = 2.0
+
+
+class HolderAddresses:
+    """The registered addresses of prefill workers, by instance id.
+
+    Those of a worker that has left stay for a while, because a draining worker leaves discovery
+    first, and its KV is still fetched. Runs on the event loop.
+
+    Args:
+        stay_s: how long they stay.
+        wait_s: longest wait for an instance that is not registered yet.
+        clock: returns seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        stay_s: float,
+        wait_s: float = WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stay_s = stay_s
+        self._wait_s = wait_s
+        self._clock = clock
+        self._addresses: dict[int, tuple[str, ...]] = {}
+        self._left: dict[int, float] = {}  # instance id -> when its addresses are forgotten
+        self._changed = asyncio.Event()
+
+    def add(self, instance: Instance) -> None:
+        """Note a registered instance. Only those with the role of prefill matter."""
+        if instance.role is not Role.PREFILL:
+            return
+        self._left.pop(instance.id, None)
+        self._addresses[instance.id] = instance.kv_addresses
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def remove(self, instance_id: int) -> None:
+        """Note that an instance has left."""
+        now = self._clock()
+        # Those that left first come first.
+        while self._left:
+            first = next(iter(self._left))
+            if self._left[first] > now:
+                break
+            del self._left[first]
+            del self._addresses[first]
+        if instance_id in self._addresses:
+            self._left[instance_id] = now + self._stay_s
+
+    async def addresses_of(self, instance_id: int) -> tuple[str, ...] | None:
+        """Return the addresses of an instance; wait a moment if it is not registered.
+
+        None: it is not registered.
+        """
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while instance_id not in self._addresses:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self._addresses[instance_id]

@@ -1,0 +1,190 @@
+"""Read the keys with which the workers of a deployment sign KV transfer parameters.
+
+A key file has one key per line. The first one signs, and all of them verify, so a deployment can
+change its key without an outage: add the new key as the second line of every file, then make it the
+first, then remove the former one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MIN_KEY_CHARACTERS: Final = 32
+MAX_KEYS: Final = 4
+_FIELD: Final = "kv_transfer_key_file"
+_ID_PURPOSE: Final = b"dynamo_trtllm: id of a KV transfer key"
+_READER_PURPOSE: Final = b"dynamo_trtllm: reader of KV"
+_ID_BYTES: Final = 8
+# The file may be on a slow file system, so it is looked at once in this time.
+_LOOK_EVERY_S: Final = 1.0
+_HINT: Final = "write keys with: (umask 077; openssl rand -hex 32 > FILE)"
+
+
+class TransferKey(NamedTuple):
+    """One key. Its id tells nothing about its secret."""
+
+    key_id: str
+    secret: bytes
+
+
+class _FileState(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+class TransferKeys:
+    """The keys of one file, which are read again after the file has changed.
+
+    A file that can't be read then changes nothing: the keys so far stay valid.
+
+    Args:
+        path: the key file.
+        on_failed_reload: called each time that a changed file can't be read.
+        clock: returns seconds, monotonic.
+
+    Raises:
+        ConfigError: the file can't be read, other users may write it, or a key is too short.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_failed_reload: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._on_failed_reload = on_failed_reload
+        self._clock = clock
+        self._looked_at = clock()
+        self._state: _FileState | None = _state_of(path)
+        self._keys = read_keys(path)
+
+    def signing(self) -> TransferKey:
+        """Return the key that signs."""
+        self._reload_if_changed(_LOOK_EVERY_S)
+        return self._keys[0]
+
+    def find(self, key_id: str) -> TransferKey | None:
+        """Return the key with this id; None: the file has no such key."""
+        self._reload_if_changed(_LOOK_EVERY_S)
+        found = self._known(key_id)
+        if found is None:
+            # Another worker may have read a new file a moment ago.
+            self._reload_if_changed(0.0)
+            found = self._known(key_id)
+        return found
+
+    def ids(self) -> str:
+        """Return the ids of all keys, for messages."""
+        return ", ".join(key.key_id for key in self._keys)
+
+    def reader_proof(self, transfer_id: str, token: bytes) -> bytes:
+        """Return what a reader of KV sends instead of the token of a transfer.
+
+        A stranger that overhears the token has no key, and can't compute it.
+        """
+        return _reader_proof(self.signing(), transfer_id, token)
+
+    def is_reader_proof(self, proof: bytes, transfer_id: str, token: bytes) -> bool:
+        """Return whether a reader of KV has the token and one of the keys."""
+        self._reload_if_changed(_LOOK_EVERY_S)
+        return any(
+            hmac.compare_digest(proof, _reader_proof(key, transfer_id, token)) for key in self._keys
+        )
+
+    def _known(self, key_id: str) -> TransferKey | None:
+        return next((key for key in self._keys if key.key_id == key_id), None)
+
+    def _reload_if_changed(self, most_often_s: float) -> None:
+        now = self._clock()
+        if now - self._looked_at < most_often_s:
+            return
+        self._looked_at = now
+        state = _state_of(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._keys = read_keys(self._path)
+        except ConfigError as exc:
+            self._on_failed_reload()
+            log.error("the KV transfer keys so far stay valid: %s", exc.message)
+            return
+        log.info("KV transfer keys were read again: %s", self.ids())
+
+
+def read_keys(path: Path) -> tuple[TransferKey, ...]:
+    """Read a key file, whose first key signs. Empty lines and lines with `#` are skipped.
+
+    Raises:
+        ConfigError: the file can't be read, other users may write it, or a key is too short.
+    """
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not ASCII text"
+        raise ConfigError(
+            f"--kv-transfer-key-file {path} can't be read: {reason}; {_HINT}", field=_FIELD
+        ) from exc
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"--kv-transfer-key-file {path} can be written by other users (mode"
+            f" {stat.S_IMODE(mode):o}); run chmod go-w on it",
+            field=_FIELD,
+        )
+    keys: list[TransferKey] = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if len(text) < MIN_KEY_CHARACTERS:
+            raise ConfigError(
+                f"--kv-transfer-key-file {path}, line {number}: the key has {len(text)} characters"
+                f" and needs at least {MIN_KEY_CHARACTERS}; {_HINT}",
+                field=_FIELD,
+            )
+        keys.append(_key_of(text))
+    if not 0 < len(keys) <= MAX_KEYS:
+        raise ConfigError(
+            f"--kv-transfer-key-file {path} has {len(keys)} keys; it needs 1 to {MAX_KEYS}, one"
+            f" per line; {_HINT}",
+            field=_FIELD,
+        )
+    return tuple(keys)
+
+
+def _key_of(text: str) -> TransferKey:
+    secret = text.encode()
+    key_id = hmac.digest(secret, _ID_PURPOSE, "sha256")[:_ID_BYTES].hex()
+    return TransferKey(key_id, secret)
+
+
+def _reader_proof(key: TransferKey, transfer_id: str, token: bytes) -> bytes:
+    # The token has a fixed length, so no two inputs have the same text.
+    return hmac.digest(key.secret, _READER_PURPOSE + token + transfer_id.encode(), "sha256")
+
+
+def _state_of(path: Path) -> _FileState | None:
+    """Return the state of a file; None: it can't be read."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
