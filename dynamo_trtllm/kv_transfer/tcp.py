@@ -2,10 +2,13 @@
 
 Each fetch has a connection of its own, and the KV must be in CPU memory.
 
-An offer contains a random token, and the listener sends KV only to peers that present it. KV is not
-encrypted. A fetch consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If
-the offer names a checksum method, the reader's request has the magic `_CHECKED`, and each region is
-followed by the `_CHECKSUM` of all regions so far. Peers without checksums use the magic `_PLAIN`.
+An offer contains the token of its transfer, and the listener answers only peers that present it;
+with keys, they present a proof instead, which a peer without a key can't compute from the token. KV
+is not encrypted.
+
+A fetch consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If the offer
+names a checksum method, the reader's request has the magic `_CHECKED`, and each region is followed
+by the `_CHECKSUM` of all regions so far. Peers without checksums use the magic `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -35,6 +37,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     ended,
     results,
 )
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, decode_offer
 from dynamo_trtllm.protocol.errors import (
@@ -46,15 +49,16 @@ from dynamo_trtllm.protocol.errors import (
 )
 from dynamo_trtllm.protocol.messages import encode
 from dynamo_trtllm.protocol.number_types import Number, Port
-from dynamo_trtllm.support.network.addresses import LOOPBACK
+from dynamo_trtllm.support.network.addresses import LOOPBACK, host_and_port
 from dynamo_trtllm.support.network.listening import Acceptor
 
 log = logging.getLogger(__name__)
 
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
-_TOKEN_BYTES = 32
-# Magic, token, size of the transfer id that follows, in bytes.
+_TOKEN_BYTES = 32  # of a token and of a proof
+_MAX_ID_BYTES = 256
+# Magic, token or proof, size of the transfer id that follows, in bytes.
 _REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
@@ -84,8 +88,6 @@ class PublishedRegions:
 
     regions: tuple[MemoryRegion, ...]
     ready: int  # regions that hold their data
-    # Readers have to present it.
-    token: bytes = field(default_factory=partial(secrets.token_bytes, _TOKEN_BYTES))
     checksum: OfferChecksum | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -112,6 +114,10 @@ class TcpBackend:
         self.checksums = checksums or Checksums()
         # Nothing calls it: this backend can't transfer GPU memory.
         self.prepare_thread: Callable[[], None] = lambda: None
+        self.keys: TransferKeys | None = None
+        # Each token is derived from it and the transfer's id, so the listener knows the tokens of
+        # ended transfers, too.
+        self._token_secret = secrets.token_bytes(_TOKEN_BYTES)
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
@@ -151,6 +157,18 @@ class TcpBackend:
             self._advertise_host,
         )
 
+    @property
+    def address(self) -> str:
+        """See `TransferBackend.address`."""
+        if self._listener is None:
+            return ""
+        return host_and_port(self._advertise_host, self._listener.getsockname()[1])
+
+    def address_in(self, offer: bytes, transfer_id: str) -> str:
+        """See `TransferBackend.address_in`."""
+        facts = decode_offer(_TcpOffer, offer, transfer_id, self.name)
+        return host_and_port(facts.host, facts.port)
+
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # host memory needs no registration
 
@@ -179,11 +197,21 @@ class TcpBackend:
         offer = _TcpOffer(
             host=self._advertise_host,
             port=self._listener.getsockname()[1],
-            token=entry.token,
+            token=self._token(transfer_id),
             sizes_bytes=[region.num_bytes for region in regions],
             checksum=method,
         )
         return encode(offer)
+
+    def _token(self, transfer_id: str) -> bytes:
+        return hmac.digest(self._token_secret, transfer_id.encode(), "sha256")
+
+    def _is_reader(self, transfer_id: str, presented: bytes) -> bool:
+        """Return whether a peer presents the token of a transfer, or the proof with keys."""
+        token = self._token(transfer_id)
+        if self.keys is None:
+            return hmac.compare_digest(presented, token)
+        return self.keys.is_reader_proof(presented, transfer_id, token)
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)
@@ -225,14 +253,17 @@ class TcpBackend:
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                     request = await _receive_bytes(connection, _REQUEST.size)
-                    magic, token, id_bytes = _REQUEST.unpack(request)
-                    if magic not in (_PLAIN, _CHECKED):
+                    magic, presented, id_bytes = _REQUEST.unpack(request)
+                    if magic not in (_PLAIN, _CHECKED) or id_bytes > _MAX_ID_BYTES:
                         raise BadFrame("not a KV transfer request")
                     encoded_id = await _receive_bytes(connection, id_bytes)
                     transfer_id = encoded_id.decode(errors="replace")
+                # A stranger gets no answer.
+                if not self._is_reader(transfer_id, presented):
+                    raise BadFrame(f"a peer without the parameters of KV transfer {transfer_id!r}")
                 self._unasked.pop(task, None)
                 entry = self._published.get(transfer_id)
-                if entry is None or not hmac.compare_digest(entry.token, token):
+                if entry is None:
                     refusal = _REPLY.pack(magic, False, 0)
                     await asyncio.get_running_loop().sock_sendall(connection, refusal)
                     return
@@ -336,7 +367,10 @@ class TcpBackend:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(connection, (facts.host, facts.port))
             encoded_id = transfer_id.encode()
-            request = _REQUEST.pack(our_magic, facts.token, len(encoded_id))
+            presented = facts.token
+            if self.keys is not None:
+                presented = self.keys.reader_proof(transfer_id, facts.token)
+            request = _REQUEST.pack(our_magic, presented, len(encoded_id))
             await loop.sock_sendall(connection, request + encoded_id)
             reply = await _receive_bytes(connection, _REPLY.size)
             magic, is_published, total_bytes = _REPLY.unpack(reply)

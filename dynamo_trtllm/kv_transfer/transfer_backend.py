@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.kv_transfer.checksums import Checksums
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.errors import (
     BadFrame,
@@ -54,6 +55,9 @@ class TransferBackend(Protocol):
 
     name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp"
     checksums: Checksums
+    # With them, each reader proves that it has a key. A backend whose library serves readers on its
+    # own ignores them.
+    keys: TransferKeys | None
     # Called on each thread that passes memory to the library, before `start` returns or when the
     # thread starts. An engine with GPU memory sets it, to make that GPU the thread's current one.
     prepare_thread: Callable[[], None]
@@ -67,6 +71,19 @@ class TransferBackend(Protocol):
 
         Raises:
             ConfigError: the backend can't start with this configuration.
+        """
+
+    @property
+    def address(self) -> str:
+        """The "host:port" to which readers connect, once it is started; "": its library decides."""
+
+    def address_in(self, offer: bytes, transfer_id: str) -> str:
+        """Return the "host:port" to which a read with this offer connects.
+
+        Return "" if it is unknown, because the offer is in the format of a library.
+
+        Raises:
+            TransferFailed: another backend created the offer.
         """
 
     async def register(self, region: MemoryRegion) -> None:

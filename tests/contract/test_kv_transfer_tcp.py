@@ -9,16 +9,19 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from dynamo_trtllm.kv_transfer import tcp
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
+from tests.kit.transfer_keys import FIRST_KEY, write_keys
 from tests.kit.waiting import SOON_S
 
 
@@ -42,15 +45,64 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     return reader, writer
 
 
-async def test_serve_when_token_is_wrong_then_nothing_is_given_away(
-    holder: TcpBackend, fetched: list[str]
+@pytest.mark.parametrize(
+    ("request_head", "transfer_id"),
+    [
+        (_REQUEST.pack(_CHECKED, bytes(32), 1), b"t"),
+        (_REQUEST.pack(_CHECKED, bytes(32), 1), b"u"),
+        (_REQUEST.pack(_CHECKED, bytes(32), 257), b""),
+    ],
+    ids=["wrong token", "unknown transfer", "long id"],
+)
+async def test_serve_when_token_is_wrong_then_there_is_no_answer(
+    holder: TcpBackend, fetched: list[str], request_head: bytes, transfer_id: bytes
 ) -> None:
     source = content("a", 1000)
     offer = await holder.publish("t", split(source, [1000]))
-    reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, bytes(32), 1) + b"t")
+    reader, writer = await ask(offer, request_head + transfer_id)
     async with asyncio.timeout(SOON_S):
-        assert await reader.read() == _REPLY.pack(_CHECKED, False, 0)
+        assert await reader.read() == b""
     writer.close()
+    assert fetched == []
+
+
+async def test_read_when_transfer_has_ended_then_the_error_says_so(holder: TcpBackend) -> None:
+    offer = await holder.publish("t", split(content("a", 1000), [1000]))
+    await holder.unpublish("t")
+    to = Destination(split(bytearray(1000), [1000]))
+    with pytest.raises(TransferFailed, match="no longer published"):
+        await holder.read("t", offer, to, timeout_s=SOON_S)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> TransferKeys:
+    return TransferKeys(write_keys(tmp_path / "keys", FIRST_KEY))
+
+
+async def test_read_when_both_workers_have_the_key_then_kv_arrives(
+    holder: TcpBackend, fetched: list[str], keys: TransferKeys
+) -> None:
+    holder.keys = keys
+    source = content("a", 1000)
+    target = bytearray(1000)
+    offer = await holder.publish("t", split(source, [1000]))
+    reader = TcpBackend()
+    reader.keys = keys
+    await reader.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
+    assert target == source
+
+
+async def test_read_by_a_stranger_who_overheard_the_offer_fails(
+    holder: TcpBackend, fetched: list[str], keys: TransferKeys
+) -> None:
+    holder.keys = keys
+    offer = await holder.publish("t", split(content("a", 1000), [1000]))
+    to = Destination(split(bytearray(1000), [1000]))
+    with pytest.raises(TransferFailed, match="closed the connection"):
+        await TcpBackend().read("t", offer, to, timeout_s=SOON_S)
     assert fetched == []
 
 

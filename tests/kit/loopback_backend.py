@@ -54,6 +54,9 @@ class LoopbackBackend(TcpBackend):
         method = self.checksums.method(regions)
         return encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
+    def address_in(self, offer: bytes, transfer_id: str) -> str:
+        return ""  # it connects to nothing
+
     async def read(
         self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
     ) -> None:

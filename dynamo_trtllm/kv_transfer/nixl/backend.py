@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
@@ -58,9 +59,12 @@ class NixlBackend:
     """
 
     name = "nixl/ucx"
+    address = ""  # UCX listens at addresses of its own choice
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
+        # UCX serves every reader that has the offer.
+        self.keys: TransferKeys | None = None
         self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
         self._validity_slots = ValiditySlots()
@@ -103,6 +107,9 @@ class NixlBackend:
     def _require_running(self, wanted: str) -> None:
         if self._bindings.agent is None or self._ending is not None:
             raise TransferFailed(f"transfer backend nixl is not running; start it before {wanted}")
+
+    def address_in(self, offer: bytes, transfer_id: str) -> str:
+        return ""
 
     async def register(self, region: MemoryRegion) -> None:
         self._require_running("registering memory")

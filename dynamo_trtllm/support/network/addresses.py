@@ -93,12 +93,14 @@ def connect_host(host: str) -> str:
     return _LOOPBACK_OF.get(host, host)
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def http_url(host: str, port: int, path: str) -> str:
     """Return the URL of a path of the server that listens on `host` and `port`."""
-    address = connect_host(host)
-    if ":" in address:
-        address = f"[{address}]"
-    return f"http://{address}:{port}{path}"
+    return f"http://{host_and_port(connect_host(host), port)}{path}"
 
 
 def network_of(address: str) -> str:
