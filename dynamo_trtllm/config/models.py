@@ -238,6 +238,12 @@ class WorkerConfig(HttpAccessConfig):
         help="IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface."
         " Default: --kv-transfer-host.",
     )
+    kv_transfer_key_file: Path | None = option(
+        "KV cache and transfer",
+        None,
+        help="File with one key per line, the same for all workers: the first signs KV transfers,"
+        " all verify them. Read again when it changes. Default: KV transfers are not signed.",
+    )
     max_queued_requests: NonNegativeInt = option(
         "engine",
         1024,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from dynamo_trtllm.engines.engine_interface import Finding
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Instance, ReleaseOutcome
@@ -32,6 +33,20 @@ class TransfersKv(ABC):
     @abstractmethod
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
+
+
+class GuardsKvTransfers(ABC):
+    """An engine that checks where it fetches KV, and who fetches its own.
+
+    Without this, a worker still checks the signature of the parameters of a call.
+    """
+
+    @abstractmethod
+    def use_transfer_guard(self, guard: TransferGuard) -> None:
+        """Check with `guard` to which address a decode call connects, and who reads KV.
+
+        A worker calls it once, before `start`. Signatures are checked before `generate`.
+        """
 
 
 class ChecksHealth(ABC):
@@ -117,6 +132,7 @@ class Sleeps(ABC):
 
 CAPABILITIES: tuple[type, ...] = (
     TransfersKv,
+    GuardsKvTransfers,
     ChecksHealth,
     ReportsProgress,
     RunsPreflight,

@@ -63,6 +63,8 @@ class EngineInfo:
     # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends
     # have it fetched.
     keeps_unfetched_kv: bool = False
+    # "host:port" of each listener to which readers of its KV connect; empty: not known
+    kv_addresses: tuple[str, ...] = ()
     # for frontends, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja
     files: Mapping[str, Path] = field(default_factory=dict)
     # what is known of the time of its steps before they are measured

@@ -7,8 +7,8 @@ expires.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfer_backend import (
     TRANSFER_PARAMS_VERSION,
@@ -43,6 +44,8 @@ from dynamo_trtllm.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
+_ID_BYTES = 16  # of the random part of a transfer id
+
 OnEnd: TypeAlias = Callable[[ReleaseOutcome | None], None]
 """A callback for the end of a transfer. None: it has expired."""
 
@@ -65,7 +68,6 @@ class PendingTransfers:
     def __init__(self, identity: TransferIdentity, *, ttl_s: float) -> None:
         self.identity = identity
         self._ttl_s = ttl_s
-        self._numbers = itertools.count(1)
         self._pending: dict[str, _PendingTransfer] = {}
 
     @property
@@ -86,7 +88,8 @@ class PendingTransfers:
             kv_bytes: size of the KV.
             on_end: called once, at the end of the transfer.
         """
-        transfer_id = f"{self.identity.prefill_instance_id:x}-{next(self._numbers)}"
+        # Only who has the parameters can name the transfer, to release it or to read its KV.
+        transfer_id = f"{self.identity.prefill_instance_id:x}-{secrets.token_hex(_ID_BYTES)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
         self._pending[transfer_id] = _PendingTransfer(
@@ -197,8 +200,19 @@ class KvTransfers(PendingTransfers):
         )
         super().__init__(identity, ttl_s=config.kv_transfer_ttl_s)
         self.backend = backend
+        self._guard: TransferGuard | None = None
         self._timeout_s = config.kv_fetch_timeout_s
         self._unpublishing: set[asyncio.Task[None]] = set()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses to which readers connect, as far as the started backend knows them."""
+        return (self.backend.address,) if self.backend.address else ()
+
+    def use_guard(self, guard: TransferGuard) -> None:
+        """Check the addresses of fetches, and the readers of published KV, with `guard`."""
+        self._guard = guard
+        self.backend.keys = guard.keys
 
     async def publish(
         self,
@@ -246,10 +260,12 @@ class KvTransfers(PendingTransfers):
             DeadlineExceeded: the request's deadline passed.
             TransferTimeout: the fetch took too long.
             TransferExpired: the transfer expired before the fetch could start.
+            TransferRejected: the prefill worker has not registered the address in the offer.
             TransferFailed: the read failed.
         """
         kv_params = request.kv_params
         assert kv_params is not None
+        await self._check_address(kv_params, offer)
         RECORDER.record(
             request.request_id,
             RecordedEvent.KV_FETCH_STARTED,
@@ -271,6 +287,14 @@ class KvTransfers(PendingTransfers):
         except TransferTimeout as exc:
             raise first.error(first.message) from exc
         RECORDER.record(request.request_id, RecordedEvent.KV_FETCHED)
+
+    async def _check_address(self, kv_params: KvTransferParams, offer: bytes) -> None:
+        if self._guard is None:
+            return
+        address = self.backend.address_in(offer, kv_params.transfer_id)
+        # "": a library chooses the address.
+        if address:
+            await self._guard.check_address(kv_params, address)
 
     def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:
         unpublish = self._unpublish(transfer_id, on_unpublished)

@@ -341,6 +341,14 @@ class WorkerMetrics(ProcessMetrics):
         self.child("kv_transfer_bytes", transport).observe(timings.kv_bytes)
         self.child("kv_transfer_bytes_per_second", transport).observe(timings.kv_bytes / seconds)
 
+    def transfer_rejected(self, reason: str) -> None:
+        """Count KV transfer parameters that were rejected. `reason`: a `guard.Rejection`."""
+        self.child("rejected_kv_transfers_total", reason).inc()
+
+    def key_reload_failed(self) -> None:
+        """Count a changed file of KV transfer keys that could not be read."""
+        self._metrics["kv_key_reload_failures_total"].inc()
+
     def set_cost(self, cost: CostModel) -> None:
         """Set the coefficients of the cost model."""
         for kind, (terms, fit) in cost.fits().items():

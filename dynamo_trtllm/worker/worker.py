@@ -29,7 +29,7 @@ from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.engine_names import BUILT_IN, DEFAULT_ENGINE
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.capabilities import PublishesKvEvents
+from dynamo_trtllm.engines.capabilities import GuardsKvTransfers, PublishesKvEvents
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import (
     EngineFactory,
@@ -39,6 +39,9 @@ from dynamo_trtllm.engines.factory import (
     engine_kind,
     find_engine,
 )
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
+from dynamo_trtllm.kv_transfer.holders import HolderAddresses
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
@@ -64,6 +67,7 @@ from dynamo_trtllm.support.network.addresses import (
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
+from dynamo_trtllm.worker.kv_holders import follow_holders
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.sleep import WorkerSleep, drain
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -297,10 +301,18 @@ class Worker(Lifecycle):
         config = self._config = completed.config
         engine = completed.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
+        holders = HolderAddresses(stay_s=config.kv_transfer_ttl_s)
+        guard = self._transfer_guard(holders)
+        if isinstance(engine, GuardsKvTransfers):
+            engine.use_transfer_guard(guard)
         await self._serve_health(engine, stack)
         plane = await self._connect(stack)
         discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
+        if config.disaggregation_mode is Role.DECODE:
+            following = follow_holders(discovery, self._endpoint.namespace, holders)
+            task = self._tasks.start(following, "kv-holders")
+            stack.push_async_callback(self._tasks.cancel, task)
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
         self._health.phase = "registering"
@@ -311,6 +323,7 @@ class Worker(Lifecycle):
             self._admission(info),
             files=files,
             metrics=self._metrics,
+            guard=guard,
             kv_events=self._publish_kv_events(engine, plane, instance, stack),
             cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
             timing=self._timing,
@@ -336,6 +349,25 @@ class Worker(Lifecycle):
         stack.push_async_callback(worker_sleep.aclose)
         self._health.phase = "serving"
         return service, worker_sleep
+
+    def _transfer_guard(self, holders: HolderAddresses) -> TransferGuard:
+        """Return the guard of this worker's KV transfers.
+
+        Raises:
+            ConfigError: the key file can't be used.
+        """
+        config = self._config
+        keys = None
+        if config.kv_transfer_key_file is not None:
+            keys = TransferKeys(config.kv_transfer_key_file, self._metrics.key_reload_failed)
+        elif config.disaggregation_mode is not Role.AGGREGATED and not config.uses_inproc_plane:
+            log.warning(
+                "KV transfers are not signed: any client of NATS can make this worker transfer KV;"
+                " give all workers the same --kv-transfer-key-file"
+            )
+        return TransferGuard(
+            self.instance_id, keys, holders=holders, count=self._metrics.transfer_rejected
+        )
 
     def _start_recorder(self, stack: AsyncExitStack) -> None:
         config = self._config
@@ -459,6 +491,8 @@ class Worker(Lifecycle):
             version=__version__,
             wire=WIRE_VERSION,
             publishes_kv_events=config.publish_kv_events,
+            signs_kv_transfers=config.kv_transfer_key_file is not None,
+            kv_addresses=info.kv_addresses,
         )
         return instance, {digests[name]: path for name, path in files.items()}
 

@@ -247,6 +247,7 @@ def _check_kinds(instance: Instance) -> None:
     _check_kind("layout.dtype", instance.layout.dtype)
     _check_text("version", instance.version, least=0, most=_LONG)
     _check_names("supported_features", instance.supported_features)
+    _check_names("kv_addresses", instance.kv_addresses)
     _check_size("pairing", instance.kv_compat, _MAX_PAIRING)
     for name, value in instance.kv_compat.items():
         _check_text("a name in pairing", name, most=_LONG)

@@ -17,11 +17,17 @@ from typing import Any, TypeVar
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.arguments import LibraryArgs
-from dynamo_trtllm.engines.capabilities import ChecksHealth, ReportsProgress, TransfersKv
+from dynamo_trtllm.engines.capabilities import (
+    ChecksHealth,
+    GuardsKvTransfers,
+    ReportsProgress,
+    TransfersKv,
+)
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.runner import ExternalCall, LibraryCalls
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferIdentity
 from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.protocol.errors import DynamoError, EngineFailed, EngineNotReady
@@ -123,7 +129,7 @@ class LoadProgress:
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
 
 
-class ExternalEngine(Engine, TransfersKv, ChecksHealth, ReportsProgress):
+class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, ReportsProgress):
     """Implementation of `Engine` without `start`."""
 
     library: Library  # once it is loaded
@@ -150,10 +156,15 @@ class ExternalEngine(Engine, TransfersKv, ChecksHealth, ReportsProgress):
         self._instance_id = instance_id
         self._model = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
+        self._transfer_guard: TransferGuard | None = None
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         # These end the threads that read from the library. They are idempotent.
         self._readers: list[Callable[[], None]] = []
+
+    def use_transfer_guard(self, guard: TransferGuard) -> None:
+        """See `GuardsKvTransfers.use_transfer_guard`."""
+        self._transfer_guard = guard
 
     def progress(self) -> str:
         """See `ReportsProgress.progress`."""

@@ -8,6 +8,7 @@ event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class ExternalTransfers(PendingTransfers):
         """
         super().__init__(identity, ttl_s=ttl_s)
         self._on_change = on_change
+        self._numbers = itertools.count(1)
         # KV that no decode worker will fetch, by number.
         self._retained: dict[int, _RetainedKv] = {}
         self.leaked_kv_blocks = 0  # that the library never frees

@@ -22,6 +22,7 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.capabilities import (
     ChecksHealth,
+    GuardsKvTransfers,
     MeasuresSteps,
     PublishesKvEvents,
     TransfersKv,
@@ -35,6 +36,7 @@ from dynamo_trtllm.engines.engine_interface import (
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
@@ -56,7 +58,9 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 
 
-class MockEngine(Engine, TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEvents):
+class MockEngine(
+    Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, MeasuresSteps, PublishesKvEvents
+):
     """An `Engine` that simulates a model."""
 
     def __init__(
@@ -76,7 +80,11 @@ class MockEngine(Engine, TransfersKv, ChecksHealth, MeasuresSteps, PublishesKvEv
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
         self._scheduler.start()
-        return self._info
+        return dataclasses.replace(self._info, kv_addresses=self._transfers.addresses)
+
+    def use_transfer_guard(self, guard: TransferGuard) -> None:
+        """See `GuardsKvTransfers.use_transfer_guard`."""
+        self._transfers.use_guard(guard)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = MockStream(

@@ -21,6 +21,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.capabilities import (
     ChecksHealth,
+    GuardsKvTransfers,
     MeasuresSteps,
     PublishesKvEvents,
     ReportsProgress,
@@ -46,6 +47,7 @@ from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
@@ -75,7 +77,13 @@ log = logging.getLogger(__name__)
 
 
 class TorchEngine(
-    Engine, TransfersKv, ChecksHealth, ReportsProgress, MeasuresSteps, PublishesKvEvents
+    Engine,
+    TransfersKv,
+    GuardsKvTransfers,
+    ChecksHealth,
+    ReportsProgress,
+    MeasuresSteps,
+    PublishesKvEvents,
 ):
     """An `Engine` that runs transformers models.
 
@@ -95,6 +103,7 @@ class TorchEngine(
         self._backend = backend
         self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
         self.kv_connector: KvConnector | None = None  # None for an aggregated worker
+        self._transfer_guard: TransferGuard | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
@@ -114,7 +123,10 @@ class TorchEngine(
         self._scheduler = scheduler
         if self._backend is not None:
             self.kv_connector = self._create_connector(self._backend, layout=info.layout)
+            if self._transfer_guard is not None:
+                self.kv_connector.use_guard(self._transfer_guard)
             await self.kv_connector.start(scheduler.transfer_buffer)
+            info = dataclasses.replace(info, kv_addresses=self.kv_connector.addresses)
         scheduler.thread.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
         log.info(
@@ -125,6 +137,10 @@ class TorchEngine(
             info.layout.block_tokens,
         )
         return info
+
+    def use_transfer_guard(self, guard: TransferGuard) -> None:
+        """See `GuardsKvTransfers.use_transfer_guard`."""
+        self._transfer_guard = guard
 
     def _load(self) -> LoadedModel:
         from dynamo_trtllm.engines.torch.load import load  # importing transformers takes seconds

@@ -105,6 +105,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
+        self._kv_addresses: tuple[str, ...] = ()  # of the side channels, once they are chosen
         self._compile_cache: Path | None = None
         if config.compile_cache is not None:
             self._compile_cache = config.compile_cache.absolute()
@@ -181,6 +182,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
                 self._kv_transfer_host, ranks, process_environment()
             )
             log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
+            self._kv_addresses = transfer_params.side_channels(channel, ranks)
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | channel
             extra[decode_graphs.NEVER_DECODES] = self._role is Role.PREFILL
@@ -221,13 +223,15 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
             unsupported_features=tuple(unsupported),
             supported_features=("priority",) if has_priority else (),
             can_aggregate=True,
+            kv_addresses=self._kv_addresses,
             files=checkpoint.files,
         )
         model_limits = VllmModelLimits(
             role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs)
         )
         ranks = self._args.count("data_parallel_size")
-        library = VllmLibrary(bindings, self._llm, model_limits, partial(self._steps.counts, ranks))
+        last_counts = partial(self._steps.counts, ranks)
+        library = VllmLibrary(bindings, self._llm, model_limits, last_counts, self._transfer_guard)
         self._run(library, info, "vllm/nixl")
         log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",

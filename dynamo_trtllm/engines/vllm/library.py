@@ -14,13 +14,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.external.library import ENDS, Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest
-from dynamo_trtllm.engines.vllm.transfer_params import KvReleaser, pack, read_parts, unpack
+from dynamo_trtllm.engines.vllm.transfer_params import (
+    KvReleaser,
+    pack,
+    read_parts,
+    side_channel_of,
+    unpack,
+)
 from dynamo_trtllm.engines.warm_up import WarmUpStep
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
     EngineFailed,
@@ -60,6 +67,7 @@ class VllmLibrary:
     llm: Any
     model_limits: VllmModelLimits
     last_counts: Callable[[], Counts]  # returns the counters of the last step
+    guard: TransferGuard | None = None  # checks where decode calls connect
 
     def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
@@ -118,10 +126,14 @@ class VllmLibrary:
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""
-        fetched = None if kv_params is None else unpack(kv_params)
+        fetched = None
+        source = None
+        if kv_params is not None:
+            fetched = unpack(kv_params)
+            source = _KvSource(kv_params, side_channel_of(fetched))
         converted = VllmRequest(request, self.model_limits, fetched)
         call_id = f"{request.request_id}.{next(self._numbers)}"
-        return VllmCall(self, request, converted, call_id)
+        return VllmCall(self, request, converted, call_id, source)
 
     def health(self, waiting_since: float | None) -> str:
         """See `Library.health`."""
@@ -150,6 +162,13 @@ class VllmLibrary:
             self.llm.output_handler.cancel()
 
 
+class _KvSource(NamedTuple):
+    """Where a decode call fetches KV from."""
+
+    kv_params: KvTransferParams
+    address: str  # "host:port"
+
+
 class VllmCall:
     """One request in AsyncLLM.
 
@@ -157,8 +176,14 @@ class VllmCall:
     """
 
     def __init__(
-        self, library: VllmLibrary, request: GenerateRequest, converted: VllmRequest, call_id: str
+        self,
+        library: VllmLibrary,
+        request: GenerateRequest,
+        converted: VllmRequest,
+        call_id: str,
+        source: _KvSource | None,
     ) -> None:
+        self._source = source  # None: it fetches no KV
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
         self.num_generated = 0
@@ -182,6 +207,9 @@ class VllmCall:
     async def run(self, receiver: ResultReceiver) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
         assert self._converted is not None
+        if self._source is not None and self._library.guard is not None:
+            kv_params, address = self._source
+            await self._library.guard.check_address(kv_params, address)
         arguments = self._library.bindings.arguments(self._converted)
         self._converted = None
         try:

@@ -18,7 +18,7 @@ from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedK
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, encode
 from dynamo_trtllm.protocol.number_types import Count, Int64, Port, PositiveCount
-from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.network.addresses import free_ports, host_and_port
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,12 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     return FetchedKv(
         first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params
     )
+
+
+def side_channel_of(fetched: FetchedKv) -> str:
+    """Return the "host:port" to which NixlConnector connects for the handshake."""
+    params = fetched.kv_transfer_params
+    return host_and_port(params["remote_host"], params["remote_port"])
 
 
 _PARTS = ("kv_transfer.queue", "kv_transfer.post", "kv_transfer.read", "kv_transfer.notice")
@@ -230,6 +236,14 @@ def choose_side_channel(
             " unset it"
         )
     return {"side_channel_host": host, "side_channel_port": int(port)}
+
+
+def side_channels(channel: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
+    """Return the "host:port" of each rank's side channel. `channel`: of `choose_side_channel`."""
+    first = channel["side_channel_port"]
+    return tuple(
+        host_and_port(channel["side_channel_host"], port) for port in range(first, first + ranks)
+    )
 
 
 def listen_there(scheduler: Any, config: Any) -> None:

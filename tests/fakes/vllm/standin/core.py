@@ -283,7 +283,8 @@ class Core:
             self._end(job, RequestStatus.FINISHED_STOPPED)
 
     def _lease(self, job: Job) -> dict[str, Any]:
-        seconds = self.config.kv_transfer_config.kv_connector_extra_config["kv_lease_duration"]
+        extra = self.config.kv_transfer_config.kv_connector_extra_config
+        seconds = extra["kv_lease_duration"]
         self.connector_worker._reqs_to_send[job.id] = time.monotonic() + seconds
         self.leases[job.id] = job.blocks
         self.kv[job.id] = job.context
@@ -294,8 +295,8 @@ class Core:
             "remote_block_ids": (list(range(job.blocks)), list(range(job.blocks))[-2:]),
             "remote_engine_id": self.engine_id,
             "remote_request_id": job.id,
-            "remote_host": "127.0.0.1",
-            "remote_port": 5600,
+            "remote_host": extra["side_channel_host"],
+            "remote_port": extra["side_channel_port"],
             "tp_size": 1,
             "remote_num_tokens": len(job.prompt),
         }
