@@ -21,12 +21,16 @@ from dynamo_trtllm.protocol.messages import (
     FinishReason,
     GenerateRequest,
     Instance,
+    KvTransferParams,
     PhaseTimings,
+    ReissueKvParams,
     ReleaseKv,
     ReleaseSlot,
     ReserveSlot,
     Role,
     Sampling,
+    TransferSignature,
+    encode,
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
@@ -51,6 +55,18 @@ def kv_chunk(transfer_id: str) -> Chunk:
         kv_params=make_transfer_params(transfer_id),
         stats=PREFILL_STATS,
     )
+
+
+def signed_for(receivers: tuple[int, ...], kv_params: KvTransferParams) -> KvTransferParams:
+    """Return KV transfer parameters with a signature of no key."""
+    signature = TransferSignature("key", "request", receivers, b"mac")
+    return msgspec.structs.replace(kv_params, signature=signature)
+
+
+def signed_kv_chunk(transfer_id: str, receiver: int) -> Chunk:
+    chunk = kv_chunk(transfer_id)
+    assert chunk.kv_params is not None
+    return msgspec.structs.replace(chunk, kv_params=signed_for((receiver,), chunk.kv_params))
 
 
 class StoppableStream:
@@ -83,6 +99,7 @@ class ScriptedWorker(ChunkSource):
         self.stopped: asyncio.Event | None = None  # its calls can be stopped, which sets this
         self.requests: list[GenerateRequest] = []
         self.releases: list[ReleaseKv] = []
+        self.reissues: list[ReissueKvParams] = []
         self.hanging = asyncio.Event()
         self.closed = asyncio.Event()  # set if it was closed while it waited
         self.reservations: list[ReserveSlot | ReleaseSlot] = []
@@ -111,8 +128,12 @@ class ScriptedWorker(ChunkSource):
         return stream if self.stopped is None else StoppableStream(stream, self.stopped)
 
     async def control(self, verb: Control) -> bytes:
+        answer = b""
         if isinstance(verb, ReleaseKv):
             self.releases.append(verb)
+        elif isinstance(verb, ReissueKvParams):
+            self.reissues.append(verb)
+            answer = encode(signed_for(verb.receivers, verb.kv_params))
         else:
             assert isinstance(verb, ReserveSlot | ReleaseSlot)
             self.reservations.append(verb)
@@ -122,7 +143,7 @@ class ScriptedWorker(ChunkSource):
         fault = self.faults.get(type(verb))
         if fault is not None:
             raise fault
-        return b""
+        return answer
 
 
 class Cluster:

@@ -11,6 +11,8 @@ from dynamo_trtllm.protocol.errors import DynamoError, QueryOfDeath
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     Instance,
+    KvTransferParams,
+    ReissueKvParams,
     ReleaseKv,
     ReleaseSlot,
 )
@@ -28,10 +30,10 @@ class Signal(Enum):
     WORKER_LISTENS = auto()  # the success of `check_worker`
 
 
-FlowEvent: TypeAlias = Signal | StreamEvent
-"""A signal, or an event of the current call.
+FlowEvent: TypeAlias = Signal | KvTransferParams | StreamEvent
+"""A signal, the answer of `reissue_params`, or an event of the current call.
 
-An error is the event of a reservation, a call or a check that failed.
+An error is the event of a reservation, an issue of parameters, a call or a check that failed.
 """
 
 
@@ -65,6 +67,9 @@ class FlowDriver(Protocol):
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
         """Reserve a slot for the decode call."""
+
+    def reissue_params(self, prefill: Instance, message: ReissueKvParams) -> None:
+        """Have KV transfer parameters signed again, for another decode instance."""
 
     def check_worker(self, worker: Instance) -> None:
         """Check whether the process of a worker has ended: then, the error is WorkerDied."""

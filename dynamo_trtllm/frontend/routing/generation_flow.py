@@ -22,7 +22,7 @@ from dynamo_trtllm.frontend.routing.generation_events import (
     RouterOptions,
     Signal,
 )
-from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.pairs import PAIR_FAILURES, Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import SETTLED_TOKENS, RequestProgress
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
@@ -33,6 +33,7 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     KvTransferParams,
     Phase,
+    ReissueKvParams,
     ReleaseKv,
     ReleaseOutcome,
     ReleaseSlot,
@@ -51,6 +52,7 @@ class State(Enum):
     RESERVING = auto()
     PREFILL = auto()
     DECODE = auto()
+    REISSUING = auto()
     CHECKING = auto()
     ENDED = auto()
 
@@ -90,9 +92,11 @@ class GenerationFlow:
     WAITING    other workers, or its limit    the first one of an attempt
     RESERVING  a decode slot                  PREFILL
     PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
-    DECODE     tokens                         ENDED with the last one; DECODE if the worker does
-                                              not take the call and another one can fetch the
-                                              KV; CHECKING if it could not fetch the KV
+    DECODE     tokens                         ENDED with the last one; DECODE or REISSUING if the
+                                              worker does not take the call and another one can
+                                              fetch the KV; CHECKING if it could not fetch it
+    REISSUING  parameters that are signed for DECODE
+               the other decode worker
     CHECKING   whether the prefill worker     as after an error of the worker that failed
                has died
     ENDED      nothing
@@ -162,6 +166,8 @@ class GenerationFlow:
                 return self._on_chunk(event)
             case DynamoError():
                 return self._on_error(event)
+            case KvTransferParams():
+                self._on_reissued(event)
             case Signal.START if self._fixed_selection is not None:
                 self._begin_attempt(self._fixed_selection)
             case Signal.START | Signal.WORKERS_CHANGED:
@@ -307,7 +313,9 @@ class GenerationFlow:
         self.state = State.PREFILL
         attempt.worker = attempt.prefill
         self._timeline.prefill_instance = attempt.prefill.id
-        request = msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)
+        request = msgspec.structs.replace(
+            attempt.request, phase=Phase.PREFILL, kv_receivers=(attempt.decode.id,)
+        )
         self._driver.call_worker(attempt.prefill, request)
 
     def _call_decode(self, attempt: _Attempt) -> None:
@@ -372,7 +380,7 @@ class GenerationFlow:
             return self._on_prefill_dead(attempt, error)
         if self.state is not State.DECODE or attempt.prefill is None:
             return self._attempt_failed(attempt, error)
-        if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
+        if isinstance(error, PAIR_FAILURES):
             self._driver.record_transfer(attempt.pair, error)
             if self._fixed_selection is not None:
                 return self._attempt_failed(attempt, error)
@@ -392,8 +400,22 @@ class GenerationFlow:
         attempt.decode = other
         attempt.tried = attempt.tried | {other.id}
         attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
-        self._call_decode(attempt)
+        params = attempt.params
+        if params is None or params.signature is None:
+            self._call_decode(attempt)
+        else:
+            # They are signed for the instance that was called before.
+            self.state = State.REISSUING
+            attempt.worker = attempt.prefill
+            self._driver.reissue_params(attempt.prefill, ReissueKvParams(params, (other.id,)))
         return None
+
+    def _on_reissued(self, params: KvTransferParams) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        attempt.params = params
+        attempt.request = msgspec.structs.replace(attempt.request, kv_params=params)
+        self._call_decode(attempt)
 
     def _on_prefill_alive(self) -> StreamEvent | None:
         attempt = self._attempt

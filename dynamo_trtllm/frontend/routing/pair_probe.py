@@ -23,7 +23,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, format_pair
+from dynamo_trtllm.frontend.routing.pairs import PAIR_FAILURES, Pair, WorkerSelection, format_pair
 from dynamo_trtllm.frontend.routing.probe_schedule import (
     MAX_PAIRS,
     is_probed,
@@ -219,7 +219,7 @@ class PairProbes:
         except TimeoutError:
             code = "failed"
             text = f"no answer to a probe within {self.timeout_s:g} s"
-        except (errors.TransferFailed, errors.TransferTimeout) as exc:
+        except PAIR_FAILURES as exc:
             return exc.code  # the router has recorded it
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())

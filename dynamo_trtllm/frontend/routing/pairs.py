@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.kv_transfer.transfer_backend import EQUAL_LAYOUT
+from dynamo_trtllm.protocol.errors import TransferFailed, TransferRejected, TransferTimeout
 from dynamo_trtllm.protocol.messages import Instance
 
 # The ids of (prefill, decode), or (None, id) for an instance that runs aggregated requests.
 Pair: TypeAlias = tuple[int | None, int]
+
+# Errors of a decode call for which the pair may be at fault: they count for its breaker.
+PAIR_FAILURES: Final = (TransferFailed, TransferTimeout, TransferRejected)
 
 
 def format_pair(pair: Pair) -> str:
@@ -34,6 +38,7 @@ def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
     fields: list[tuple[str, object]] = [
         ("engine", instance.engine),
         ("strategy", instance.strategy),
+        ("--kv-transfer-key-file", "given" if instance.signs_kv_transfers else "not given"),
     ]
     fields += [(f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT]
     fields += sorted(instance.kv_compat.items())

@@ -42,10 +42,13 @@ from dynamo_trtllm.protocol.messages import (
     Chunk,
     GenerateRequest,
     Instance,
+    KvTransferParams,
     Phase,
+    ReissueKvParams,
     ReleaseKv,
     ReleaseSlot,
     ReserveSlot,
+    decode,
 )
 from dynamo_trtllm.protocol.streams import (
     OnEvent,
@@ -58,6 +61,7 @@ from dynamo_trtllm.protocol.streams import (
 log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
+_REISSUE_TIMEOUT_S = 2.0
 # Expiry of a slot, in case this frontend dies. An expired slot does no harm: the decode call is
 # then queued.
 _RESERVED_S = 60.0
@@ -288,6 +292,9 @@ class RoutedRequest(Stream):
         self._timeline.reserving_slot(self._flow.request, decode)
         self._run(self._reserve(decode, reservation_id))
 
+    def reissue_params(self, prefill: Instance, message: ReissueKvParams) -> None:
+        self._run(self._reissue(prefill, message))
+
     def check_worker(self, worker: Instance) -> None:
         self._run(self._check(worker))
 
@@ -388,6 +395,12 @@ class RoutedRequest(Stream):
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
         await self._router.plane.client.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
+
+    async def _reissue(self, prefill: Instance, message: ReissueKvParams) -> KvTransferParams:
+        reply = await self._router.plane.client.control(
+            prefill.subject, message, timeout_s=_REISSUE_TIMEOUT_S
+        )
+        return decode(reply, KvTransferParams)
 
     async def _check(self, worker: Instance) -> Signal:
         await self._router.plane.client.check_listener(worker.subject, num_pings=2)

@@ -26,6 +26,7 @@ from dynamo_trtllm.protocol.errors import (
     RequestRejected,
     StreamIncomplete,
     TransferFailed,
+    TransferRejected,
 )
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -57,6 +58,7 @@ async def test_generate_by_a_pair_returns_tokens_and_trace(cluster: Cluster) -> 
     trace = ChoiceTimeline()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.kv_params) for r in prefill.requests] == [(Phase.PREFILL, None)]
+    assert prefill.requests[0].kv_receivers == (2,)
     call = decode.requests[0]
     assert call.phase is Phase.DECODE
     assert call.kv_params is not None
@@ -129,9 +131,12 @@ async def test_generate_with_failed_release_is_complete(cluster: Cluster) -> Non
     assert len(prefill.releases) == 1
 
 
-async def test_generate_failed_transfer_prefills_once_more(cluster: Cluster) -> None:
+@pytest.mark.parametrize("error", [TransferFailed("gone"), TransferRejected("forged")])
+async def test_generate_failed_transfer_prefills_once_more(
+    cluster: Cluster, error: DynamoError
+) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
-    decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
+    decode = await cluster.add(2, Role.DECODE, [error], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.kv_params.transfer_id for r in decode.requests if r.kv_params is not None] == [
         "t1",

@@ -26,6 +26,7 @@ from dynamo_trtllm.protocol.errors import (
     Draining,
     InternalError,
     Overloaded,
+    TransferExpired,
     Unreachable,
     UnsupportedParameter,
 )
@@ -33,6 +34,7 @@ from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     LoadReport,
     Phase,
+    ReissueKvParams,
     ReleaseKv,
     ReleaseOutcome,
     Role,
@@ -40,7 +42,15 @@ from dynamo_trtllm.protocol.messages import (
 from dynamo_trtllm.protocol.streams import run_stream
 from tests.kit.generator_streams import routed_stream
 from tests.kit.instances import make_instance
-from tests.kit.routing import FINISHED, HANG, Cluster, kv_chunk, request
+from tests.kit.routing import (
+    FINISHED,
+    HANG,
+    Cluster,
+    kv_chunk,
+    request,
+    signed_for,
+    signed_kv_chunk,
+)
 from tests.kit.waiting import SOON_S
 
 
@@ -59,6 +69,33 @@ async def test_rejected_transfer_is_fetched_by_another_worker(
     assert (trace.decode_instance, trace.retries) == (4, 0)
     await cluster.router.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
+
+
+async def test_signed_transfer_is_reissued_for_the_other_worker(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [signed_kv_chunk("t1", 2)])
+    await cluster.add(2, Role.DECODE, [Draining("leaving")])
+    other = await cluster.add(4, Role.DECODE, FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    (verb,) = prefill.reissues
+    assert verb.receivers == (4,)
+    (call,) = other.requests
+    assert call.kv_params == signed_for((4,), verb.kv_params)
+    await cluster.router.aclose()
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
+
+
+async def test_signed_transfer_when_reissue_fails_then_it_is_retried(cluster: Cluster) -> None:
+    chunks = [signed_kv_chunk("t1", 2)], [signed_kv_chunk("t2", 4)]
+    prefill = await cluster.add(1, Role.PREFILL, *chunks)
+    prefill.faults[ReissueKvParams] = TransferExpired("too late")
+    await cluster.add(2, Role.DECODE, [Draining("leaving")])
+    await cluster.add(4, Role.DECODE, FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    await cluster.router.aclose()
+    assert prefill.releases == [
+        ReleaseKv("t1", ReleaseOutcome.ABORTED),
+        ReleaseKv("t2", ReleaseOutcome.FETCHED),
+    ]
 
 
 async def test_rejected_transfer_goes_to_the_least_loaded(cluster: Cluster) -> None:
