@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,8 @@ from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scr
 _FOLDER = "dynamo-launch-"
 _RECORD = "deployment.json"
 _MAX_LINE_BYTES = 1 << 20
+_KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
+_KEY_BYTES = 32
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
 # A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit,
@@ -231,6 +234,7 @@ class Launcher:
                 address = await self._start_server(name, partial(start, folder / name))
             self._environ[ADDRESS_VARIABLES[name]] = address
             setattr(self.record, name, address)
+        self._give_transfer_key(folder)
         self._write_record()
         for spec in self.specs:
             self._supervisor.keep(
@@ -240,6 +244,20 @@ class Launcher:
             await self._changed.wait()
         if await on_ready(self.record):
             self._supervisor.stop()
+
+    def _give_transfer_key(self, folder: Path) -> None:
+        """Give the workers a random key of KV transfers, if only they use this etcd and NATS.
+
+        Workers of other launchers would have other keys. The environment may name a file of keys.
+        """
+        services = self.deployment.services
+        is_alone = services.etcd == START and services.nats == START
+        if is_alone and _KEY_FILE not in self._environ:
+            key_file = folder / "kv-transfer-keys"
+            # The folder is readable by its user only, and so is the file.
+            key_file.touch(mode=0o600)
+            key_file.write_text(secrets.token_hex(_KEY_BYTES))
+            self._environ[_KEY_FILE] = str(key_file)
 
     async def _start_server(
         self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]

@@ -13,8 +13,10 @@ import pytest
 
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import ServicesConfig
+from dynamo_trtllm.kv_transfer.keys import read_keys
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
+from dynamo_trtllm.launch.process_output import ProcessOutput
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
@@ -35,6 +37,8 @@ from tests.kit.fake_children import (
 
 pytestmark = pytest.mark.usefixtures("scripted")
 
+KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
+
 WORKER = worker("w", "prefill_and_decode", "cpu", "mock")
 
 
@@ -54,6 +58,31 @@ async def test_launcher_passes_addresses_in_the_environment() -> None:
         assert child.environ.get("DYN_TRTLLM_ETCD_ENDPOINTS") == "127.0.0.1:1"
         assert child.environ.get("DYN_TRTLLM_NATS_SERVER") == "nats://dynamo:secret@127.0.0.1:2"
         assert "secret" not in " ".join(child.spec.argv)
+
+
+@pytest.mark.parametrize(
+    ("services", "environ", "has_own_key"),
+    [
+        (ServicesConfig(), {}, True),
+        (ServicesConfig(etcd="127.0.0.1:1"), {}, False),
+        (ServicesConfig(nats="127.0.0.1:2"), {}, False),
+        (ServicesConfig(), {KEY_FILE: "keys"}, False),
+    ],
+    ids=["own servers", "shared etcd", "shared NATS", "given key"],
+)
+def test_launcher_makes_a_transfer_key_for_its_own_servers(
+    tmp_path: Path, services: ServicesConfig, environ: dict[str, str], has_own_key: bool
+) -> None:
+    of = deployment(WORKER).model_copy(update={"services": services})
+    made = launcher.Launcher(of, [], ProcessOutput(io.StringIO(), []), environ)
+    made._give_transfer_key(tmp_path)
+    given = made._environ.get(KEY_FILE)
+    if not has_own_key:
+        assert given == environ.get(KEY_FILE)
+        return
+    assert given is not None
+    assert len(read_keys(Path(given))) == 1
+    assert Path(given).stat().st_mode & 0o777 == 0o600
 
 
 async def test_process_serves_only_when_it_answers_so() -> None:
