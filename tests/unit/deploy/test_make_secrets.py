@@ -15,10 +15,18 @@ import yaml
 from dynamo_trtllm.cluster.discovery.etcd_store import channel_credentials
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
-from tests.unit.deploy.recipes import ROOT, deployed, frontends
+from dynamo_trtllm.kv_transfer.keys import read_keys
+from tests.unit.deploy.recipes import ROOT, deployed, environment, frontends, workers
 from tests.unit.deploy.test_recipe_schemas import check
 
 PROGRAM = ROOT / "deploy" / "make_secrets"
+SECRETS = {
+    "etcd-server-tls",
+    "etcd-client-tls",
+    "nats-auth",
+    "dynamo-platform",
+    "kv-transfer-key",
+}
 
 
 def made(*words: str) -> subprocess.CompletedProcess[str]:
@@ -43,6 +51,8 @@ def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> 
     assert environ["NATS_PASSWORD"] in config.nats_server
     assert {name for value in environ for name in [value]} == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}
     assert all(re.fullmatch(r"p[0-9a-f]{40}", value) for value in environ.values())
+    environ = pairs(secrets / "client.env")
+    assert len(read_keys(Path(environ["DYN_TRTLLM_KV_TRANSFER_KEY_FILE"]))) == 1
     assert not (secrets / "ca.key").exists()  # with it more certificates could be made
     for path in [tmp_path / ".env", *secrets.iterdir()]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -54,7 +64,7 @@ def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> 
 def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
     done = made("kubernetes", "--namespace", "demo")
     docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
-    assert set(docs) == {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
+    assert set(docs) == SECRETS
     for doc in docs.values():
         check(doc)
         assert doc["metadata"]["namespace"] == "demo"
@@ -70,6 +80,21 @@ def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
         config.nats_server
         == f"nats://dynamo:{decoded(docs['nats-auth']['data']['password'])}@nats:4222"
     )
+
+
+@pytest.mark.parametrize("recipe", ["trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"])
+def test_recipes_mount_the_key_into_workers_alone(recipe: str) -> None:
+    done = made("kubernetes", "--namespace", "demo")
+    secrets = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    pods = deployed(recipe)
+    assert {"kv-transfer-key"} <= set(secrets)
+    for pod in workers(pods):
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
+        key_file = Path(environment(pod)["DYN_TRTLLM_KV_TRANSFER_KEY_FILE"])
+        assert key_file.parent.as_posix() == mounts["kv-transfer-key"]
+        assert key_file.name in secrets["kv-transfer-key"]["data"]
+    for pod in frontends(pods):
+        assert "kv-transfer-key" not in [mount["name"] for mount in pod.container["volumeMounts"]]
 
 
 def decoded(text: str) -> str:

@@ -54,7 +54,7 @@ EVERY_WORKER = [
     for pod in workers(deployed(target))
 ]
 # by deploy/make_secrets
-MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
+MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform", "kv-transfer-key"}
 BY_HAND = {"hf-token-secret", "mpi-ssh"}
 
 
