@@ -208,7 +208,7 @@ def test_fetched_transfers_are_forgotten_after_their_expiry(key_file: Path) -> N
     assert list(side.guard._fetched) == ["t-9"]
 
 
-def test_sign_when_engine_gives_integers_for_floats_then_accepted(decoding: Side) -> None:
+def test_signed_integers_for_floats_are_accepted(decoding: Side) -> None:
     kv_params = msgspec.structs.replace(
         make_transfer_params("t-1"),
         expires_at=int(time.time()) + 60,

@@ -113,7 +113,7 @@ async def test_prefill_call_ends_with_parameters_for_its_receiver(
     assert await decoding.ask(decode_call(kv_params)) == list(ANSWER)
 
 
-async def test_prefill_call_without_receivers_does_not_reach_the_engine(
+async def test_prefill_call_without_receivers_is_rejected(
     prefill: SigningService,
 ) -> None:
     with pytest.raises(TransferRejected, match="upgrade the frontend"):
@@ -128,7 +128,7 @@ async def test_prefill_call_without_receivers_does_not_reach_the_engine(
         (lambda params: msgspec.structs.replace(params, signature=None), "unsigned"),
     ],
 )
-async def test_decode_call_when_rejected_then_nothing_happens_but_a_count(
+async def test_decode_call_when_rejected_then_it_is_only_counted(
     prefill: SigningService,
     decoding: SigningService,
     change: Callable[[KvTransferParams], KvTransferParams],
