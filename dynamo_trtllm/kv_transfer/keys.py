@@ -73,26 +73,26 @@ class TransferKeys:
         self._clock = clock
         self._looked_at = clock()
         self._state: _FileState | None = _state_of(path)
-        self._keys = read_keys(path)
+        self._keep(read_keys(path))
 
     def signing(self) -> TransferKey:
         """Return the key that signs."""
         self._reload_if_changed(_LOOK_EVERY_S)
-        return self._keys[0]
+        return self._signing
 
     def find(self, key_id: str) -> TransferKey | None:
         """Return the key with this id; None: the file has no such key."""
         self._reload_if_changed(_LOOK_EVERY_S)
-        found = self._known(key_id)
+        found = self._by_id.get(key_id)
         if found is None:
             # Another worker may have read a new file a moment ago.
             self._reload_if_changed(0.0)
-            found = self._known(key_id)
+            found = self._by_id.get(key_id)
         return found
 
     def ids(self) -> str:
         """Return the ids of all keys, for messages."""
-        return ", ".join(key.key_id for key in self._keys)
+        return ", ".join(self._by_id)
 
     def reader_proof(self, transfer_id: str, token: bytes) -> bytes:
         """Return what a reader of KV sends instead of the token of a transfer.
@@ -105,11 +105,13 @@ class TransferKeys:
         """Return whether a reader of KV has the token and one of the keys."""
         self._reload_if_changed(_LOOK_EVERY_S)
         return any(
-            hmac.compare_digest(proof, _reader_proof(key, transfer_id, token)) for key in self._keys
+            hmac.compare_digest(proof, _reader_proof(key, transfer_id, token))
+            for key in self._by_id.values()
         )
 
-    def _known(self, key_id: str) -> TransferKey | None:
-        return next((key for key in self._keys if key.key_id == key_id), None)
+    def _keep(self, keys: tuple[TransferKey, ...]) -> None:
+        self._signing = keys[0]
+        self._by_id = {key.key_id: key for key in keys}
 
     def _reload_if_changed(self, most_often_s: float) -> None:
         now = self._clock()
@@ -121,7 +123,7 @@ class TransferKeys:
             return
         self._state = state
         try:
-            self._keys = read_keys(self._path)
+            self._keep(read_keys(self._path))
         except ConfigError as exc:
             self._on_failed_reload()
             log.error("the KV transfer keys so far stay valid: %s", exc.message)
