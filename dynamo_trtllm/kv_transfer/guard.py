@@ -1,9 +1,9 @@
 """Sign KV transfer parameters at prefill workers, and reject wrong ones at decode workers.
 
-The parameters travel from the prefill worker over a frontend to the decode worker. Workers with a
-key (`--kv-transfer-key-file`) sign them, so that without a key, no client of NATS can make a
-decode worker connect, allocate memory or read KV. Frontends need no key: they name the receivers, and pass the
-signed parameters on.
+The parameters travel from the prefill worker over a frontend to the decode worker. Workers with
+keys (`--kv-transfer-key-file`) sign them, so that no client of NATS without a key can make a decode
+worker connect, allocate memory or read KV. Frontends need no key: they name the receivers, and pass
+the signed parameters on.
 
 A signature covers the parameters, which include the prefill instance and the expiry, the request,
 and the receivers. It is HMAC-SHA256 over the values in a fixed order.

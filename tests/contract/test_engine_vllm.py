@@ -23,6 +23,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.engine_interface import Engine
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
+from dynamo_trtllm.kv_transfer.holders import HolderAddresses
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -30,6 +32,7 @@ from dynamo_trtllm.protocol.errors import (
     RequestRejected,
     TransferFailed,
     TransferMismatch,
+    TransferRejected,
     TransferTimeout,
 )
 from dynamo_trtllm.protocol.messages import (
@@ -56,6 +59,7 @@ from dynamo_trtllm.testing.engine_requests import (
 from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.kit.engines import answer, error_code, make, prefill_params, prefill_then_decode
 from tests.kit.fake_packages import VLLM_RELEASES, fake_vllm
+from tests.kit.instances import make_instance
 
 PROMPT = prompt_of(70)
 FULL = prompt_of(64)  # fills its last KV block
@@ -120,6 +124,17 @@ async def test_prompt_logprobs_come_in_pieces_before_first_token(
     assert [(entry.token_id, entry.logprob, len(entry.top)) for entry in rest] == [
         (token, -0.5, 1) for token in prompt[1:]
     ]
+
+
+async def test_decode_call_connects_to_registered_addresses_only(engines: Engines) -> None:
+    kv_params = await prefill_params(engines.prefill, PROMPT)
+    holders = HolderAddresses(stay_s=9, wait_s=0)
+    prefill = make_instance(kv_params.prefill_instance_id, role=Role.PREFILL)
+    holders.add(msgspec.structs.replace(prefill, kv_addresses=("10.0.0.1:5600",)))
+    engines.decode.library.guard = TransferGuard(2, holders=holders)  # type: ignore[attr-defined]
+    with pytest.raises(TransferRejected, match="not a registered address"):
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
+    release(engines.prefill, kv_params)
 
 
 def logprobs(chunks: list[Chunk]) -> list[int]:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from dynamo_trtllm import (
     WorkerConfig,
     serve,
 )
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Synced
+from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, records_at
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed
+from dynamo_trtllm.protocol.messages import Instance
+from tests.kit.transfer_keys import FIRST_KEY, write_keys
 from tests.kit.waiting import SOON_S
 
 CLUSTER: dict[str, Any] = {"nats_server": "inproc://", "etcd_endpoints": "memory://"}
@@ -62,6 +67,24 @@ async def serve_and_ask() -> None:
 def serve_in_a_thread_and_ask() -> None:
     with serve(MODEL, engine="mock") as deployment:
         assert asyncio.run(ask(deployment.url)) == 5
+
+
+async def test_workers_with_a_key_transfer_kv_and_register_addresses(tmp_path: Path) -> None:
+    settings = {"kv_transfer_key_file": write_keys(tmp_path / "keys", FIRST_KEY)}
+    frontend = make_frontend()
+    workers = [make_worker(role, **settings) for role in (Role.PREFILL, Role.DECODE)]
+    async with workers[0], workers[1], frontend:
+        assert await ask(frontend.url) == 5
+        found: dict[Role, Instance] = {}
+        async with aclosing(MemoryDiscovery(records_at("memory://")).watch("dynamo")) as events:
+            async for event in events:
+                if isinstance(event, Synced):
+                    break
+                if isinstance(event, Added):
+                    found[event.instance.role] = event.instance
+    assert all(instance.signs_kv_transfers for instance in found.values())
+    (address,) = found[Role.PREFILL].kv_addresses
+    assert address.startswith("127.0.0.1:")
 
 
 async def serve_with_threads() -> None:

@@ -75,6 +75,15 @@ def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> Gene
     )
 
 
+async def test_transfer_ids_cannot_be_guessed() -> None:
+    book = Book()
+    ids = [book.written().transfer_id for _ in range(100)]
+    book.close()
+    random_parts = {transfer_id.removeprefix("5-") for transfer_id in ids}
+    assert len(random_parts) == 100
+    assert {len(bytes.fromhex(part)) for part in random_parts} == {16}
+
+
 async def test_transfer_is_held_until_fetched() -> None:
     book = Book()
     first = book.written()

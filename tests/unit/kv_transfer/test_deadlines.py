@@ -12,6 +12,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
+from dynamo_trtllm.kv_transfer.holders import HolderAddresses
+from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, first_deadline
@@ -20,16 +23,24 @@ from dynamo_trtllm.protocol.errors import (
     DynamoError,
     TransferExpired,
     TransferFailed,
+    TransferRejected,
     TransferTimeout,
 )
-from dynamo_trtllm.protocol.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
-from tests.kit.instances import make_transfer_params
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    KvTransferParams,
+    Role,
+    Sampling,
+    token_ids,
+)
+from tests.kit.instances import make_instance, make_transfer_params
 
 
 class Slow:
     """A backend that records the time limits of its fetches, which all fail with its error."""
 
     name = "slow"
+    keys: TransferKeys | None = None
 
     def __init__(self, error: DynamoError | None = None) -> None:
         self.error = error
@@ -48,6 +59,9 @@ class Slow:
 
     async def unpublish(self, transfer_id: str) -> None: ...
 
+    def address_in(self, offer: bytes, transfer_id: str) -> str:
+        return "10.0.0.1:22"
+
     async def read(
         self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
     ) -> None:
@@ -65,7 +79,12 @@ def kv_params(expires_in_s: float) -> KvTransferParams:
 
 
 async def fetch(
-    backend: Any, expires_in_s: float, *, deadline_in_s: float, timeout_s: float
+    backend: Any,
+    expires_in_s: float,
+    *,
+    deadline_in_s: float,
+    timeout_s: float,
+    guard: TransferGuard | None = None,
 ) -> None:
     params = kv_params(expires_in_s)
     deadline = time.time() + deadline_in_s
@@ -80,6 +99,8 @@ async def fetch(
     )
     config = WorkerConfig(model_path="m", kv_fetch_timeout_s=timeout_s)
     transfers = KvTransfers(backend, config, engine="torch", instance_id=1, layout=params.layout)
+    if guard is not None:
+        transfers.use_guard(guard)
     await transfers.fetch(request, b"", Destination([]))
 
 
@@ -110,6 +131,23 @@ async def test_fetch_gives_the_backend_the_remaining_time() -> None:
     backend = Slow()
     await fetch(backend, 9, deadline_in_s=9, timeout_s=3)
     assert backend.given_s == 3
+
+
+@pytest.mark.parametrize("registered", ["10.0.0.1:22", "10.0.0.1:5000"])
+async def test_fetch_connects_to_registered_addresses_only(registered: str) -> None:
+    holders = HolderAddresses(stay_s=9, wait_s=0)
+    prefill = make_instance(1, role=Role.PREFILL)
+    holders.add(msgspec.structs.replace(prefill, kv_addresses=(registered,)))
+    backend = Slow()
+    fetching = fetch(
+        backend, 9, deadline_in_s=9, timeout_s=3, guard=TransferGuard(2, holders=holders)
+    )
+    if registered == "10.0.0.1:22":
+        await fetching
+        return
+    with pytest.raises(TransferRejected, match="not a registered address"):
+        await fetching
+    assert backend.given_s == 0
 
 
 @pytest.mark.parametrize(

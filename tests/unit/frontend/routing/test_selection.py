@@ -68,6 +68,7 @@ def test_place_with_different_keys_shares_every_prefill() -> None:
         {"strategy": "other"},
         {"layout": OTHER},
         {"kv_compat": {"release": "1.2"}},
+        {"signs_kv_transfers": True},
     ],
 )
 def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
@@ -81,6 +82,10 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
         ({"engine": "torch"}, "engine is 'mock' at prefill and 'torch' at decode"),
         ({"strategy": "other"}, "strategy is 'prefill_first' at prefill and 'other' at decode"),
         ({"layout": OTHER}, "layout.block_tokens is 16 at prefill and 64 at decode"),
+        (
+            {"signs_kv_transfers": True},
+            "--kv-transfer-key-file is 'not given' at prefill and 'given' at decode",
+        ),
     ],
 )
 def test_place_without_matching_pair_names_the_field(field: dict[str, Any], said: str) -> None:
