@@ -55,8 +55,14 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     ids=["wrong token", "unknown transfer", "long id"],
 )
 async def test_serve_when_token_is_wrong_then_there_is_no_answer(
-    holder: TcpBackend, fetched: list[str], request_head: bytes, transfer_id: bytes
+    holder: TcpBackend,
+    fetched: list[str],
+    request_head: bytes,
+    transfer_id: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The listener must not wait for more than the head.
+    monkeypatch.setattr(tcp, "_REQUEST_TIMEOUT_S", 2 * SOON_S)
     source = content("a", 1000)
     offer = await holder.publish("t", split(source, [1000]))
     reader, writer = await ask(offer, request_head + transfer_id)

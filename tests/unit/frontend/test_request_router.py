@@ -345,13 +345,16 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
         await caller
 
 
-async def test_generate_tries_a_quarantined_pair_after_its_time(cluster: Cluster) -> None:
+@pytest.mark.parametrize("error", [TransferFailed("for now"), TransferRejected("other keys")])
+async def test_generate_tries_a_quarantined_pair_after_its_time(
+    cluster: Cluster, error: DynamoError
+) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
     options = RouterOptions(has_probes=False)
     cluster.router = RequestRouter(cluster.view, cluster.plane, options, breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(2)])
-    await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
-    with pytest.raises(TransferFailed):
+    await cluster.add(2, Role.DECODE, [error], FINISHED)
+    with pytest.raises(type(error)):
         await cluster.tokens()
     with pytest.raises(NoInstances, match="quarantined"):
         await cluster.tokens()
