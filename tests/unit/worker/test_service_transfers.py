@@ -41,7 +41,6 @@ from tests.unit.worker.test_service import ANSWER, TransferringEngine
 
 PREFILL = 1
 DECODE = 2
-EXPORT = [Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t-1"))]
 
 
 class SigningService:
@@ -76,7 +75,9 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prefill(key_file: Path) -> SigningService:
-    return SigningService(Role.PREFILL, key_file, EXPORT)
+    kv_params = make_transfer_params("t-1")
+    last = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params)
+    return SigningService(Role.PREFILL, key_file, [last])
 
 
 @pytest.fixture
