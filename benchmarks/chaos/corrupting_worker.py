@@ -70,9 +70,12 @@ class CorruptingService:
     chunks.
     """
 
-    def __init__(self, plane: RequestPlane, healthy: Instance, change: ChunkChange) -> None:
+    def __init__(
+        self, plane: RequestPlane, healthy: Instance, own: Instance, change: ChunkChange
+    ) -> None:
         self._plane = plane
         self._healthy = healthy
+        self._own_id = own.id
         self._change = change
         self.num_changed = 0  # chunks
         self._pending: set[str] = set()  # transfer ids
@@ -86,6 +89,13 @@ class CorruptingService:
                 self._pending.add(event.kv_params.transfer_id)
                 self.num_changed += 1
                 event = self._change(event)
+                # Readers connect to the healthy worker's registered addresses only, and to any of
+                # this one, which has none.
+                assert event.kv_params is not None
+                kv_params = msgspec.structs.replace(
+                    event.kv_params, prefill_instance_id=self._own_id
+                )
+                event = msgspec.structs.replace(event, kv_params=kv_params)
             stream.emit(event)
 
         stream.source = self._plane.client.generate(self._healthy.subject, request, forward)
@@ -120,7 +130,7 @@ async def register(
     services: list[CorruptingService] = []
 
     async def make_service(plane: RequestPlane, healthy: Instance, own: Instance) -> Service:
-        services.append(CorruptingService(plane, healthy, change))
+        services.append(CorruptingService(plane, healthy, own, change))
         return services[0]
 
     async with _register(deployment, make_service, wire):
@@ -196,7 +206,9 @@ async def _register(
         )  # live_peers returns workers of the other role
         number = secrets.randbits(63)
         subject = records.subject(records.endpoint_of(healthy), number)
-        own = msgspec.structs.replace(healthy, id=number, subject=subject, wire=wire)
+        own = msgspec.structs.replace(
+            healthy, id=number, subject=subject, wire=wire, kv_addresses=()
+        )
         server = await plane.serve(subject, await make_service(plane, healthy, own))
         stack.push_async_callback(server.aclose)
         registration = await discovery.register(own)
