@@ -181,7 +181,7 @@ class VllmCall:
         request: GenerateRequest,
         converted: VllmRequest,
         call_id: str,
-        source: _KvSource | None,
+        source: _KvSource | None = None,
     ) -> None:
         self._source = source  # None: it fetches no KV
         self.exports_kv = converted.exports_kv
