@@ -26,10 +26,11 @@ from dynamo_trtllm import (
     WorkerConfig,
     serve,
 )
+from dynamo_trtllm.cluster.connect import open_discovery
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Synced
-from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, records_at
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed
 from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.support.background import BackgroundTasks
 from tests.kit.transfer_keys import FIRST_KEY, write_keys
 from tests.kit.waiting import SOON_S
 
@@ -76,7 +77,8 @@ async def test_workers_with_a_key_transfer_kv_and_register_addresses(tmp_path: P
     async with workers[0], workers[1], frontend:
         assert await ask(frontend.url) == 5
         found: dict[Role, Instance] = {}
-        async with aclosing(MemoryDiscovery(records_at("memory://")).watch("dynamo")) as events:
+        discovery = open_discovery(WorkerConfig(model_path=MODEL, **CLUSTER), BackgroundTasks())
+        async with aclosing(discovery.watch("dynamo")) as events:
             async for event in events:
                 if isinstance(event, Synced):
                     break
