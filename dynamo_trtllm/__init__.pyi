@@ -3,6 +3,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.capabilities import (
     ChecksHealth,
+    GuardsKvTransfers,
     MeasuresSteps,
     PublishesKvEvents,
     ReportsProgress,
@@ -21,6 +22,7 @@ from dynamo_trtllm.engines.engine_interface import (
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.frontend.http.hooks import FrontendRequest, FrontendResponse, Refusal
 from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment, serve
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
@@ -34,6 +36,7 @@ from dynamo_trtllm.protocol.errors import (
     TransferExpired,
     TransferFailed,
     TransferMismatch,
+    TransferRejected,
     TransferTimeout,
 )
 from dynamo_trtllm.protocol.kv_events import (
@@ -86,6 +89,7 @@ __all__ = [
     "FrontendRequest",
     "FrontendResponse",
     "GenerateRequest",
+    "GuardsKvTransfers",
     "Instance",
     "KvBlock",
     "KvLayout",
@@ -114,7 +118,9 @@ __all__ = [
     "TokenLogprob",
     "TransferExpired",
     "TransferFailed",
+    "TransferGuard",
     "TransferMismatch",
+    "TransferRejected",
     "TransferTimeout",
     "TransfersKv",
     "Worker",

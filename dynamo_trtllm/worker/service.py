@@ -483,7 +483,9 @@ class WorkerService:
                 self.kv_events.resync()
         return b""
 
-    def _reissued(self, kv_params: KvTransferParams, receivers: tuple[int, ...]) -> KvTransferParams:
+    def _reissued(
+        self, kv_params: KvTransferParams, receivers: tuple[int, ...]
+    ) -> KvTransferParams:
         """Return parameters signed for other receivers, while their KV is pending.
 
         Raises:
