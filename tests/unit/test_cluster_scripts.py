@@ -84,13 +84,13 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def slurm(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+def slurm(job: Job, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     job.plays("etcd", "nats-server")
     job.plays("srun", script=RANKS)
     job.plays("python3", script=PYTHON)
     env = job.env | {"SLURM_JOB_NUM_NODES": "3", "DECODE_NODES": "2", "MODEL_PATH": "/models/a b"}
     process = subprocess.Popen(
-        [FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, start_new_session=True
+        [FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, cwd=tmp_path, start_new_session=True
     )
     yield process
     try:
@@ -136,17 +136,20 @@ def test_slurm_restarts_only_a_dead_worker(
     job: Job, slurm: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     job.until(lambda: len(job.lines()) == 5)
+    (key_file,) = tmp_path.glob("api-key-*")
+    assert key_file.stat().st_mode & 0o777 == 0o600
     os.kill(int(job.started("srun")[0][-1].removeprefix("pid=")), signal.SIGKILL)
     job.until(lambda: len(job.started("srun")) == 3)
     assert len(job.lines()) == 6
     slurm.send_signal(signal.SIGTERM)
     assert slurm.wait(15) == 0
     assert sum(line.endswith(" ended") for line in job.lines()) == 5
+    # The file with the API key is gone, too.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "log", "ranks"]
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_slurm_rejected_worker_ends_all(job: Job, status: int) -> None:
+def test_slurm_rejected_worker_ends_all(job: Job, tmp_path: Path, status: int) -> None:
     """By its process on rank 0, or already when it is asked for the variables of its ranks."""
     job.plays("etcd", "nats-server")
     job.plays("python3", script=PYTHON)
@@ -155,6 +158,7 @@ def test_slurm_rejected_worker_ends_all(job: Job, status: int) -> None:
     done = subprocess.run(
         [FOLDER / "slurm_gpt_oss_disagg.sbatch"],
         env=env,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=50,
