@@ -13,6 +13,7 @@ from typing import Final
 
 from pydantic import BaseModel
 
+from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
@@ -99,8 +100,12 @@ def installed_engine(name: str) -> EntryPoint | None:
     """
     entries = [entry for entry in installed_engines() if entry.name == name]
     owners = [package_of(entry) for entry in entries]
-    if name in BUILT_IN:
-        owners.insert(0, "dynamo_trtllm itself")
+    if owners and name in BUILT_IN:
+        raise ConfigError(
+            f"{' and '.join(owners)} claims the name of the built-in engine {name}; uninstall it,"
+            " or ask its author for another name",
+            field="engine",
+        )
     if len(owners) > 1:
         raise ConfigError(
             f"the engine name {name} is ambiguous: {' and '.join(owners)} have an engine with this"
@@ -123,9 +128,12 @@ def check_engine_name(name: str) -> str:
     except ConfigError as exc:
         raise ValueError(exc.message) from exc
     if entry is None:
-        others = [f"{entry.name} of {package_of(entry)}" for entry in installed_engines()]
+        installed = installed_engines()
+        others = [f"{other.name} of {package_of(other)}" for other in installed]
+        meant = suggest(name, [*BUILT_IN, *(other.name for other in installed)])
+        hint = "" if meant is None else f"did you mean {meant}? "
         raise ValueError(
-            f"there is no engine {name!r}; built in: {', '.join(BUILT_IN)}; installed:"
+            f"there is no engine {name!r}; {hint}built in: {', '.join(BUILT_IN)}; installed:"
             f" {', '.join(others) or 'none'}"
         )
     return name

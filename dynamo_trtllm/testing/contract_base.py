@@ -15,6 +15,18 @@ from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.testing.engine_pool import EnginePool
 
+# All names that `ContractBase.settings` may have.
+_SETTINGS = frozenset(
+    {
+        "enable_prefix_caching",
+        "kv_block_size",
+        "kv_cache_blocks",
+        "max_batch_size",
+        "max_seq_len",
+        "ttl_s",
+    }
+)
+
 
 class ContractBase:
     """Base of the tests of the contract."""
@@ -23,6 +35,20 @@ class ContractBase:
     settings: ClassVar[frozenset[str]] = frozenset()
 
     pytestmark = pytest.mark.asyncio(loop_scope="class")
+
+    def __init_subclass__(cls) -> None:
+        """Check the settings of a test class.
+
+        Raises:
+            TypeError: no test uses a setting. Without this, a misspelled one would skip tests.
+        """
+        super().__init_subclass__()
+        unknown = sorted(cls.settings - _SETTINGS)
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__}.settings has {', '.join(unknown)}, which no test uses; use some of"
+                f" {', '.join(sorted(_SETTINGS))}"
+            )
 
     @classmethod
     def leaks_unfetched_kv(cls) -> bool:

@@ -204,7 +204,9 @@ class KvTransferContract(ContractBase):
 
     async def test_decode_when_layout_differs_then_refused_by_name(self, pool: EnginePool) -> None:
         self.need_settings("kv_block_size")
-        async with self.started_pair(pool, of_decode={"kv_block_size": 16}) as pair:
+        of_prefill = {"kv_block_size": 32}
+        of_decode = {"kv_block_size": 16}
+        async with self.started_pair(pool, of_prefill, of_decode) as pair:
             request = pool.ask(pair.decode, 100)
             kv_params = await prefill(pair.prefill, request)
             error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, kv_params))

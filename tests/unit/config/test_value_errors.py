@@ -27,7 +27,7 @@ from dynamo_trtllm import ConfigError, FrontendConfig, WorkerConfig
         (
             WorkerConfig,
             {"model_path": "m", "engine": "mok"},
-            "engine is 'mok': there is no engine 'mok'; built in: trtllm, vllm, torch, mock; installed: none",
+            "engine is 'mok': there is no engine 'mok'; did you mean mock? built in: trtllm, vllm, torch, mock; installed: none",
         ),
         (FrontendConfig, {"port": 1}, "there is no setting port; use http_port"),
         (

@@ -86,7 +86,10 @@ def test_unknown_engine_lists_built_in_and_installed_ones(packages: Packages) ->
     packages.install("acme", "five", f"{__name__}:FiveMethods")
     with pytest.raises(ConfigError) as caught:
         config_of(engine="fife")
-    assert "there is no engine 'fife'; built in: trtllm, vllm, torch, mock" in caught.value.message
+    assert (
+        "there is no engine 'fife'; did you mean five? built in: trtllm, vllm, torch, mock"
+        in caught.value.message
+    )
     assert "installed: five of acme 1.2" in caught.value.message
 
 
@@ -95,11 +98,11 @@ def test_engine_name_of_two_packages_is_an_error_that_names_both(
     packages: Packages, name: str
 ) -> None:
     packages.install("acme", name, f"{__name__}:FiveMethods")
-    others = "dynamo_trtllm itself"
+    problem = "acme 1.2 claims the name of the built-in engine mock"
     if name == "five":
         packages.install("beta", name, f"{__name__}:FiveMethods")
-        others = "acme 1.2 and beta 1.2"
-    with pytest.raises(ConfigError, match=f"name {name} is ambiguous: {others}"):
+        problem = "the engine name five is ambiguous: acme 1.2 and beta 1.2"
+    with pytest.raises(ConfigError, match=problem):
         create_engine(config_of(engine=name), instance_id=1)
 
 

@@ -268,3 +268,10 @@ async def test_broken_engine_fails_with_the_promise(
     pool = EnginePool(contract.create_engine)
     with pytest.raises(AssertionError, match=promise):
         await getattr(contract, f"test_{test}")(pool)
+
+
+def test_misspelled_setting_of_a_contract_is_an_error() -> None:
+    with pytest.raises(
+        TypeError, match=r"max_seqlen, which no test uses; use some of .*max_seq_len"
+    ):
+        type("TestTypo", (EngineContract,), {"settings": frozenset({"max_seqlen"})})

@@ -113,12 +113,15 @@ def test_template_replaces_that_of_the_model(tmp_path: Path) -> None:
 def test_template_hash_is_on_the_card(tmp_path: Path) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ messages }}")
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
     info = EngineInfo(
         engine="torch",
         context_length=8,
         vocab_size=8,
         eos_token_ids=(1,),
         renderer="chat_template",
+        files={"tokenizer.json": tokenizer},
         layout=LAYOUT,
         limits=Limits(),
     )
@@ -126,8 +129,11 @@ def test_template_hash_is_on_the_card(tmp_path: Path) -> None:
         WorkerConfig(model_path="m", engine="torch", custom_jinja_template=template),
     )
     instance, files = worker._describe(info, SamplingDefaults())
-    assert instance.card.files == {"chat_template.jinja": digest(template)}
-    assert files == {digest(template): template}
+    assert instance.card.files == {
+        "tokenizer.json": digest(tokenizer),
+        "chat_template.jinja": digest(template),
+    }
+    assert files == {digest(tokenizer): tokenizer, digest(template): template}
 
 
 @pytest.mark.parametrize(

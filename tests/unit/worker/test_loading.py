@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ INFO = EngineInfo(
     vocab_size=8,
     eos_token_ids=(),
     renderer="chat_template",
+    files={"tokenizer.json": Path("tokenizer.json")},
     layout=LAYOUT,
     limits=Limits(),
 )
