@@ -18,18 +18,22 @@ from typing import Final
 from dynamo_trtllm.access.api_keys import ApiKey
 from dynamo_trtllm.protocol.errors import ConfigError, RateLimitExceeded
 
-# A minute is counted in slots. It has one more than 60 s, so that any 60 s are in it.
+# Usage per minute is counted in slots of 4 s. The newest 16 of them cover any 60 s.
 SLOT_S: Final = 4.0
 _NUM_SLOTS = 16
 _WINDOW_S: Final = SLOT_S * _NUM_SLOTS
-# Numbers of a row: the key's id, running generations, the newest slot; and of requests and of
-# tokens the sum of the minute that ends with the newest slot, and the numbers of its slots.
+# A row counts the usage of one key in one process. Its numbers, by their offset:
+#   0               id of the key
+#   _RUNNING        generations that run or wait
+#   _NEWEST         newest slot that was counted
+#   _REQUESTS       requests of the 16 slots up to the newest one; the numbers of each slot follow
+#   _TOKENS         the same of tokens
 _RUNNING = 1
 _NEWEST = 2
 _REQUESTS = 3
 _TOKENS = _REQUESTS + 1 + _NUM_SLOTS
 _ROW = _TOKENS + 1 + _NUM_SLOTS
-# Keys with limits that a process has seen since its start, also those that were removed.
+# Keys with limits that a process has seen since its start, including those that were removed.
 _MAX_ROWS = 32_768
 _PART = 1 + _MAX_ROWS * _ROW  # numbers of a process: how many rows it has, and the rows
 _NUMBER_BYTES = 8
@@ -168,7 +172,7 @@ class KeyUsage:
                 raise self._exceeded("tokens", _TOKENS, 1, key.tokens_per_minute)
         if key.concurrent_generations is not None:
             if self._running() >= key.concurrent_generations:
-                raise self._too_many(1)
+                raise self._all_running()
 
     def charge(self, generations: int, tokens: int) -> Charge:
         """Count a request's generations as running, and the most tokens that it may take.
@@ -182,7 +186,7 @@ class KeyUsage:
         self._numbers[self._own + _RUNNING] += generations
         try:
             if limit is not None and self._running() > limit:
-                raise self._too_many(generations)
+                raise self._too_many(generations, limit)
             slot = self._add("tokens", _TOKENS, tokens, self._key.tokens_per_minute)
         except RateLimitExceeded:
             self._numbers[self._own + _RUNNING] -= generations
@@ -229,7 +233,13 @@ class KeyUsage:
         return self._all_rows
 
     def _add(self, what: str, first: int, count: int, limit: int | None) -> int:
-        """Add to the newest slot, and return it. None: there is no limit.
+        """Add to the newest slot, and return that slot.
+
+        Args:
+            what: the name of what is counted, for the error.
+            first: the offset of its sum in a row.
+            count: how many are added.
+            limit: the limit per minute; None: there is none.
 
         Raises:
             RateLimitExceeded: this would exceed the limit. Nothing is added.
@@ -310,11 +320,26 @@ class KeyUsage:
             retry_after_s=retry_s,
         )
 
-    def _too_many(self, generations: int) -> RateLimitExceeded:
-        limit = self._key.concurrent_generations
+    def _all_running(self) -> RateLimitExceeded:
         return RateLimitExceeded(
-            f"the request has {generations} choices, and this API key may run {limit} at once; try"
-            " again when others have ended",
+            f"this API key already runs {self._key.concurrent_generations} generations, its limit;"
+            " try again when one has ended",
+            retry_after_s=_RETRY_S,
+        )
+
+    def _too_many(self, generations: int, limit: int) -> RateLimitExceeded:
+        """Return the error of a request with more generations than this key may add."""
+        if generations > limit:
+            return RateLimitExceeded(
+                f"the request has {generations} choices; this API key may run {limit} at once,"
+                " lower n or send fewer prompts",
+                retry_after_s=math.ceil(_WINDOW_S),
+            )
+        if generations == 1:
+            return self._all_running()
+        return RateLimitExceeded(
+            f"the request has {generations} choices, and this API key may run {limit} at once,"
+            " including those of its other requests; try again when these have ended, or lower n",
             retry_after_s=_RETRY_S,
         )
 

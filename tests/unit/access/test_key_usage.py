@@ -89,7 +89,7 @@ def test_limits_hold_over_all_processes(clock: Clock, memory: int) -> None:
         with pytest.raises(RateLimitExceeded, match="4 requests"):
             usage.count_request()
     charge = first.charge(2, 60)
-    with pytest.raises(RateLimitExceeded, match="3 at once"):
+    with pytest.raises(RateLimitExceeded, match="3 at once.*when these have ended"):
         second.charge(2, 1)
     with pytest.raises(RateLimitExceeded, match="100 tokens"):
         third.charge(1, 41)
@@ -153,6 +153,16 @@ def test_request_larger_than_the_limit_says_so(clock: Clock) -> None:
     usage = usage_of(UsageTable(clock=clock), key(tokens_per_minute=100))
     with pytest.raises(RateLimitExceeded, match=r"may take 101 tokens.*lower max_tokens"):
         usage.charge(1, 101)
+
+
+def test_error_of_running_generations_says_what_helps(clock: Clock) -> None:
+    usage = usage_of(UsageTable(clock=clock), key(concurrent_generations=2))
+    with pytest.raises(RateLimitExceeded, match=r"has 3 choices.*run 2 at once, lower n"):
+        usage.charge(3, 0)
+    usage.charge(2, 0)
+    # The body of the next request is not read, so its number of choices is not known.
+    with pytest.raises(RateLimitExceeded, match=r"already runs 2 generations.*when one has ended"):
+        usage.check()
 
 
 def test_rejected_charge_counts_nothing(clock: Clock) -> None:
