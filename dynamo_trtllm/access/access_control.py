@@ -57,20 +57,24 @@ class Tenant:
         """Return a name that stands for `name` of this key, and that no other key has."""
         return hashlib.sha256(f"{self.key.name}\0{name}".encode()).hexdigest()[:32]
 
-    def priority(self, wanted: int) -> int:
-        """Return the priority of a request that wants this one; 0: it wants none.
+    def priority(self, requested: int | None) -> int:
+        """Return the priority of a request.
+
+        Args:
+            requested: the value in the request; None: it has none. Lower values are served first.
 
         Raises:
-            PermissionDenied: it is higher than that of the key.
+            PermissionDenied: the value is lower than that of the key.
         """
-        if not wanted:
+        if requested is None:
             return self.key.priority
-        if wanted < self.key.priority:
+        if requested < self.key.priority:
             raise PermissionDenied(
-                f"priority is {wanted}; with this API key, the lowest value is {self.key.priority}",
+                f"priority is {requested}; with this API key, the lowest value is"
+                f" {self.key.priority}",
                 field="priority",
             )
-        return wanted
+        return requested
 
 
 def tenant_of(request: HttpRequest) -> Tenant | None:

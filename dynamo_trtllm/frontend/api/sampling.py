@@ -202,7 +202,7 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
-        _ = self.past_eos, self.salt, self._priority()
+        _ = self.past_eos, self.salt, self.requested_priority
         if (
             self.attention_dp_relax
             and self.nvext.dp_rank is None
@@ -216,7 +216,9 @@ class SamplingFields(RequestModel):
             invalid("is only allowed with stream set to true", field="stream_options")
         return self
 
-    def _priority(self) -> int | None:
+    @property
+    def requested_priority(self) -> int | None:
+        """The priority that the request names; None: it names none. Lower values come first."""
         hints = self.nvext.agent_hints
         hint = None if hints is None or hints.priority is None else -hints.priority
         return single_value({"priority": self.priority, "nvext.agent_hints.priority": hint})
@@ -256,7 +258,7 @@ class SamplingFields(RequestModel):
             sampling=_NO_SAMPLING,
             deadline=deadline,
             cache_salt=self.salt,
-            priority=self._priority() or 0,
+            priority=self.requested_priority or 0,
             dp_rank=nvext.dp_rank,
             prefill_dp_rank=nvext.prefill_dp_rank,
             relax_dp_rank=self.attention_dp_relax,

@@ -144,7 +144,7 @@ async def plan_request(
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))
     if tenant is not None and (call.priority or tenant.key.priority):
-        call = replace(call, priority=tenant.priority(call.priority))
+        call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
         call = _of_tenant(call, tenant, served)
     if timeline.facts.traceparent is not None:

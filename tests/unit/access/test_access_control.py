@@ -188,7 +188,8 @@ async def test_models_of_the_key_are_served(with_key: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "wanted", "used"), [(5, None, 5), (5, 7, 7), (-2, None, -2), (-2, -1, -1), (0, 3, 3)]
+    ("own", "wanted", "used"),
+    [(5, None, 5), (5, 7, 7), (-2, None, -2), (-2, -1, -1), (-2, 0, 0), (0, 0, 0), (0, 3, 3)],
 )
 async def test_key_sets_the_priority_of_its_requests(
     with_key: Serve, own: int, wanted: int | None, used: int
@@ -199,8 +200,8 @@ async def test_key_sets_the_priority_of_its_requests(
     assert served.router.requests[0].priority == used
 
 
-@pytest.mark.parametrize(("own", "wanted"), [(0, -1), (5, 4), (-2, -3)])
-async def test_higher_priority_than_that_of_the_key_gets_403(
+@pytest.mark.parametrize(("own", "wanted"), [(0, -1), (5, 4), (5, 0), (-2, -3)])
+async def test_lower_priority_value_than_that_of_the_key_gets_403(
     with_key: Serve, own: int, wanted: int
 ) -> None:
     served = with_key(priority=own)
