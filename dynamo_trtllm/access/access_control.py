@@ -53,7 +53,7 @@ class Tenant:
                 field="model",
             )
 
-    def own(self, name: str) -> str:
+    def scoped(self, name: str) -> str:
         """Return a name that stands for `name` of this key, and that no other key has."""
         return hashlib.sha256(f"{self.key.name}\0{name}".encode()).hexdigest()[:32]
 

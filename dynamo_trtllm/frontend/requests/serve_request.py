@@ -170,8 +170,8 @@ def _of_tenant(call: GenerateRequest, tenant: Tenant, served: ServedModel) -> Ge
     return replace(
         call,
         # A salt that the engine does not support is rejected later.
-        cache_salt=tenant.own(call.cache_salt or "") if has_salts else call.cache_salt,
-        conversation_id=call.conversation_id and tenant.own(call.conversation_id),
+        cache_salt=tenant.scoped(call.cache_salt or "") if has_salts else call.cache_salt,
+        conversation_id=call.conversation_id and tenant.scoped(call.conversation_id),
     )
 
 
