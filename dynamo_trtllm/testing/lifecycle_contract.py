@@ -65,9 +65,11 @@ class LifecycleContract(ContractBase):
                 assert stats.running + stats.waiting >= 1, (
                     "stats() counts a request as running or waiting until its stream ends"
                 )
-            assert stats.kv_blocks_used <= stats.kv_blocks_total, (
-                "kv_blocks_used is at most kv_blocks_total"
-            )
+            # An engine that does not know its number of blocks reports 0.
+            if stats.kv_blocks_total:
+                assert stats.kv_blocks_used <= stats.kv_blocks_total, (
+                    "kv_blocks_used is at most kv_blocks_total"
+                )
             stream.handle.cancel()
             await pool.check_nothing_left(engine)
 
@@ -115,12 +117,13 @@ class LifecycleContract(ContractBase):
         async with promised("aclose() returns", LIMITS.close_s):
             await engine.aclose()
 
-    async def test_steps_are_measured_while_requests_run(self, pool: EnginePool) -> None:
+    async def test_steps_are_in_one_bounded_deque(self, pool: EnginePool) -> None:
         self.need_capability(pool, MeasuresSteps)
         engine = pool.open()
         async with pool.started(engine):
             assert isinstance(engine, MeasuresSteps)
             await collect(engine, pool.ask(engine, 40))
+            # Engines that learn of steps from reports of a library may have measured none yet.
             steps = engine.steps
             assert engine.steps is steps, (
                 "`steps` is always the same deque, which its reader empties"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import InternalError, RequestRejected
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -175,6 +178,25 @@ class HangsInClose(EchoEngine):
         await asyncio.Event().wait()
 
 
+class MakesNewDeques(MockEngine):
+    @property
+    def steps(self) -> deque[StepSample]:
+        return deque()
+
+
+class UsesMoreKvThanItHas(EchoEngine):
+    def stats(self) -> EngineStats:
+        return replace(super().stats(), kv_blocks_used=2, kv_blocks_total=1)
+
+
+class ReportsOnlyUsedKv(EchoEngine):
+    """It does not know its number of blocks. While it runs a request, it uses one."""
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        return replace(stats, kv_blocks_used=stats.running)
+
+
 class LosesKv(MockEngine):
     def is_pending(self, transfer_id: str) -> bool:
         return False
@@ -219,6 +241,7 @@ BROKEN = [
     (DrainsForEver, "drain_waits_until_no_request_runs", "drain.. returns when no request runs"),
     (CountsNothing, "stats_count_running_requests_only", "counts a request as running"),
     (CountsForEver, "stats_count_running_requests_only", r"stats\(\) has .*'running': 1"),
+    (UsesMoreKvThanItHas, "stats_count_running_requests_only", "at most kv_blocks_total"),
     (
         StartsWithoutInfo,
         "start_returns_what_the_engine_registers",
@@ -228,6 +251,7 @@ BROKEN = [
     (EndsInInternalError, CLOSE, "ends running streams with EngineFailed"),
     (AnswersAfterClose, CLOSE, "after aclose"),
     (HangsInClose, CLOSE, r"aclose\(\) returns: this did not happen"),
+    (MakesNewDeques, "steps_are_in_one_bounded_deque", "is always the same deque"),
     (LosesKv, "transfer_blocks_stay_counted_until_release", "is True until a transfer is released"),
     (KeepsKv, "transfer_blocks_stay_counted_until_release", "when all KV is released"),
     (ChecksNoKv, "two_calls_equal_one_call_and_free_both_sides", "kv_bytes"),
@@ -241,6 +265,15 @@ def created(engine_class: type[Any], role: Role) -> Engine:
         return engine_class(config, instance_id=number, backend=named_backend("loopback"))
     slow = config.model_copy(update={"override_engine_args": {"token_s": 0.002}})
     return engine_class(slow, instance_id=number)
+
+
+def contract_of(engine_class: type[Any]) -> EngineContract:
+    class Contract(EngineContract):
+        @classmethod
+        def create_engine(cls, role: Role, **settings: Any) -> Engine:
+            return created(engine_class, role)
+
+    return Contract()
 
 
 # The limit at which the contract finds that something does not happen.
@@ -257,14 +290,9 @@ WAITS: dict[type[Engine], str] = {
 async def test_broken_engine_fails_with_the_promise(
     monkeypatch: pytest.MonkeyPatch, broken: type[Engine], test: str, promise: str
 ) -> None:
-    class Contract(EngineContract):
-        @classmethod
-        def create_engine(cls, role: Role, **settings: Any) -> Engine:
-            return created(broken, role)
-
     if broken in WAITS:
         monkeypatch.setattr(LIMITS, WAITS[broken], 0.2)
-    contract = Contract()
+    contract = contract_of(broken)
     pool = EnginePool(contract.create_engine)
     with pytest.raises(AssertionError, match=promise):
         await getattr(contract, f"test_{test}")(pool)
@@ -275,3 +303,10 @@ def test_misspelled_setting_of_a_contract_is_an_error() -> None:
         TypeError, match=r"max_seqlen, which no test uses; use some of .*max_seq_len"
     ):
         type("TestTypo", (EngineContract,), {"settings": frozenset({"max_seqlen"})})
+
+
+async def test_engine_that_reports_no_total_of_kv_blocks_passes() -> None:
+    contract = contract_of(ReportsOnlyUsedKv)
+    pool = EnginePool(contract.create_engine)
+    await contract.test_stats_count_running_requests_only(pool)
+    await pool.aclose()
