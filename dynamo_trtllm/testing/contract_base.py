@@ -81,7 +81,7 @@ class ContractBase:
         yield pool
         await pool.aclose()
 
-    def need_settings(self, *names: str) -> None:
+    def skip_without_settings(self, *names: str) -> None:
         """Skip the test unless `create_engine` accepts these settings."""
         missing = [name for name in names if name not in self.settings]
         if missing:
@@ -91,7 +91,7 @@ class ContractBase:
         """Return the settings among these that `create_engine` accepts."""
         return {name: value for name, value in settings.items() if name in self.settings}
 
-    def need_capability(self, pool: EnginePool, capability: type) -> None:
+    def skip_without_capability(self, pool: EnginePool, capability: type) -> None:
         """Skip the test unless engines inherit from the capability."""
         engine_class = pool.engine_class()
         if not issubclass(engine_class, capability):

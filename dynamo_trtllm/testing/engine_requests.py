@@ -41,12 +41,12 @@ LIMITS = WaitLimits()
 
 
 @asynccontextmanager
-async def promised(promise: str, limit_s: float) -> AsyncIterator[None]:
+async def within(limit_s: float, promise: str) -> AsyncIterator[None]:
     """Limit the time of the context.
 
     Args:
-        promise: what the engine promises to do in this time, as a sentence.
         limit_s: the limit in seconds.
+        promise: what the engine promises to do in this time, as a sentence.
 
     Raises:
         AssertionError: the time has passed.
@@ -110,7 +110,7 @@ async def collect(engine: Generator, request: GenerateRequest) -> list[Chunk]:
         DynamoError: the error that ended the stream.
         AssertionError: the stream did not end, or not as promised.
     """
-    async with promised("a stream ends with a finish_reason or an error", LIMITS.answer_s):
+    async with within(LIMITS.answer_s, "a stream ends with a finish_reason or an error"):
         async with aclosing(as_stream(engine, request)) as stream:
             chunks = [chunk async for chunk in stream]
     finishing = chunks[-1]
@@ -151,7 +151,7 @@ def tokens(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def phase_of(
+def call_of(
     request: GenerateRequest, phase: Phase, kv_params: KvTransferParams | None = None
 ) -> GenerateRequest:
     """Return the call that runs one phase of a request."""
@@ -160,7 +160,7 @@ def phase_of(
 
 async def prefill(engine: Engine, request: GenerateRequest) -> KvTransferParams:
     """Run the prefill call of a request, and return its KV transfer parameters."""
-    last = (await collect(engine, phase_of(request, Phase.PREFILL)))[-1]
+    last = (await collect(engine, call_of(request, Phase.PREFILL)))[-1]
     assert last.kv_params is not None, (
         f"a prefill call of several tokens ends with KV_TRANSFER, but ended with {last}"
     )
@@ -176,7 +176,7 @@ async def run_both(
     """
     kv_params = await prefill(prefill_engine, request)
     try:
-        return await collect(decode_engine, phase_of(request, Phase.DECODE, kv_params))
+        return await collect(decode_engine, call_of(request, Phase.DECODE, kv_params))
     finally:
         release(prefill_engine, kv_params, ReleaseOutcome.FETCHED)
 
@@ -207,7 +207,7 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
         engine: the engine.
         leaks: it may have KV that it never frees, if it counts it as leaked.
     """
-    async with promised("drain() returns when no request runs and no KV is held", LIMITS.soon_s):
+    async with within(LIMITS.soon_s, "drain() returns when no request runs and no KV is held"):
         await engine.drain()
     leaked = engine.stats().leaked_kv_blocks if leaks else 0
     await check_stats(

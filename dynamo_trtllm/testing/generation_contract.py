@@ -27,9 +27,9 @@ from dynamo_trtllm.testing.engine_requests import (
     LIMITS,
     collect,
     ended_with,
-    promised,
     prompt_of,
     tokens,
+    within,
 )
 from dynamo_trtllm.testing.stream_record import StreamRecord, is_terminal
 
@@ -87,7 +87,7 @@ class GenerationContract(ContractBase):
             bad = msgspec.structs.replace(bad, token_ids=ids)
             for request in (pool.ask(engine, 40), bad):
                 stream = StreamRecord(engine, request)
-                await stream.end()
+                await stream.wait_for_end()
                 count = len(stream.events)
                 stream.handle.cancel()
                 await pool.check_nothing_left(engine)
@@ -107,7 +107,7 @@ class GenerationContract(ContractBase):
         async with pool.started(engine):
             request = pool.ask(engine, 40, max_tokens=100)
             stream = StreamRecord(engine, request, cancel_at=2)
-            await stream.has_events(2)
+            await stream.wait_for_events(2)
             stream.handle.cancel()
             await pool.check_nothing_left(engine)
             assert len(stream.events) <= 2, "no event follows a cancel, even one within an event"
@@ -146,7 +146,7 @@ class GenerationContract(ContractBase):
         async with pool.started(engine):
             stream = as_stream(engine, pool.ask(engine, 100, max_tokens=500))
             async with aclosing(stream):
-                async with promised("a running request has a first chunk", LIMITS.answer_s):
+                async with within(LIMITS.answer_s, "a running request has a first chunk"):
                     await anext(stream)
             await pool.check_nothing_left(engine)
 
@@ -170,7 +170,7 @@ class GenerationContract(ContractBase):
     async def test_generate_when_prompt_is_too_long_then_context_too_long(
         self, pool: EnginePool
     ) -> None:
-        self.need_settings("max_seq_len")
+        self.skip_without_settings("max_seq_len")
         engine = pool.open(max_seq_len=64)
         async with pool.started(engine):
             assert pool.info(engine).context_length == 64, "context_length is max_seq_len"
@@ -183,7 +183,7 @@ class GenerationContract(ContractBase):
             await pool.check_nothing_left(engine)
 
     async def test_generate_waits_when_blocks_are_scarce(self, pool: EnginePool) -> None:
-        self.need_settings("kv_cache_blocks")
+        self.skip_without_settings("kv_cache_blocks")
         engine = pool.open(kv_cache_blocks=6)
         async with pool.started(engine):
             requests = [pool.ask(engine, 60, seed=n) for n in range(6)]

@@ -26,19 +26,19 @@ from dynamo_trtllm.testing.contract_base import ContractBase
 from dynamo_trtllm.testing.engine_pool import EnginePool
 from dynamo_trtllm.testing.engine_requests import (
     LIMITS,
+    call_of,
     cancel_after,
     check_stats,
     collect,
     ended_with,
-    phase_of,
     prefill,
-    promised,
     release,
     run_both,
     tokens,
+    within,
 )
 
-_NONE: Mapping[str, Any] = {}
+_NO_SETTINGS: Mapping[str, Any] = {}
 
 
 class Pair(NamedTuple):
@@ -55,8 +55,8 @@ class KvTransferContract(ContractBase):
     async def started_pair(
         self,
         pool: EnginePool,
-        of_prefill: Mapping[str, Any] = _NONE,
-        of_decode: Mapping[str, Any] = _NONE,
+        of_prefill: Mapping[str, Any] = _NO_SETTINGS,
+        of_decode: Mapping[str, Any] = _NO_SETTINGS,
     ) -> AsyncIterator[Pair]:
         """Start a prefill and a decode engine.
 
@@ -65,7 +65,7 @@ class KvTransferContract(ContractBase):
             of_prefill: settings of the prefill engine.
             of_decode: settings of the decode engine.
         """
-        self.need_capability(pool, TransfersKv)
+        self.skip_without_capability(pool, TransfersKv)
         pair = Pair(pool.open(Role.PREFILL, **of_prefill), pool.open(Role.DECODE, **of_decode))
         async with pool.started(*pair):
             yield pair
@@ -105,10 +105,10 @@ class KvTransferContract(ContractBase):
             )
 
     async def test_prefill_of_one_token_has_no_transfer(self, pool: EnginePool) -> None:
-        self.need_capability(pool, TransfersKv)
+        self.skip_without_capability(pool, TransfersKv)
         engine = pool.open(Role.PREFILL)
         async with pool.started(engine):
-            request = phase_of(pool.ask(engine, 40, max_tokens=1), Phase.PREFILL)
+            request = call_of(pool.ask(engine, 40, max_tokens=1), Phase.PREFILL)
             chunks = await collect(engine, request)
             last = chunks[-1]
             assert (last.finish_reason, len(tokens(chunks))) == (FinishReason.LENGTH, 1), (
@@ -117,11 +117,11 @@ class KvTransferContract(ContractBase):
             await pool.check_nothing_left(engine)
 
     async def test_prefill_cancelled_at_any_moment_leaves_nothing(self, pool: EnginePool) -> None:
-        self.need_capability(pool, TransfersKv)
+        self.skip_without_capability(pool, TransfersKv)
         engine = pool.open(Role.PREFILL)
         async with pool.started(engine):
             for turns in range(25):
-                request = phase_of(pool.ask(engine, 40), Phase.PREFILL)
+                request = call_of(pool.ask(engine, 40), Phase.PREFILL)
                 await cancel_after(engine, request, turns)
             await pool.check_nothing_left(engine)
 
@@ -130,9 +130,9 @@ class KvTransferContract(ContractBase):
             request = pool.ask(pair.decode, 70)
             kv_params = await prefill(pair.prefill, request)
             begun_s = time.monotonic()
-            call = phase_of(request, Phase.DECODE, kv_params)
+            call = call_of(request, Phase.DECODE, kv_params)
             async with aclosing(as_stream(pair.decode, call)) as stream:
-                async with promised("a decode call has a first chunk", LIMITS.answer_s):
+                async with within(LIMITS.answer_s, "a decode call has a first chunk"):
                     timings = (await anext(stream)).stats
             elapsed_s = time.monotonic() - begun_s
             assert timings is not None, "the first chunk of a decode call has stats"
@@ -178,38 +178,38 @@ class KvTransferContract(ContractBase):
             is_early = drain.done()
             for kv_params in (*transfers, *transfers):
                 release(pair.prefill, kv_params)
-            async with promised("drain() returns when all KV is released", LIMITS.soon_s):
+            async with within(LIMITS.soon_s, "drain() returns when all KV is released"):
                 await drain
             assert not is_early, "drain() waits until no KV of a transfer is held"
             await pool.check_nothing_left(pair.prefill)
             if not self.detects_released_kv():
                 return
-            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, transfers[0]))
+            error = await ended_with(pair.decode, call_of(request, Phase.DECODE, transfers[0]))
             assert isinstance(error, KvTransferError), (
                 f"a decode call for released KV ends with KvTransferError, not {error!r}"
             )
             await pool.check_nothing_left(pair.decode)
 
     async def test_expired_transfer_frees_blocks_and_rejects_decode(self, pool: EnginePool) -> None:
-        self.need_settings("ttl_s")
+        self.skip_without_settings("ttl_s")
         async with self.started_pair(pool, of_prefill={"ttl_s": 0.05}) as pair:
             request = pool.ask(pair.decode, 100)
             kv_params = await prefill(pair.prefill, request)
             await pool.check_nothing_left(pair.prefill)
-            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, kv_params))
+            error = await ended_with(pair.decode, call_of(request, Phase.DECODE, kv_params))
             assert isinstance(error, TransferExpired), (
                 f"a decode call for expired KV ends with TransferExpired, not {error!r}"
             )
             await pool.check_nothing_left(pair.decode)
 
     async def test_decode_when_layout_differs_then_refused_by_name(self, pool: EnginePool) -> None:
-        self.need_settings("kv_block_size")
+        self.skip_without_settings("kv_block_size")
         of_prefill = {"kv_block_size": 32}
         of_decode = {"kv_block_size": 16}
         async with self.started_pair(pool, of_prefill, of_decode) as pair:
             request = pool.ask(pair.decode, 100)
             kv_params = await prefill(pair.prefill, request)
-            error = await ended_with(pair.decode, phase_of(request, Phase.DECODE, kv_params))
+            error = await ended_with(pair.decode, call_of(request, Phase.DECODE, kv_params))
             assert isinstance(error, TransferMismatch), (
                 f"a decode call for another layout ends with TransferMismatch, not {error!r}"
             )
@@ -222,9 +222,9 @@ class KvTransferContract(ContractBase):
         async with self.started_pair(pool) as pair:
             request = pool.ask(pair.decode, 100, max_tokens=500)
             kv_params = await prefill(pair.prefill, request)
-            call = phase_of(request, Phase.DECODE, kv_params)
+            call = call_of(request, Phase.DECODE, kv_params)
             async with aclosing(as_stream(pair.decode, call)) as stream:
-                async with promised("a decode call has a first chunk", LIMITS.answer_s):
+                async with within(LIMITS.answer_s, "a decode call has a first chunk"):
                     await anext(stream)
             await pool.check_nothing_left(pair.decode)
             release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)

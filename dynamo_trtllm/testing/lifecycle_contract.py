@@ -26,9 +26,9 @@ from dynamo_trtllm.testing.engine_requests import (
     ask,
     collect,
     ended_with,
-    promised,
     prompt_of,
     tokens,
+    within,
 )
 from dynamo_trtllm.testing.stream_record import StreamRecord
 
@@ -58,7 +58,7 @@ class LifecycleContract(ContractBase):
         engine = pool.open()
         async with pool.started(engine):
             stream = StreamRecord(engine, pool.ask(engine, 40, max_tokens=500))
-            await stream.has_events(1)
+            await stream.wait_for_events(1)
             stats = engine.stats()
             _check_counters(stats)
             if not stream.has_ended:
@@ -77,12 +77,12 @@ class LifecycleContract(ContractBase):
         engine = pool.open()
         async with pool.started(engine):
             stream = StreamRecord(engine, pool.ask(engine, 40, max_tokens=500))
-            await stream.has_events(1)
+            await stream.wait_for_events(1)
             drain = asyncio.create_task(engine.drain())
             await asyncio.sleep(0.05)
             is_early = drain.done() and not stream.has_ended
             stream.handle.cancel()
-            async with promised("drain() returns when no request runs", LIMITS.soon_s):
+            async with within(LIMITS.soon_s, "drain() returns when no request runs"):
                 await drain
             assert not is_early, "drain() waits until running requests have ended"
 
@@ -95,7 +95,7 @@ class LifecycleContract(ContractBase):
             info = await engine.start()
             request = ask(prompt_of(40, vocab_size=info.vocab_size), max_tokens=500)
             stream = StreamRecord(engine, request)
-            await stream.has_events(1)
+            await stream.wait_for_events(1)
         finally:
             await self._close(engine)
         await asyncio.sleep(0.05)  # the last event may come in the next turns of the event loop
@@ -114,11 +114,11 @@ class LifecycleContract(ContractBase):
                 await engine.check()
 
     async def _close(self, engine: Engine) -> None:
-        async with promised("aclose() returns", LIMITS.close_s):
+        async with within(LIMITS.close_s, "aclose() returns"):
             await engine.aclose()
 
     async def test_steps_are_in_one_bounded_deque(self, pool: EnginePool) -> None:
-        self.need_capability(pool, MeasuresSteps)
+        self.skip_without_capability(pool, MeasuresSteps)
         engine = pool.open()
         async with pool.started(engine):
             assert isinstance(engine, MeasuresSteps)
@@ -132,7 +132,7 @@ class LifecycleContract(ContractBase):
             assert all(step.seconds >= 0 for step in steps), "a step takes time"
 
     async def test_sleep_and_wake_give_the_same_answer(self, pool: EnginePool) -> None:
-        self.need_capability(pool, Sleeps)
+        self.skip_without_capability(pool, Sleeps)
         engine = pool.open()
         async with pool.started(engine):
             assert isinstance(engine, Sleeps)
@@ -146,8 +146,8 @@ class LifecycleContract(ContractBase):
             assert after == before, "an engine answers as before after sleep() and wake()"
 
     async def test_kv_events_report_the_blocks_of_a_prompt(self, pool: EnginePool) -> None:
-        self.need_capability(pool, PublishesKvEvents)
-        self.need_settings("enable_prefix_caching")
+        self.skip_without_capability(pool, PublishesKvEvents)
+        self.skip_without_settings("enable_prefix_caching")
         engine = pool.open(enable_prefix_caching=True)
         async with pool.started(engine):
             assert isinstance(engine, PublishesKvEvents)

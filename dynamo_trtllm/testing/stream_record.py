@@ -8,7 +8,7 @@ from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import GenerateRequest
 from dynamo_trtllm.protocol.streams import StreamEvent, StreamHandle
-from dynamo_trtllm.testing.engine_requests import LIMITS, promised
+from dynamo_trtllm.testing.engine_requests import LIMITS, within
 
 
 def is_terminal(event: StreamEvent) -> bool:
@@ -47,16 +47,16 @@ class StreamRecord:
         if len(self.events) == self._cancel_at:
             self.handle.cancel()
 
-    async def has_events(self, count: int) -> None:
+    async def wait_for_events(self, count: int) -> None:
         """Wait for this number of events, or for the end of the stream."""
-        async with promised("a stream has events until its end", LIMITS.answer_s):
+        async with within(LIMITS.answer_s, "a stream has events until its end"):
             while len(self.events) < count and not self.has_ended:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def end(self) -> None:
+    async def wait_for_end(self) -> None:
         """Wait for the end of the stream."""
-        async with promised("a stream ends with a finish_reason or an error", LIMITS.answer_s):
+        async with within(LIMITS.answer_s, "a stream ends with a finish_reason or an error"):
             while not self.has_ended:
                 self._changed.clear()
                 await self._changed.wait()
