@@ -52,14 +52,15 @@ class ContractBase:
 
     @classmethod
     def leaks_unfetched_kv(cls) -> bool:
-        """Whether KV that no decode worker fetched may stay in use, if stats() counts it as
-        leaked.
+        """Return whether the engine may never free KV that no decode worker has fetched.
+
+        It counts such KV in `leaked_kv_blocks`.
         """
         return False
 
     @classmethod
     def detects_released_kv(cls) -> bool:
-        """Whether a decode call fails if the KV of its transfer was released."""
+        """Return whether a decode call fails if the KV of its transfer was released."""
         return True
 
     @classmethod
@@ -67,8 +68,8 @@ class ContractBase:
         """Return a new engine, not started.
 
         Args:
-            role: role of its worker. An engine that is no `TransfersKv` is only created as
-                AGGREGATED.
+            role: role of its worker. AGGREGATED, if engines do not inherit from
+                `TransfersKv`.
             settings: names are among those of `settings`.
         """
         raise NotImplementedError(f"{cls.__name__} must define create_engine")
@@ -95,4 +96,4 @@ class ContractBase:
         """Skip the test unless engines inherit from the capability."""
         engine_class = pool.engine_class()
         if not issubclass(engine_class, capability):
-            pytest.skip(f"{engine_class.__name__} is no {capability.__name__}")
+            pytest.skip(f"{engine_class.__name__} does not inherit from {capability.__name__}")

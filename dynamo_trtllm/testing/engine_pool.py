@@ -15,7 +15,7 @@ from dynamo_trtllm.testing.engine_requests import ask, check_nothing_left, promp
 class EnginePool:
     """Engines of one class for many tests.
 
-    One with default settings serves another test if nothing is left in it.
+    An engine with default settings is used by another test if it is idle after one.
     """
 
     def __init__(self, create: Callable[..., Engine], *, leaks: bool = False) -> None:
@@ -23,7 +23,7 @@ class EnginePool:
 
         Args:
             create: called as `create(role, **settings)`, returns an engine that is not started.
-            leaks: engines may have KV that they never free, if they count it as leaked.
+            leaks: engines may never free some KV, which they count in `leaked_kv_blocks`.
         """
         self.leaks = leaks
         self._create = create
@@ -32,7 +32,12 @@ class EnginePool:
         self._free: list[Engine] = []
 
     def open(self, role: Role = Role.AGGREGATED, **settings: Any) -> Engine:
-        """Return an engine for `started`: a new one if it has settings of its own."""
+        """Return an engine for `started`, not always a new one.
+
+        Args:
+            role: the role of its worker.
+            settings: of a new engine. Without any, the engine may have run in another test.
+        """
         if not settings:
             for engine in self._free:
                 if self._roles[engine] is role:
@@ -51,7 +56,10 @@ class EnginePool:
 
     @asynccontextmanager
     async def started(self, *engines: Engine) -> AsyncIterator[None]:
-        """Start engines, unless they run. At the end, close those that are not free."""
+        """Start the engines that do not run yet.
+
+        At the end of the context, close those that no other test can use.
+        """
         async with AsyncExitStack() as stack:
             for engine in engines:
                 stack.push_async_callback(self._put_back, engine)
@@ -60,7 +68,7 @@ class EnginePool:
             yield
 
     def info(self, engine: Engine) -> EngineInfo:
-        """Return what a running engine has said of itself."""
+        """Return the properties that a running engine has returned from `start`."""
         return self._infos[engine]
 
     def prompt(self, engine: Engine, length: int, seed: int = 1) -> array[int]:
@@ -93,10 +101,13 @@ class EnginePool:
             await engine.aclose()
 
     async def _put_back(self, engine: Engine) -> None:
-        now = engine.stats()
-        # The second may lag behind the third.
-        held = now.pending_kv_transfers or now.kv_blocks_used or now.leaked_kv_blocks
-        is_idle = not (now.running or now.waiting or held)
+        """Keep an idle engine with default settings for the next test. Close any other one."""
+        stats = engine.stats()
+        # Some engines update kv_blocks_used later than leaked_kv_blocks: both must be 0.
+        holds_kv = (
+            stats.pending_kv_transfers > 0 or stats.kv_blocks_used > 0 or stats.leaked_kv_blocks > 0
+        )
+        is_idle = stats.running == 0 and stats.waiting == 0 and not holds_kv
         if engine in self._roles and engine in self._infos and is_idle:
             self._free.append(engine)
             return

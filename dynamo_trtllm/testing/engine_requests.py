@@ -201,11 +201,11 @@ async def check_stats(engine: Engine, **expected: int) -> None:
 
 
 async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
-    """Wait until the engine is idle. Fail after a timeout.
+    """Wait until the engine runs no request and holds no KV. Fail after a timeout.
 
     Args:
         engine: the engine.
-        leaks: it may have KV that it never frees, if it counts it as leaked.
+        leaks: it may never free some KV, which it counts in `leaked_kv_blocks`.
     """
     async with within(LIMITS.soon_s, "drain() returns when no request runs and no KV is held"):
         await engine.drain()
@@ -217,5 +217,7 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
         kv_blocks_used=leaked,
         leaked_kv_blocks=leaked,
         pending_kv_transfers=0,
+        pending_kv_blocks=0,
+        queued_prefill_tokens=0,
+        context_tokens=0,
     )
-    await check_stats(engine, queued_prefill_tokens=0, context_tokens=0)

@@ -1,4 +1,4 @@
-"""Test what an engine that is a `TransfersKv` promises of prefill and decode calls."""
+"""Test what an engine that inherits from `TransfersKv` promises of prefill and decode calls."""
 
 from __future__ import annotations
 
@@ -155,13 +155,10 @@ class KvTransferContract(ContractBase):
 
     async def test_transfer_blocks_stay_counted_until_release(self, pool: EnginePool) -> None:
         async with self.started_pair(pool) as pair:
-            request = pool.ask(pair.decode, 100)
-            transfers = [
-                await prefill(pair.prefill, pool.ask(pair.prefill, 100, seed=seed))
-                for seed in (1, 2)
-            ]
+            requests = [pool.ask(pair.prefill, 100, seed=seed) for seed in (1, 2)]
+            transfers = [await prefill(pair.prefill, request) for request in requests]
             block_tokens = pool.info(pair.prefill).layout.block_tokens
-            blocks = 2 * -(-len(request.token_ids) // block_tokens)
+            blocks = 2 * -(-len(requests[0].token_ids) // block_tokens)
             await check_stats(
                 pair.prefill,
                 pending_kv_transfers=2,
@@ -173,18 +170,31 @@ class KvTransferContract(ContractBase):
                 assert pair.prefill.is_pending(kv_params.transfer_id), (
                     "is_pending() is True until a transfer is released"
                 )
+            # release() is idempotent.
+            for kv_params in (*transfers, *transfers):
+                release(pair.prefill, kv_params)
+            await pool.check_nothing_left(pair.prefill)
+
+    async def test_drain_waits_until_transfers_are_released(self, pool: EnginePool) -> None:
+        async with self.started_pair(pool) as pair:
+            kv_params = await prefill(pair.prefill, pool.ask(pair.prefill, 100))
             drain = asyncio.create_task(pair.prefill.drain())
             await asyncio.sleep(0.05)
             is_early = drain.done()
-            for kv_params in (*transfers, *transfers):
-                release(pair.prefill, kv_params)
+            release(pair.prefill, kv_params)
             async with within(LIMITS.soon_s, "drain() returns when all KV is released"):
                 await drain
             assert not is_early, "drain() waits until no KV of a transfer is held"
+
+    async def test_decode_of_released_kv_fails(self, pool: EnginePool) -> None:
+        if not self.detects_released_kv():
+            pytest.skip("detects_released_kv() is False")
+        async with self.started_pair(pool) as pair:
+            request = pool.ask(pair.decode, 100)
+            kv_params = await prefill(pair.prefill, request)
+            release(pair.prefill, kv_params)
             await pool.check_nothing_left(pair.prefill)
-            if not self.detects_released_kv():
-                return
-            error = await ended_with(pair.decode, call_of(request, Phase.DECODE, transfers[0]))
+            error = await ended_with(pair.decode, call_of(request, Phase.DECODE, kv_params))
             assert isinstance(error, KvTransferError), (
                 f"a decode call for released KV ends with KvTransferError, not {error!r}"
             )

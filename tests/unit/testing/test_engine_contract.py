@@ -253,7 +253,7 @@ BROKEN = [
     (HangsInClose, CLOSE, r"aclose\(\) returns: this did not happen"),
     (MakesNewDeques, "steps_are_in_one_bounded_deque", "is always the same deque"),
     (LosesKv, "transfer_blocks_stay_counted_until_release", "is True until a transfer is released"),
-    (KeepsKv, "transfer_blocks_stay_counted_until_release", "when all KV is released"),
+    (KeepsKv, "drain_waits_until_transfers_are_released", "when all KV is released"),
     (ChecksNoKv, "two_calls_equal_one_call_and_free_both_sides", "kv_bytes"),
 ]
 
