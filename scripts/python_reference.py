@@ -37,6 +37,7 @@ _ENTRY = re.compile(r"([\w.*, ]+): (.*)")
 # Programs get these; they do not create them.
 _GIVEN = ("EmbeddedDeployment", "FrontendRequest")
 _MAX_DEFAULT_CHARS = 30
+_EMPTY = {"dict": "{}", "list": "[]"}  # what these factories of defaults return
 _SETTINGS = "[Configuration reference](reference-configuration.md) lists its fields, as flags."
 
 
@@ -139,12 +140,16 @@ def _base_type(public: type, alias: re.Match[str]) -> str:
 
 
 def _default(value: ast.expr) -> str:
+    """Return the default of a field, as Markdown."""
     if not isinstance(value, ast.Call):
         return f"`{ast.unparse(value)}`"
-    for keyword in value.keywords:
-        if keyword.arg == "default":
-            return f"`{ast.unparse(keyword.value)}`"
-    return "none"
+    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
+    if "default" in arguments:
+        return f"`{arguments['default']}`"
+    if "default_factory" in arguments:
+        factory = arguments["default_factory"]
+        return f"`{_EMPTY.get(factory, f'{factory}()')}`"
+    return "required"
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
