@@ -23,8 +23,10 @@ from dynamo_trtllm import (
     Engine,
     GenerateRequest,
     Phase,
+    ReleaseOutcome,
     Role,
     Sampling,
+    TransfersKv,
     WorkerConfig,
     as_stream,
     create_engine,
@@ -46,12 +48,21 @@ async def generate(prefill: Engine, decode: Engine, prompt: dict[str, Any]) -> l
     async with aclosing(as_stream(prefill, GenerateRequest(phase=Phase.PREFILL, **call))) as chunks:
         async for chunk in chunks:
             output += chunk.token_ids
-    # Without KV, the answer has ended with its first token.
-    if chunk.kv_params is not None:
-        request = GenerateRequest(phase=Phase.DECODE, kv_params=chunk.kv_params, **call)
+    kv_params = chunk.kv_params
+    if kv_params is None:
+        # The answer has ended with its first token.
+        return output
+    request = GenerateRequest(phase=Phase.DECODE, kv_params=kv_params, **call)
+    outcome = ReleaseOutcome.ABORTED
+    try:
         async with aclosing(as_stream(decode, request)) as chunks:
             async for chunk in chunks:
                 output += chunk.token_ids
+        outcome = ReleaseOutcome.FETCHED
+    finally:
+        # Otherwise, the prefill engine would hold the KV of a failed call until it expires.
+        assert isinstance(prefill, TransfersKv)
+        prefill.release(kv_params.transfer_id, outcome)
     return output
 
 

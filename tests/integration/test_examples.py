@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm import Frontend, Worker
-from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm import Frontend, Role, Worker, WorkerConfig, create_engine
+from dynamo_trtllm.protocol.errors import EngineFailed, Overloaded
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import free_ports
 from tests.kit.waiting import SOON_S
@@ -80,6 +80,8 @@ def test_one_process_answers_an_openai_client(capsys: pytest.CaptureFixture[str]
     lines = script.read_text().splitlines()
     code = [line for line in lines if line and not line.startswith(("#", '"""'))]
     assert len(code) == 10
+    on_page = next(block for _, block in BLOCKS if "import serve" in block)
+    assert [line for line in on_page.splitlines() if line] == code
     runpy.run_path(str(script))
     assert "CompletionUsage(completion_tokens=100" in capsys.readouterr().out
 
@@ -121,6 +123,19 @@ def test_rank_without_its_variables_says_how_to_start(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["x", MODEL])
     with pytest.raises(SystemExit, match="start this script with srun or mpirun"):
         load("slurm_worker").main()
+
+
+async def test_batch_when_decode_fails_then_no_kv_is_held() -> None:
+    config = WorkerConfig(model_path=MODEL, engine="mock", disaggregation_mode=Role.PREFILL)
+    prefill = create_engine(config, instance_id=1)
+    config = config.model_copy(update={"disaggregation_mode": Role.DECODE})
+    never_started = create_engine(config, instance_id=2)
+    await prefill.start()
+    prompt = {"id": 1, "token_ids": [5, 6, 7], "max_tokens": 4}
+    with pytest.raises(EngineFailed):
+        await load("offline_batch").generate(prefill, never_started, prompt)
+    assert prefill.stats().pending_kv_transfers == 0
+    await asyncio.gather(prefill.aclose(), never_started.aclose())
 
 
 def test_batch_when_interrupted_then_it_goes_on_with_the_rest(
