@@ -43,7 +43,8 @@ def main() -> None:
     if "SLURM_GPUS_PER_TASK" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
     config = WorkerConfig(**settings, disaggregation_mode=role, system_port=FIRST_PORT + local_rank)
-    print(f"rank {rank}: {role} worker, GPU {local_rank}, port {config.system_port}", flush=True)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    print(f"rank {rank}: {role} worker, GPUs {gpus}, port {config.system_port}", flush=True)
     Worker(config).run()
 
 
