@@ -145,7 +145,8 @@ class AccessControl:
     def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
         """Check a request to a worker's system port, and note its sender if it has a key.
 
-        Processes of this machine need no key.
+        Processes of this machine need no key. With --allow-anonymous, no client needs one. The
+        handlers of /sleep and /wake check again who may use these.
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
@@ -223,6 +224,7 @@ class AccessControl:
     def _changed(self, path: Path) -> KeysFile | None:
         """Return the content of the file if it has changed. Raises ConfigError."""
         seen = self._seen
+        # If `version_of` raises, the next call reads the file, even if its version is `seen`.
         self._seen = None
         version = version_of(path)
         self._seen = version

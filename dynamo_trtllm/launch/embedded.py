@@ -85,8 +85,10 @@ def serve(
             config = WorkerConfig(disaggregation_mode=role, **common)
             workers.append(Worker(config))
     _check_unset("frontend_settings", frontend_settings, cluster)
-    address: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0}
-    frontend = Frontend(FrontendConfig(**{**address, **cluster, **(frontend_settings or {})}))
+    # frontend_settings may have another address.
+    settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
+    settings |= frontend_settings or {}
+    frontend = Frontend(FrontendConfig(**settings))
     return EmbeddedDeployment(workers, frontend, config.model_name)
 
 
@@ -156,9 +158,9 @@ class EmbeddedDeployment:
         self._frontend = frontend
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._main: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._stopping = asyncio.Event()
-        self._has_begun = threading.Event()  # `_loop` and `_main` are set, or the thread has ended
+        self._has_begun = threading.Event()  # `_loop` and `_task` are set, or the thread has ended
         self._started: Future[None] = Future()
         self._failure: BaseException | None = None
 
@@ -167,10 +169,14 @@ class EmbeddedDeployment:
         """The URL of the frontend. The API is below `{url}/v1`.
 
         Raises:
-            EngineNotReady: the deployment has not started.
+            EngineNotReady: the deployment has not started, or its start failed.
         """
         if not self._started.done():
             raise EngineNotReady("this deployment has not started; use `with`, or call start()")
+        if self._started.exception() is not None:
+            raise EngineNotReady(
+                "the start of this deployment failed; call serve() again for another one"
+            )
         return self._frontend.url
 
     def start(self) -> Self:
@@ -205,7 +211,8 @@ class EmbeddedDeployment:
         try:
             self._thread.join()
         finally:
-            self._cancel()  # waits no longer after a KeyboardInterrupt
+            # After a KeyboardInterrupt, requests still run: they are cancelled.
+            self._cancel()
         if self._failure is not None:
             raise self._failure
 
@@ -229,8 +236,8 @@ class EmbeddedDeployment:
         """End everything at once, and wait until it has ended. Idempotent."""
         assert self._thread is not None
         self._has_begun.wait()
-        if self._main is not None:
-            self._call_soon(self._main.cancel)
+        if self._task is not None:
+            self._call_soon(self._task.cancel)
         self._thread.join()
         atexit.unregister(self._cancel)
 
@@ -258,12 +265,12 @@ class EmbeddedDeployment:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._main = asyncio.current_task()
+        self._task = asyncio.current_task()
         self._has_begun.set()
         async with AsyncExitStack() as stack:
             for worker in self._workers:
                 await stack.enter_async_context(worker)
-            # It accepts requests when it has found the workers.
+            # Its block begins when it has found the workers and accepts requests.
             await stack.enter_async_context(self._frontend)
             self._started.set_result(None)
             await self._stopping.wait()

@@ -99,11 +99,11 @@ def test_block_when_a_worker_fails_then_it_ends_with_the_error(block_raises: boo
 
 def test_deployment_when_the_start_fails_then_error_is_raised() -> None:
     wrong = {"override_engine_args": {"no_such": 1}}
-    with (
-        pytest.raises(ConfigError, match="no_such"),
-        serve(MODEL, engine="mock", worker_settings=wrong),
-    ):
+    deployment = serve(MODEL, engine="mock", worker_settings=wrong)
+    with pytest.raises(ConfigError, match="no_such"), deployment:
         pytest.fail("the block was entered")
+    with pytest.raises(EngineNotReady, match=r"call serve\(\) again"):
+        _ = deployment.url
     assert "serve" not in {thread.name for thread in threading.enumerate()}
 
 
