@@ -22,7 +22,7 @@ MAX_DEATHS = 2
 _CODE = "query_of_death"
 _STATUS = 422
 _NUM_TOKENS = 100
-# of a request: the third one is refused even if innocent requests were charged with it before
+# of a request: the third one is rejected even if innocent requests were charged with it before
 _MAX_REPEATS = 3
 RESTARTED_S = 300.0  # the torch engine loads for minutes on a busy machine
 _READY = re.compile(r"^launch\s*\| (\S+) is ready after")
@@ -52,19 +52,19 @@ LATE_CASES = (
 
 
 class Answer(NamedTuple):
-    """The end of a deadly request. `is_refused`: no worker ran it."""
+    """The end of a deadly request. `is_rejected`: no worker ran it."""
 
     status: int
     code: str
-    is_refused: bool
+    is_rejected: bool
 
 
 async def apply(cases: Sequence[Case], context: FaultContext) -> None:
-    """Send each deadly request again and again, until it is refused.
+    """Send each deadly request again and again, until it is rejected.
 
     Raises:
         NotReady: one of them ended another number of workers than two, did not end with its named
-            error, or is still not refused.
+            error, or is still not rejected.
     """
     for number, case in enumerate(cases):
         expected = len(deaths(context.deployment.lines))
@@ -74,14 +74,14 @@ async def apply(cases: Sequence[Case], context: FaultContext) -> None:
                 raise NotReady(
                     f"a deadly request ({case}) ended with {answer}, not with {_STATUS} {_CODE}"
                 )
-            if answer.is_refused:
+            if answer.is_rejected:
                 break
             expected += MAX_DEATHS
             await _wait_for_deaths(context.deployment, expected)
             await asyncio.to_thread(context.deployment.wait_ready, RESTARTED_S)
         else:
             raise NotReady(
-                f"a deadly request ({case}) ran {_MAX_REPEATS} times and is still not refused"
+                f"a deadly request ({case}) ran {_MAX_REPEATS} times and is still not rejected"
             )
         ended = deaths(context.deployment.lines)
         if len(ended) != expected:
@@ -133,8 +133,8 @@ def _send(context: FaultContext, case: Case, number: int) -> Answer:
     request = Request(f"{context.deployment.url}/v1/completions", orjson.dumps(body), headers)
     try:
         with urlopen(request, timeout=context.hung_s) as answer:
-            return Answer(answer.status, "", is_refused=False)
+            return Answer(answer.status, "", is_rejected=False)
     except HTTPError as exc:
         with exc:
             error = orjson.loads(exc.read())["error"]
-        return Answer(exc.code, error["code"], is_refused="it is refused" in error["message"])
+        return Answer(exc.code, error["code"], is_rejected="it is rejected" in error["message"])

@@ -71,7 +71,7 @@ class _Attempt:
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
     # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
-    num_unsettled_tokens: int
+    tokens_to_settle: int
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
@@ -275,7 +275,7 @@ class GenerationFlow:
             request=request,
             tried=frozenset([decode.id]),
             num_sent_before=len(self._sent_ids),
-            num_unsettled_tokens=self._timeline.suspicion.num_unsettled_tokens(),
+            tokens_to_settle=self._timeline.suspicion.tokens_to_settle(),
         )
         self._attempt = attempt
         self._passes_tokens = False
@@ -331,14 +331,14 @@ class GenerationFlow:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
         self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
-        if attempt.num_unsettled_tokens and self.progress().call >= attempt.num_unsettled_tokens:
-            attempt.num_unsettled_tokens = 0
+        if attempt.tokens_to_settle and self.progress().call >= attempt.tokens_to_settle:
+            attempt.tokens_to_settle = 0
             # The first chunk may settle it at once: then, what follows lets the next ones pass.
             self._passes_tokens = attempt.has_begun
             self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             attempt.has_begun = True
-            self._passes_tokens = not attempt.num_unsettled_tokens
+            self._passes_tokens = not attempt.tokens_to_settle
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
                 self._driver.record_transfer(attempt.pair)

@@ -248,7 +248,7 @@ class RoutedRequest(Stream):
         suspicion = self._timeline.suspicion
         if self._flow.awaits_turn:
             # Workers on which other suspects are tried are not free for this one.
-            excluded |= router.suspects.tried_on(suspicion)
+            excluded |= router.suspects.workers_of_other_trials(suspicion)
         # The prompt's other choices share the suspicion, and with it the selection.
         selection = suspicion.selection if suspicion.is_shared else None
         selector = router.selector
@@ -364,7 +364,7 @@ class RoutedRequest(Stream):
             self._placed = None
 
     def _end_trial(self) -> None:
-        if self._tracked_call.tried_on:
+        if self._tracked_call.trial_workers:
             self._router.suspects.end_trial(self._tracked_call)
             self._router.view.notify_changed()  # other suspects may wait for these workers
 

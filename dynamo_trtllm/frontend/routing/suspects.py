@@ -1,4 +1,4 @@
-"""Find requests that end the workers which run them (queries of death), and refuse them.
+"""Find requests that end the workers which run them (queries of death), and reject them.
 
 When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
 
@@ -26,9 +26,9 @@ When a worker dies, all its requests fail, and nothing shows which of them was t
   another one would end as many workers as there are suspects, and not be charged.
 * A charge is dropped, too, if the worker works again: then it had only lost its connection.
 
-After a request was given up, requests with the same model, prompt and format are refused for
-REFUSED_S seconds, if its last death gave up no other request. Otherwise, most of those that were
-given up are innocent. Then they are refused only after one of them is given up again within that
+After a request was given up, requests with the same model, prompt and format are rejected for
+REJECTED_S seconds, if its last death gave up no other request. Otherwise, most of those that were
+given up are innocent. Then they are rejected only after one of them is given up again within that
 time, and none was completed in between.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
@@ -56,9 +56,9 @@ SETTLED_TOKENS: Final = 8
 # A suspect that failed later settles now, so that others need not wait for seconds.
 MAX_UNSETTLED_TOKENS: Final = 64
 # Long enough to restart workers with a large model before a repeated query of death ends two more
-# of them. Not longer, because the refused request may be innocent.
-REFUSED_S: Final = 600.0
-MAX_REFUSED: Final = 1024  # requests; the oldest one is dropped
+# of them. Not longer, because the rejected request may be innocent.
+REJECTED_S: Final = 600.0
+MAX_REJECTED: Final = 1024  # requests; the oldest one is dropped
 _LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
 _MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
 
@@ -109,7 +109,7 @@ class Suspicion:
         """Return the deaths that make this a suspect."""
         return {death for death in self.deaths if not death.is_explained and not death.is_revoked}
 
-    def num_unsettled_tokens(self) -> int:
+    def tokens_to_settle(self) -> int:
         """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
         unexplained = self.unexplained()
         if not unexplained:
@@ -138,7 +138,7 @@ class TrackedCall:
         "kv_holder",
         "progress",
         "suspicion",
-        "tried_on",
+        "trial_workers",
     )
 
     def __init__(self, suspicion: Suspicion, progress: Callable[[], RequestProgress]) -> None:
@@ -148,14 +148,14 @@ class TrackedCall:
         self.kv_holder: int | None = None  # the prefill worker from which that worker reads the KV
         self.is_after_death = False  # the call began after a death of this worker was recorded
         # The workers on which a suspect is tried, until it has settled.
-        self.tried_on: tuple[int, ...] = ()
+        self.trial_workers: tuple[int, ...] = ()
         self.is_prime = False  # the trial is that of a prime suspect
 
     def uses(self, instance_id: int) -> bool:
         """Return whether an instance runs the call or holds its KV."""
         return instance_id in (self.instance_id, self.kv_holder)
 
-    def is_new(self) -> bool:
+    def is_new_and_unsuspected(self) -> bool:
         """Return whether the request is no suspect, and its call has just begun."""
         return not self.suspicion.unexplained() and self.progress().call < SETTLED_TOKENS
 
@@ -171,11 +171,11 @@ class TrackedCall:
 
     def is_prime_on(self, instance_id: int) -> bool:
         """Return whether this is a prime suspect that is being tried on an instance."""
-        return self.is_prime and instance_id in self.tried_on
+        return self.is_prime and instance_id in self.trial_workers
 
 
 class Suspects:
-    """The running calls, the deaths with which requests are charged, and the refused requests.
+    """The running calls, the deaths with which requests are charged, and the rejected requests.
 
     Args:
         count: called with the outcome of a query of death: "given_up" or "rejected".
@@ -193,9 +193,9 @@ class Suspects:
         # The next two have instance ids as keys. Suspects that have not settled.
         self._trials: defaultdict[int, set[TrackedCall]] = defaultdict(set)
         self._deaths: dict[int, Death] = {}  # the latest last
-        # The times at which refusals expire, the latest last.
-        self._refused: dict[Key, float] = {}
-        # The times until which a request that is given up again is refused, the latest last.
+        # The times at which rejections expire, the latest last.
+        self._rejected: dict[Key, float] = {}
+        # The times until which a request that is given up again is rejected, the latest last.
         self._given_up: dict[Key, float] = {}
 
     # --- running calls ----------------------------------------------------------------------------
@@ -257,21 +257,21 @@ class Suspects:
         """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
         prefill = selection.prefill
         decode = selection.decode
-        call.tried_on = (decode.id,) if prefill is None else (prefill.id, decode.id)
+        call.trial_workers = (decode.id,) if prefill is None else (prefill.id, decode.id)
         call.is_prime = is_prime
-        for instance_id in call.tried_on:
+        for instance_id in call.trial_workers:
             self._trials[instance_id].add(call)
 
     def end_trial(self, call: TrackedCall) -> None:
         """Note that a suspect has settled, or that its attempt has ended. Idempotent."""
-        for instance_id in call.tried_on:
+        for instance_id in call.trial_workers:
             trials = self._trials[instance_id]
             trials.discard(call)
             if not trials:
                 del self._trials[instance_id]
-        call.tried_on = ()
+        call.trial_workers = ()
 
-    def tried_on(self, suspicion: Suspicion) -> frozenset[int]:
+    def workers_of_other_trials(self, suspicion: Suspicion) -> frozenset[int]:
         """Return the workers on which other suspects are tried."""
         instance_ids = set()
         for instance_id, calls in self._trials.items():
@@ -307,7 +307,7 @@ class Suspects:
         suspicion.deaths[death] = call.progress()
         if suspicion not in death.given_up:
             return None
-        names = " and ".join(f"{charged.instance_id:x}" for charged in suspicion.deaths)
+        names = " and ".join(f"{earlier.instance_id:x}" for earlier in suspicion.deaths)
         if not suspicion.is_given_up:  # else another choice of the prompt was given up before
             suspicion.is_given_up = True
             self._note_given_up(request, names, is_certain=len(death.given_up) == 1)
@@ -329,7 +329,7 @@ class Suspects:
         running = {call for call in self._running if call.uses(instance_id)}
         for call in running:
             call.suspicion.drop_past(call.progress())
-        new = {call for call in running if call.is_new()}
+        new = {call for call in running if call.is_new_and_unsuspected()}
         singled_out = self._single_out(instance_id, running, new)
         given_up = {call.suspicion for call in singled_out}
         charged = running
@@ -373,27 +373,27 @@ class Suspects:
         return suspects if is_only_suspect else set()
 
     def _note_given_up(self, request: GenerateRequest, names: str, *, is_certain: bool) -> None:
-        """Record that a request is given up. Refuse similar ones if it is probably the cause."""
+        """Record that a request is given up. Reject similar ones if it is probably the cause."""
         key = _key(request)
         now = self._clock()
-        is_refused = is_certain or self._given_up.get(key, now) > now
+        is_rejected = is_certain or self._given_up.get(key, now) > now
         self._remember(self._given_up, key, now)
-        if is_refused:
-            self._remember(self._refused, key, now)
+        if is_rejected:
+            self._remember(self._rejected, key, now)
         self._count("given_up")
         log.error(
             "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
             names,
-            f"; its prompt is refused for {REFUSED_S:g} s" if is_refused else "",
+            f"; its prompt is rejected for {REJECTED_S:g} s" if is_rejected else "",
         )
 
     @staticmethod
     def _remember(expiry_of: dict[Key, float], key: Key, now: float) -> None:
         """Add a key as the latest one, or renew it."""
         expiry_of.pop(key, None)
-        expiry_of[key] = now + REFUSED_S
-        _drop_oldest(expiry_of, MAX_REFUSED)
+        expiry_of[key] = now + REJECTED_S
+        _drop_oldest(expiry_of, MAX_REJECTED)
 
     def completed(self, request: GenerateRequest) -> None:
         """Note that a request was completed: those like it are probably innocent."""
@@ -401,21 +401,21 @@ class Suspects:
             self._given_up.pop(_key(request), None)
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise QueryOfDeath if requests with this model, prompt and format are refused."""
-        if not self._refused:
+        """Raise QueryOfDeath if requests with this model, prompt and format are rejected."""
+        if not self._rejected:
             return  # no digest is computed
         now = self._clock()
-        while self._refused:
-            oldest = next(iter(self._refused))
-            if self._refused[oldest] > now:
+        while self._rejected:
+            oldest = next(iter(self._rejected))
+            if self._rejected[oldest] > now:
                 break
-            del self._refused[oldest]
-        until = self._refused.get(_key(request))
+            del self._rejected[oldest]
+        until = self._rejected.get(_key(request))
         if until is None:
             return
         self._count("rejected")
         raise QueryOfDeath(
-            "workers ended while they ran a request with this prompt and format, so it is refused"
+            "workers ended while they ran a request with this prompt and format, so it is rejected"
             f" for {until - now:.0f} more seconds; change the request"
         )
 

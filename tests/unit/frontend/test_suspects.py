@@ -1,4 +1,4 @@
-"""Which requests are charged with the death of a worker, given up and refused.
+"""Which requests are charged with the death of a worker, given up and rejected.
 
 Time is that of a test clock.
 """
@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.routing import suspects
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import (
     MAX_UNSETTLED_TOKENS,
-    REFUSED_S,
+    REJECTED_S,
     SETTLED_TOKENS,
     RequestProgress,
     Suspects,
@@ -98,7 +98,7 @@ class Fleet:
             )
         ]
 
-    def is_refused(self, asked: GenerateRequest) -> bool:
+    def is_rejected(self, asked: GenerateRequest) -> bool:
         try:
             self.suspects.check(asked)
         except QueryOfDeath:
@@ -122,12 +122,12 @@ def test_request_that_ended_two_workers_is_rejected_later() -> None:
         prompt(1, 2, guided=FORMAT),
         msgspec.structs.replace(prompt(1, 2), model="other"),
     )
-    assert [fleet.is_refused(other) for other in others] == [False] * 3
-    assert fleet.is_refused(
+    assert [fleet.is_rejected(other) for other in others] == [False] * 3
+    assert fleet.is_rejected(
         msgspec.structs.replace(prompt(1, 2, temperature=0.5), request_id="another")
     )
-    fleet.now = REFUSED_S
-    assert not fleet.is_refused(prompt(1, 2))
+    fleet.now = REJECTED_S
+    assert not fleet.is_rejected(prompt(1, 2))
     assert fleet.counted == ["given_up", "rejected"]
 
 
@@ -143,11 +143,11 @@ def test_requests_on_both_dead_workers_are_rejected_later() -> None:
         assert fleet.die(first + 1, {deadly: 20, innocent: 30}) == [deadly, innocent]
 
     end_two_workers(1)
-    assert not fleet.is_refused(prompt(1))
-    assert not fleet.is_refused(prompt(2))
-    fleet.now = REFUSED_S - 1.0
+    assert not fleet.is_rejected(prompt(1))
+    assert not fleet.is_rejected(prompt(2))
+    fleet.now = REJECTED_S - 1.0
     end_two_workers(3)
-    assert fleet.is_refused(prompt(1))
+    assert fleet.is_rejected(prompt(1))
 
 
 def test_suspect_beside_new_requests_is_not_given_up() -> None:
@@ -169,7 +169,7 @@ def test_only_suspect_on_a_dead_worker_is_given_up() -> None:
     settled = fleet.start(2)
     assert fleet.die(2, {deadly: 10, settled: 100}) == [deadly]
     assert settled.deaths == []
-    assert fleet.is_refused(prompt(1))
+    assert fleet.is_rejected(prompt(1))
 
 
 def test_suspect_beside_requests_just_begun_is_rejected_later() -> None:
@@ -181,7 +181,7 @@ def test_suspect_beside_requests_just_begun_is_rejected_later() -> None:
     newcomer = fleet.start(2, prompt(2))
     assert fleet.die(2, {suspect: 30, newcomer: 0}) == [suspect]
     assert newcomer.deaths == [2]
-    assert fleet.is_refused(prompt(1))
+    assert fleet.is_rejected(prompt(1))
 
 
 @pytest.mark.parametrize("is_prime", [True, False])
@@ -211,7 +211,7 @@ def test_choices_given_up_together_count_once() -> None:
         fleet.retry(failed, 2, is_prime=False)
     assert fleet.die(2, dict.fromkeys(requests, 20)) == requests
     assert fleet.counted == ["given_up"] * 2
-    assert not fleet.is_refused(prompt(1))
+    assert not fleet.is_rejected(prompt(1))
 
 
 def test_choices_with_equal_prompts_share_one_suspicion() -> None:
@@ -223,14 +223,14 @@ def test_choices_with_equal_prompts_share_one_suspicion() -> None:
 
 
 def test_rejections_over_limit_drop_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "MAX_REFUSED", 2)
+    monkeypatch.setattr(suspects, "MAX_REJECTED", 2)
     fleet = Fleet()
     for number in range(3):
         deadly = fleet.start(10 * number, prompt(number))
         fleet.die(10 * number, {deadly: 0})
         fleet.retry(deadly, 10 * number + 1, is_prime=True)
         assert fleet.die(10 * number + 1, {deadly: 0}) == [deadly]
-    assert [fleet.is_refused(prompt(number)) for number in range(3)] == [False, True, True]
+    assert [fleet.is_rejected(prompt(number)) for number in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("num_tokens", [3, 30, 100])
@@ -350,9 +350,9 @@ def test_death_is_forgotten_after_a_later_call_passes() -> None:
 def test_suspect_that_failed_settles_soon_after(num_tokens: int, expected: int) -> None:
     fleet = Fleet()
     suspect = fleet.start(1)
-    assert suspect.call.suspicion.num_unsettled_tokens() == 0
+    assert suspect.call.suspicion.tokens_to_settle() == 0
     fleet.die(1, {suspect: num_tokens})
-    assert suspect.call.suspicion.num_unsettled_tokens() == expected
+    assert suspect.call.suspicion.tokens_to_settle() == expected
 
 
 def test_death_of_busy_worker_with_unsent_tokens_counts() -> None:
@@ -373,8 +373,8 @@ def test_completed_similar_request_prevents_rejection() -> None:
         fleet.retry(other, worker + 1, is_prime=False)
         assert fleet.die(worker + 1, {innocent: 20, other: 20}) == [innocent, other]
         fleet.suspects.completed(prompt(1))
-    assert not fleet.is_refused(prompt(1))
-    assert fleet.is_refused(prompt(2))
+    assert not fleet.is_rejected(prompt(1))
+    assert fleet.is_rejected(prompt(2))
 
 
 def test_death_of_worker_that_works_again_is_forgotten() -> None:
@@ -422,11 +422,13 @@ def test_suspects_are_forgotten_when_all_calls_ended() -> None:
     fleet.die(1, dict.fromkeys(requests[:2], 0))
     for failed in requests[:2]:
         fleet.retry(failed, 2, is_prime=True)
-    assert fleet.suspects.tried_on(Suspicion()) == {2}
-    assert fleet.suspects.tried_on(requests[0].call.suspicion) == {2}  # the other one
+    assert fleet.suspects.workers_of_other_trials(Suspicion()) == {2}
+    assert fleet.suspects.workers_of_other_trials(requests[0].call.suspicion) == {
+        2
+    }  # the other one
     for ended in requests:
         fleet.suspects.end(ended.call)
         fleet.suspects.end_trial(ended.call)
-    assert fleet.suspects.tried_on(Suspicion()) == frozenset()
+    assert fleet.suspects.workers_of_other_trials(Suspicion()) == frozenset()
     assert not fleet.suspects._running
     assert not fleet.suspects._deaths[1].charged

@@ -33,7 +33,7 @@ class ModelRequest:
         self.kills_at = kills_at
         self.num_tokens = 0  # of the call
         self.num_before = 0  # of the calls before
-        self.num_unsettled_tokens = 0
+        self.tokens_to_settle = 0
         self.is_prime = False
         self.num_ended = 0  # workers
         self.is_given_up = False
@@ -65,8 +65,8 @@ class Model:
         suspicion = started.call.suspicion
         started.num_before += started.num_tokens
         started.num_tokens = 0
-        started.num_unsettled_tokens = suspicion.num_unsettled_tokens()
-        if started.num_unsettled_tokens:
+        started.tokens_to_settle = suspicion.tokens_to_settle()
+        if started.tokens_to_settle:
             selection = WorkerSelection(None, make_instance(worker, role=Role.AGGREGATED))
             self.suspects.begin_trial(started.call, selection, is_prime=started.is_prime)
         self.suspects.begin(started.call, worker)
@@ -77,7 +77,7 @@ class Model:
         for waiting in self.random.sample(self.waiting, len(self.waiting)):
             free = set(self.calls)
             if waiting.call.suspicion.unexplained():
-                free -= self.suspects.tried_on(waiting.call.suspicion)
+                free -= self.suspects.workers_of_other_trials(waiting.call.suspicion)
             if free:
                 self.waiting.remove(waiting)
                 self.start(waiting, self.random.choice(sorted(free)))
@@ -92,7 +92,7 @@ class Model:
                 return
         for running in list(self.calls[worker]):
             running.num_tokens += 1
-            if running.num_tokens == running.num_unsettled_tokens:
+            if running.num_tokens == running.tokens_to_settle:
                 self.suspects.end_trial(running.call)
             if running.is_done:
                 self.calls[worker].remove(running)
