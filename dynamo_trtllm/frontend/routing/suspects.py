@@ -1,35 +1,45 @@
 """Find requests that end the workers which run them (queries of death), and reject them.
 
-When a worker dies, all its requests fail, and nothing shows which of them was the cause. The rules:
+When a worker dies, all its requests fail, and nothing shows which of them was the cause.
 
-* A death is charged to requests that ran on the worker, or whose KV was being read from it. A
-  request that is charged with a death is a suspect.
-* A query of death ends each worker at the same point: after as many tokens of a call, or after as
-  many tokens of its answer. A suspect that gets SETTLED_TOKENS past this point is cleared of the
-  charge, and has settled.
-* Most queries of death end a worker soon after they begin. So a suspect whose call had returned
-  fewer than SETTLED_TOKENS tokens is a prime suspect. It waits, for a bounded time, for workers on
-  which all other suspects have settled, and is then tried on these. All other requests migrate at
-  once.
-* A second death gives suspects up if it singles them out, so that they end no third worker: those
-  that were tried as prime suspects and are at the point of a death before; else others at such a
-  point; else all that were tried as prime suspects; else the only suspect on a worker without new
-  requests. A new request is no suspect, and its call has just begun.
-* If they were at the point of a death before, this death and those with which all of them are
-  charged are explained. A request that is charged with nothing else is no suspect any more: it was
-  only near the cause. But it may be another query of death. So it is given up if it is new and at
-  the point of an explained death when a worker dies on which all new requests were near a death.
-* A death that singles out no request may have another cause than the one before. It is charged to
-  all requests on the worker, and none of them is given up. Those that are charged with two such
-  deaths are prime suspects.
-* A death is always charged to new requests. Otherwise, a query of death that meets suspects of
-  another one would end as many workers as there are suspects, and not be charged.
-* A charge is dropped, too, if the worker works again: then it had only lost its connection.
+Definitions:
 
-After a request was given up, requests with the same model, prompt and format are rejected for
-REJECTED_S seconds, if its last death gave up no other request. Otherwise, most of those that were
-given up are innocent. Then they are rejected only after one of them is given up again within that
-time, and none was completed in between.
+* charge: a death is charged to requests that ran on the worker, or whose KV was being read from it.
+* point of a death: the progress of a charged request when the worker died, as the tokens of its
+  call and as those of its answer. A query of death ends each worker at the same point.
+* suspect: a request with a charge that is not explained (rule 5) and not dropped (rules 1 and 8).
+* settled: a suspect has settled when its call has SETTLED_TOKENS tokens more than at the point.
+* prime suspect: a suspect whose call had fewer than SETTLED_TOKENS tokens, because most queries of
+  death end a worker soon after they begin; or a suspect with two such charges.
+* new request: one that is no suspect, and whose call has fewer than SETTLED_TOKENS tokens.
+
+Rules:
+
+1. A charge is dropped when the suspect has settled.
+2. A prime suspect waits, for a bounded time, for workers on which all other suspects have settled.
+   It is tried on these. All other requests migrate at once.
+3. When a worker dies with suspects, those are given up which the death singles out (the cases are
+   in `_single_out`), so that they end no third worker.
+4. A death that singles out no request may have another cause than the one before. It is charged to
+   all requests on the worker. A death that singles out some is charged to these and to new
+   requests: otherwise, a query of death that meets suspects of another one would end as many
+   workers as there are suspects, and not be charged.
+5. If all requests that are given up were at the point of an earlier death, this death and those
+   with which all of them are charged are explained.
+6. A request with explained charges only may still be another query of death. If it is at the point
+   of one as a new request, it is singled out like a suspect, unless a new request that has no
+   charge may be the cause.
+7. After a request was given up, requests with the same model, prompt and format are rejected for
+   REJECTED_S seconds, if its last death gave up no other request. Otherwise, most of those that
+   were given up are innocent. They are rejected only after one of them is given up again within
+   that time, and none was completed in between.
+8. A charge is dropped when the worker works again: then it had only lost its connection.
+
+Example: worker 1 runs the requests A, B and C. A and B have begun, C has 50 tokens. Worker 1 dies,
+and all three are suspects. C migrates to worker 2 at once, and settles there after 58 tokens. A and
+B are prime suspects. A is tried on worker 2 next, where C has settled, while B waits. Worker 2 dies
+when A has begun, at the point of the first death: A is given up, and both deaths are explained. So
+B is no suspect any more. C has lost its charge, and migrates again.
 
 This module does no I/O. Frontend processes do not share what they know of suspects.
 """
@@ -353,22 +363,27 @@ class Suspects:
         Args:
             instance_id: the instance.
             running: the calls that it ran.
-            new: those of them that are no suspects and have just begun.
+            new: those of them that are no suspects and have just begun. They may have charges
+                that are explained.
         """
         suspects = {call for call in running if call.suspicion.unexplained()}
         prime_suspects = {call for call in suspects if call.is_prime_on(instance_id)}
-        near = {call for call in prime_suspects if call.is_at_earlier_death()}
-        if near:
-            return near
+        # Case 1: requests that are tried as prime suspects, at the point of an earlier death.
+        prime_at_point = {call for call in prime_suspects if call.is_at_earlier_death()}
+        if prime_at_point:
+            return prime_at_point
+        # Case 2: other suspects at such a point, and new requests at the point of an explained one.
         candidates = suspects
-        charged_before = {call for call in new if call.suspicion.deaths}
-        if new == charged_before:  # else one that is charged for the first time may be the cause
-            candidates = suspects | charged_before
-        near = {call for call in candidates if call.is_at_earlier_death()}
-        if near:
-            return near
+        # A new request without a charge may be the cause, so that the others are not given up.
+        if all(call.suspicion.deaths for call in new):
+            candidates = suspects | new
+        at_point = {call for call in candidates if call.is_at_earlier_death()}
+        if at_point:
+            return at_point
+        # Case 3: all that are tried as prime suspects.
         if prime_suspects:
             return prime_suspects
+        # Case 4: the only suspect, if no new request may be the cause.
         is_only_suspect = len({call.suspicion for call in suspects}) == 1 and not new
         return suspects if is_only_suspect else set()
 

@@ -109,6 +109,23 @@ class Fleet:
 FORMAT = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
 
 
+def test_query_of_death_then_a_late_neighbor_and_a_waiting_one_are_cleared() -> None:
+    """The example in the docstring of the module."""
+    fleet = Fleet()
+    deadly = fleet.start(1, prompt(1))
+    waiting = fleet.start(1, prompt(2))
+    late = fleet.start(1, prompt(3))
+    assert fleet.die(1, {deadly: 2, waiting: 2, late: 50}) == []
+    fleet.retry(late, 2, is_prime=False)
+    late.num_tokens = late.call.suspicion.tokens_to_settle()
+    assert late.num_tokens == 58
+    fleet.suspects.end_trial(late.call)
+    fleet.retry(deadly, 2, is_prime=True)
+    assert fleet.die(2, {deadly: 2, late: 60}) == [deadly]
+    assert not waiting.call.suspicion.unexplained()
+    assert late.deaths == []
+
+
 def test_request_that_ended_two_workers_is_rejected_later() -> None:
     fleet = Fleet()
     deadly = fleet.start(1, prompt(1, 2))
