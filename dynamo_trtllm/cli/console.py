@@ -175,7 +175,7 @@ def completion(shell: str) -> str:
     Raises:
         ConfigError: the extra `cli` is not installed.
     """
-    from dynamo_trtllm.config.engine_names import installed_engines
+    from dynamo_trtllm.config.engine_names import engine_entry_points
 
     try:
         import shtab
@@ -191,7 +191,7 @@ def completion(shell: str) -> str:
         if isinstance(parser, CommandParser):
             for action, words in parser.values.items():
                 if action.dest == "engine":
-                    words = (*words, *(entry.name for entry in installed_engines()))
+                    words = (*words, *(entry.name for entry in engine_entry_points()))
                 if words:
                     action.choices = words
                 else:

@@ -23,7 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.commands import VersionConfig
-from dynamo_trtllm.config.engine_names import installed_engines, package_of
+from dynamo_trtllm.config.engine_names import engine_entry_points, package_of
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
@@ -77,7 +77,7 @@ def versions() -> dict[str, Any]:
     """Return what is found, for JSON. A value is None if it is not installed or not there."""
     engines = {name: _engine(module, packages) for name, (module, packages) in _ENGINES.items()}
     engines["mock"] = __version__
-    for entry in installed_engines():
+    for entry in engine_entry_points():
         engines[entry.name] = package_of(entry)
     nixl_versions = [_package(name) for name in _NIXL]
     return {

@@ -48,10 +48,10 @@ class BuiltInEngine:
     default_role: Role = Role.AGGREGATED
     reads_gguf: bool = False
     # Its decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
-    # exit: https://github.com/openucx/ucx/issues/11753. With UCX_CUDA_IPC_CACHE=n they do so, too:
-    # on two H200 with vLLM 0.33, 55 GiB of a killed prefill worker stayed in use. The torch engine
-    # maps only a bounded staging region, which leaves enough memory for a successor. It is not
-    # known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
+    # exit, so they must end before a killed prefill worker gets its GPU memory back:
+    # https://github.com/openucx/ucx/issues/11753. UCX_CUDA_IPC_CACHE=n does not change this: on two
+    # H200 with vLLM 0.33, 55 GiB stayed in use. The torch engine maps only a bounded staging
+    # region. It is not known whether TensorRT-LLM keeps mappings: its value is False.
     keeps_kv_mapped: bool = False
 
 
@@ -86,19 +86,19 @@ def package_of(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}"
 
 
-def installed_engines() -> list[EntryPoint]:
-    """Return the engines of other packages that are installed, by name."""
+def engine_entry_points() -> list[EntryPoint]:
+    """Return the entry points of the engines of other packages, by name."""
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return sorted(found, key=lambda entry: (entry.name, package_of(entry)))
 
 
-def installed_engine(name: str) -> EntryPoint | None:
+def find_entry_point(name: str) -> EntryPoint | None:
     """Return the entry point of an engine of another package; None if no package has one.
 
     Raises:
         ConfigError: several packages have an engine with this name, or this package has one, too.
     """
-    entries = [entry for entry in installed_engines() if entry.name == name]
+    entries = [entry for entry in engine_entry_points() if entry.name == name]
     owners = [package_of(entry) for entry in entries]
     if owners and name in BUILT_IN:
         raise ConfigError(
@@ -124,11 +124,11 @@ def check_engine_name(name: str) -> str:
     if name in BUILT_IN:
         return name
     try:
-        entry = installed_engine(name)
+        entry = find_entry_point(name)
     except ConfigError as exc:
         raise ValueError(exc.message) from exc
     if entry is None:
-        installed = installed_engines()
+        installed = engine_entry_points()
         others = [f"{other.name} of {package_of(other)}" for other in installed]
         meant = suggest(name, [*BUILT_IN, *(other.name for other in installed)])
         hint = "" if meant is None else f"did you mean {meant}? "

@@ -27,12 +27,13 @@ from dynamo_trtllm.protocol.streams import Generator, OnEvent, StreamHandle
 # as the frontend appends it to the unique part of an id
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
-# What an engine may not support.
+# Features that an engine may lack, and that `unsupported_features` may name.
 _FEATURES = (
     *(name for name in Sampling.__struct_fields__ if name != "max_tokens"),
     "cache_salt",
     "resumed_tokens",
 )
+# Features that few engines have, and that `supported_features` may name.
 _OPTIONAL_FEATURES = ("priority", "dp_rank")
 NO_KV_LAYOUT = KvLayout(dtype="none", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=1)
 

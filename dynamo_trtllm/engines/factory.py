@@ -19,7 +19,7 @@ from dynamo_trtllm.config.engine_names import (
     BUILT_IN,
     DEFAULT_ENGINE,
     EngineTraits,
-    installed_engine,
+    find_entry_point,
     package_of,
 )
 from dynamo_trtllm.config.models import WorkerConfig
@@ -34,7 +34,7 @@ from dynamo_trtllm.engines.capabilities import PublishesKvEvents, TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.method_checks import check_engine_class
 from dynamo_trtllm.models.checkpoint import check_model_files
-from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.protocol.errors import ConfigError, InternalError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
 
@@ -107,7 +107,8 @@ def find_engine(config: WorkerConfig) -> EngineKind:
         ConfigError: the engine is not installed, or its module can't be imported.
     """
     name = chosen_engine(config)
-    entry = installed_engine(name)
+    # Also for a built-in engine: it raises if another package has one with this name.
+    entry = find_entry_point(name)
     if name in BUILT_IN:
         return EngineKind(name, partial(_create_built_in, name), BUILT_IN[name].traits)
     if entry is None:
@@ -179,10 +180,12 @@ def _create_built_in(name: str, config: WorkerConfig, *, instance_id: int) -> En
                     f"The torch engine needs {exc.name}; {install_hint('torch')}", field="engine"
                 ) from exc
             return TorchEngine(config, instance_id=instance_id)
-        case _:
+        case "mock":
             from dynamo_trtllm.engines.mock.engine import MockEngine
 
             return MockEngine(config, instance_id=instance_id)
+        case _:
+            raise InternalError(f"no class is known for the built-in engine {name}")
 
 
 def chosen_engine(config: WorkerConfig) -> str:
@@ -232,6 +235,7 @@ def check_settings(config: WorkerConfig, kind: EngineKind) -> None:
     """
     _check_kv_addresses(config, kind.name, kind.traits)
     if kind.name not in BUILT_IN and kind.traits.arguments is None:
+        # The result is not needed: this raises if there are arguments.
         engine_arguments(config, NoArguments, kind.name)
 
 
@@ -268,6 +272,7 @@ def check_prerequisites(
     Raises:
         ConfigError: names what is missing.
     """
+    # Read first: it raises if the file of engine arguments is missing, for every engine.
     given = file_layer(config).values
     name = chosen_engine(config)
     engine = BUILT_IN.get(name)

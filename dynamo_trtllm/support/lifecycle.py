@@ -26,26 +26,26 @@ class Lifecycle(ABC):
     """
 
     def __init__(self) -> None:
-        self._stop = asyncio.Event()
+        self._stop_event = asyncio.Event()
         self._is_stopped = False  # `stop` was called
         self._is_ready = False
         # Other threads may wait for these two.
-        self._begun = _Occurrence()
-        self._settled = _Occurrence()  # ready, or ended
+        self._serve_began = ThreadSafeEvent()
+        self._ready_or_ended = ThreadSafeEvent()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of `serve`
-        self._changing = threading.Lock()  # for `_loop` and `_is_stopped`
+        self._lock = threading.Lock()  # for `_loop` and `_is_stopped`
         self._serving: asyncio.Task[None] | None = None  # of `async with`
         self._block: asyncio.Task[object] | None = None  # that runs the block
         self._has_cancelled_block = False
 
     @abstractmethod
     async def _serve(self) -> None:
-        """Serve until `_stop` is set. Call `_accept_requests` once requests are accepted."""
+        """Serve until `_stop_event` is set. Call `_note_ready` once requests are accepted."""
 
-    def _accept_requests(self) -> None:
+    def _note_ready(self) -> None:
         self._is_ready = True
-        self._settled.happen()
+        self._ready_or_ended.set()
 
     async def serve(self) -> None:
         """Serve until `stop()`, then end after the running requests. Call it once.
@@ -62,14 +62,14 @@ class Lifecycle(ABC):
 
     def _begin(self) -> None:
         """Bind this object to the running event loop. Raises RuntimeError the second time."""
-        with self._changing:
+        with self._lock:
             if self._loop is not None:
                 raise RuntimeError(
                     f"a {self._kind} serves once, in `async with` or in serve(); create another one"
                     " to serve again"
                 )
             self._loop = asyncio.get_running_loop()
-        self._begun.happen()
+        self._serve_began.set()
 
     async def _run_once(self) -> None:
         try:
@@ -80,7 +80,7 @@ class Lifecycle(ABC):
             raise
         finally:
             self._is_ready = False
-            self._settled.happen()
+            self._ready_or_ended.set()
 
     async def ready(self) -> None:
         """Wait until requests are accepted. Callable on the event loop of any thread.
@@ -90,17 +90,17 @@ class Lifecycle(ABC):
             Draining: it was stopped, or `serve` has ended without an error.
             RuntimeError: nothing serves: neither `serve` nor `async with` has begun in 5 seconds.
         """
-        if self._is_stopped and not self._begun.has_happened:
+        if self._is_stopped and not self._serve_began.is_set():
             raise self._stopped_error()
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEGIN_S):
-                await self._begun.wait()
-        if not self._begun.has_happened:
+                await self._serve_began.wait()
+        if not self._serve_began.is_set():
             raise RuntimeError(
                 f"this {self._kind} does not serve, so it can't become ready: run serve() in a task"
                 " first, or use `async with`"
             )
-        await self._settled.wait()
+        await self._ready_or_ended.wait()
         if self._is_ready:
             return
         if isinstance(self._failure, Exception):
@@ -132,13 +132,13 @@ class Lifecycle(ABC):
 
         Before `serve`, it makes `serve` end at once.
         """
-        with self._changing:
+        with self._lock:
             self._is_stopped = True
             loop = self._loop
         if loop is not None:
             # RuntimeError: the event loop is closed, so `serve` has ended.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stop.set)
+                loop.call_soon_threadsafe(self._stop_event.set)
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -146,7 +146,7 @@ class Lifecycle(ABC):
         serving = asyncio.create_task(self._run_once(), name=f"{self._kind.lower()}-serve")
         self._serving = serving
         try:
-            await self._settled.wait()
+            await self._ready_or_ended.wait()
             if not self._is_ready:
                 await serving  # raises its error
             await self.ready()
@@ -181,20 +181,19 @@ class Lifecycle(ABC):
         await self._serving
 
 
-class _Occurrence:
-    """Something that happens once. Event loops of any thread can wait for it."""
+class ThreadSafeEvent:
+    """An event that is set once. Event loops of any thread can wait for it."""
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
         # A waiter that is cancelled must not cancel it for the others.
         self._future.set_running_or_notify_cancel()
 
-    @property
-    def has_happened(self) -> bool:
+    def is_set(self) -> bool:
         return self._future.done()
 
-    def happen(self) -> None:
-        """Wake those who wait. Only the first call has an effect."""
+    def set(self) -> None:
+        """Wake all waiters. Only the first call has an effect."""
         if not self._future.done():
             self._future.set_result(None)
 

@@ -74,8 +74,8 @@ from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
-# The longest time that an engine thread, back from its GPU, waits for the GIL while the event loop
-# has work. With Python's default of 5 ms, the slowest of a hundred steps waited that long.
+# The longest time for which an engine thread that returns from its GPU waits for the GIL while the
+# event loop works. With Python's default of 5 ms, the slowest of a hundred steps waited for 5 ms.
 SWITCH_S = 0.0005
 # When an engine loads, its library creates 400,000 objects and hardly any garbage. With Python's
 # default of 700 new objects, garbage collections take a seventh of the CPU time in which the torch
@@ -103,15 +103,15 @@ def endpoint_of(config: WorkerConfig, engine: str) -> records.EndpointId:
     return records.EndpointId(config.namespace, component, "generate")
 
 
-class _Completed(NamedTuple):
-    """What a worker knows before it creates its engine."""
+class _CheckedSettings(NamedTuple):
+    """The checked settings of a worker, before it creates its engine."""
 
     config: WorkerConfig
     sampling_defaults: SamplingDefaults
     kind: EngineKind
 
 
-def _completed(config: WorkerConfig, kind: EngineKind | None) -> _Completed:
+def _check_worker_settings(config: WorkerConfig, kind: EngineKind | None) -> _CheckedSettings:
     """Check the configuration, and find the engine.
 
     Return the configuration with the model's folder and this host's address. A bundled model keeps
@@ -140,7 +140,7 @@ def _completed(config: WorkerConfig, kind: EngineKind | None) -> _Completed:
     startup.check_flags(config, reads_model=kind.traits.reads_model)
     if kind.traits.uses_kv_transfer_host:
         config = _with_kv_transfer_host(config)
-    return _Completed(config, defaults, kind)
+    return _CheckedSettings(config, defaults, kind)
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
@@ -257,7 +257,7 @@ class Worker(Lifecycle):
 
         def on_signal() -> None:
             # A second signal skips the drain.
-            if self._stop.is_set():
+            if self._stop_event.is_set():
                 task.cancel()
             self.stop()
 
@@ -272,20 +272,20 @@ class Worker(Lifecycle):
         """Start, serve, drain and close. If it is cancelled, it closes without a drain."""
         async with AsyncExitStack() as stack:
             started = await wait_for_first(
-                self._start(stack), self._stop.wait(), self._tasks.until_failed()
+                self._start(stack), self._stop_event.wait(), self._tasks.until_failed()
             )
             # Else the wait for `stop` ended first.
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
             service, worker_sleep = started
-            self._accept_requests()
+            self._note_ready()
             log.info(
                 "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
             )
             try:
                 await wait_for_first(
-                    self._stop.wait(), service.until_failed(), self._tasks.until_failed()
+                    self._stop_event.wait(), service.until_failed(), self._tasks.until_failed()
                 )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
@@ -297,9 +297,9 @@ class Worker(Lifecycle):
     async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, WorkerSleep]:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
-        completed = await asyncio.to_thread(_completed, self._config, self._engine_kind)
-        config = self._config = completed.config
-        engine = completed.kind.create(config, instance_id=self.instance_id)
+        checked = await asyncio.to_thread(_check_worker_settings, self._config, self._engine_kind)
+        config = self._config = checked.config
+        engine = checked.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         holders = HolderAddresses(stay_s=config.kv_transfer_ttl_s)
         guard = self._transfer_guard(holders)
@@ -316,7 +316,7 @@ class Worker(Lifecycle):
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
         self._health.phase = "registering"
-        instance, files = self._describe(info, completed.sampling_defaults)
+        instance, files = self._describe(info, checked.sampling_defaults)
         service = WorkerService(
             engine,
             instance,
@@ -386,8 +386,8 @@ class Worker(Lifecycle):
             return self._metrics.render(asdict(engine.stats()))
 
         verbs = {
-            "/sleep": partial(self._change, WorkerSleep.sleep),
-            "/wake": partial(self._change, WorkerSleep.wake),
+            "/sleep": partial(self._begin_change, WorkerSleep.sleep),
+            "/wake": partial(self._begin_change, WorkerSleep.wake),
         }
         access = AccessControl(config)
         access.count = lambda name, label: self._metrics.child(name, label).inc()
@@ -503,7 +503,7 @@ class Worker(Lifecycle):
         await drain(worker_sleep.engine, worker_sleep.serving, worker_sleep.drain_timeout_s)
         self._health.phase = "stopped"
 
-    def _change(self, begin: Callable[[WorkerSleep], str]) -> str:
+    def _begin_change(self, begin: Callable[[WorkerSleep], str]) -> str:
         """Begin to sleep or wake. Return why that is not possible; "" if it has begun."""
         if self._worker_sleep is None:
             return f"the worker is {self._health.phase}; retry later"

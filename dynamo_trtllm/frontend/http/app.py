@@ -42,7 +42,7 @@ class FrontendApp(NamedTuple):
     router: Router
     access: AccessControl  # reads its file again only in `follow_file`
     traces: TraceExporter | None  # sends nothing before its `run`
-    close_responses: Callable[[], Awaitable[None]]
+    close_response_store: Callable[[], Awaitable[None]]
 
 
 def build_app(
@@ -67,9 +67,10 @@ def build_app(
         ConfigError: a route has a path of the frontend, or the file of API keys is wrong.
     """
     access = access or AccessControl(config)
+    access.count = lambda name, label: metrics.child(name, label).inc()
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
-    _watch(app_state, metrics)
+    _register_gauges(app_state, metrics)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     response_store = _response_store(config, store, metrics)
     stored = ResponseRoutes(response_store, app_state.running)
@@ -102,7 +103,7 @@ def build_app(
         before = hooks.before
     forms = {_MESSAGES: messages_error}
     hint = "; see /docs for the API"
-    guard = _guard(config, access, metrics)
+    guard = _guard(config, access)
     router = Router(routes, hint, config.allowed_origins, forms, guard=guard, before=before)
     return FrontendApp(router, access, traces, response_store.aclose)
 
@@ -120,9 +121,8 @@ def _response_store(
     )
 
 
-def _guard(config: FrontendConfig, access: AccessControl, metrics: FrontendMetrics) -> Guard:
-    """Return what checks requests first. Rejected ones are counted in the metrics."""
-    access.count = lambda name, label: metrics.child(name, label).inc()
+def _guard(config: FrontendConfig, access: AccessControl) -> Guard:
+    """Return the check of requests before their bodies are read."""
     pages = PageGuard(config.host_names, config.allowed_origins)
     return partial(_check_request, access, pages)
 
@@ -171,7 +171,7 @@ def _open_body(state: AppState, request: HttpRequest) -> Iterator[ReadBody]:
         budget.release(account)
 
 
-def _watch(state: AppState, metrics: FrontendMetrics) -> None:
+def _register_gauges(state: AppState, metrics: FrontendMetrics) -> None:
     """Let the metrics read the values of their gauges."""
     limiter = state.limits.choices
     budget = state.limits.body_budget

@@ -231,7 +231,7 @@ class Frontend(Lifecycle):
                 raise failure
 
     async def _stop_requested(self) -> None:
-        await self._stop.wait()
+        await self._stop_event.wait()
 
     async def _run_app(self, gate: StartupGate, server: HttpServer, access: AccessControl) -> None:
         # This takes most of the start-up time, so it runs in a thread.
@@ -243,7 +243,7 @@ class Frontend(Lifecycle):
                 tune_gc()
             server.handler = app
             gate.open(app)
-            self._accept_requests()
+            self._note_ready()
 
         try:
             await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks, access)

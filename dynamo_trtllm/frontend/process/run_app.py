@@ -102,7 +102,7 @@ async def run_app(
             stack.push_async_callback(store.aclose)
         not_ready = partial(_not_ready_reason, tasks, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
-        stack.push_async_callback(app.close_responses)
+        stack.push_async_callback(app.close_response_store)
         for name, coroutine in _background_work(config, models, router, metrics, app).items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await wait_for_first(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_LOADING_S)

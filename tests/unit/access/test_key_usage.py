@@ -89,7 +89,7 @@ def test_limits_hold_over_all_processes(clock: Clock, memory: int) -> None:
         with pytest.raises(RateLimitExceeded, match="4 requests"):
             usage.count_request()
     charge = first.charge(2, 60)
-    with pytest.raises(RateLimitExceeded, match="3 at once.*when these have ended"):
+    with pytest.raises(RateLimitExceeded, match=r"3 at once.*when these have ended"):
         second.charge(2, 1)
     with pytest.raises(RateLimitExceeded, match="100 tokens"):
         third.charge(1, 41)

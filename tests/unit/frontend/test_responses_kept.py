@@ -327,7 +327,7 @@ async def test_stream_ends_and_is_found_despite_slow_store() -> None:
     store.go.set()
     assert (await deleting).status_code == 200  # after the write, which would bring it back
     check_error(await ask(served, "GET", path), 404, "response_not_found")
-    await served.built.close_responses()
+    await served.built.close_response_store()
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
 
 
@@ -339,7 +339,7 @@ async def test_responses_of_one_network_share_a_quota() -> None:
         transport = httpx.ASGITransport(app=asgi(served.app), client=(address, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
             assert (await client.post(PATH, json=body())).status_code == 200
-    await served.built.close_responses()
+    await served.built.close_response_store()
     assert store.owners == ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64"]
 
 
@@ -357,7 +357,7 @@ async def test_response_with_failed_write_is_logged_and_gone(
     path = f"{PATH}/{response['id']}"
     assert (await ask(served, "GET", path)).status_code == 200
     store.go.set()
-    await served.built.close_responses()
+    await served.built.close_response_store()
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     assert f"{response['id']} was not stored ({code})" in caplog.text
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
@@ -367,7 +367,7 @@ async def test_store_with_endless_write_closes_in_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
-    await served.built.close_responses()
+    await served.built.close_response_store()
     assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
 
 

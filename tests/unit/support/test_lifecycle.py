@@ -24,9 +24,9 @@ class Server(Lifecycle):
 
     async def _serve(self) -> None:
         self.num_starts += 1
-        self._accept_requests()
+        self._note_ready()
         failing = asyncio.create_task(self.is_failing.wait())
-        stopping = asyncio.create_task(self._stop.wait())
+        stopping = asyncio.create_task(self._stop_event.wait())
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         failing.cancel()
         stopping.cancel()
