@@ -96,11 +96,10 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
-    before = None
+    before = hooks.before if hooks else None
     if hooks:
         hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
         routes += hooks.route_list(routes, partial(_open_body, app_state))
-        before = hooks.before
     forms = {_MESSAGES: messages_error}
     hint = "; see /docs for the API"
     guard = _guard(config, access)

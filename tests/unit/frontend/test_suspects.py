@@ -109,7 +109,7 @@ class Fleet:
 FORMAT = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
 
 
-def test_query_of_death_then_a_late_neighbor_and_a_waiting_one_are_cleared() -> None:
+def test_query_of_death_then_neighbors_are_cleared() -> None:
     """The example in the docstring of the module."""
     fleet = Fleet()
     deadly = fleet.start(1, prompt(1))
