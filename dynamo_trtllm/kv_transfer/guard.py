@@ -19,8 +19,8 @@ from typing import Final
 
 import msgspec
 
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
 from dynamo_trtllm.kv_transfer.keys import TransferKey, TransferKeys
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 from dynamo_trtllm.protocol.errors import TransferExpired, TransferRejected
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
@@ -56,7 +56,7 @@ class TransferGuard:
     Args:
         instance_id: of the worker.
         keys: of the deployment; None: nothing is signed, and signed parameters are rejected.
-        holders: registered addresses of prefill workers; None: addresses are not checked.
+        addresses: registered addresses of prefill workers; None: addresses are not checked.
         count: counts a rejection by its reason.
         clock: returns seconds since the epoch.
     """
@@ -66,13 +66,13 @@ class TransferGuard:
         instance_id: int,
         keys: TransferKeys | None = None,
         *,
-        holders: HolderAddresses | None = None,
+        addresses: PrefillAddresses | None = None,
         count: Callable[[Rejection], None] = lambda reason: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.keys = keys
         self._instance_id = instance_id
-        self._holders = holders
+        self._addresses = addresses
         self._count = count
         self._clock = clock
         self._fetching: set[str] = set()  # ids of transfers that calls fetch now
@@ -183,10 +183,10 @@ class TransferGuard:
         Raises:
             TransferRejected: it has not.
         """
-        if self._holders is None:
+        if self._addresses is None:
             return
         holder_id = kv_params.prefill_instance_id
-        registered = await self._holders.addresses_of(holder_id)
+        registered = await self._addresses.addresses_of(holder_id)
         if registered is None:
             raise self._rejected(
                 kv_params,

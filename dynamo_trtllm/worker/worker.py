@@ -40,8 +40,8 @@ from dynamo_trtllm.engines.factory import (
     find_engine,
 )
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
@@ -67,7 +67,7 @@ from dynamo_trtllm.support.network.addresses import (
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
-from dynamo_trtllm.worker.kv_holders import follow_holders
+from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.sleep import WorkerSleep, drain
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -301,8 +301,8 @@ class Worker(Lifecycle):
         config = self._config = checked.config
         engine = checked.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
-        holders = HolderAddresses(stay_s=config.kv_transfer_ttl_s)
-        guard = self._transfer_guard(holders)
+        addresses = PrefillAddresses(stay_s=config.kv_transfer_ttl_s)
+        guard = self._transfer_guard(addresses)
         if isinstance(engine, GuardsKvTransfers):
             engine.use_transfer_guard(guard)
         await self._serve_health(engine, stack)
@@ -310,8 +310,8 @@ class Worker(Lifecycle):
         discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
         if config.disaggregation_mode is Role.DECODE:
-            following = follow_holders(discovery, self._endpoint.namespace, holders)
-            task = self._tasks.start(following, "kv-holders")
+            following = follow_prefill_workers(discovery, self._endpoint.namespace, addresses)
+            task = self._tasks.start(following, "prefill-addresses")
             stack.push_async_callback(self._tasks.cancel, task)
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
@@ -350,7 +350,7 @@ class Worker(Lifecycle):
         self._health.phase = "serving"
         return service, worker_sleep
 
-    def _transfer_guard(self, holders: HolderAddresses) -> TransferGuard:
+    def _transfer_guard(self, addresses: PrefillAddresses) -> TransferGuard:
         """Return the guard of this worker's KV transfers.
 
         Raises:
@@ -366,7 +366,7 @@ class Worker(Lifecycle):
                 " give all workers the same --kv-transfer-key-file"
             )
         return TransferGuard(
-            self.instance_id, keys, holders=holders, count=self._metrics.transfer_rejected
+            self.instance_id, keys, addresses=addresses, count=self._metrics.transfer_rejected
         )
 
     def _start_recorder(self, stack: AsyncExitStack) -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -128,10 +128,10 @@ async def test_prompt_logprobs_come_in_pieces_before_first_token(
 
 async def test_decode_call_connects_to_registered_addresses_only(engines: Engines) -> None:
     kv_params = await prefill_params(engines.prefill, PROMPT)
-    holders = HolderAddresses(stay_s=9, wait_s=0)
+    addresses = PrefillAddresses(stay_s=9, wait_s=0)
     prefill = make_instance(kv_params.prefill_instance_id, role=Role.PREFILL)
-    holders.add(msgspec.structs.replace(prefill, kv_addresses=("10.0.0.1:5600",)))
-    engines.decode.library.guard = TransferGuard(2, holders=holders)  # type: ignore[attr-defined]
+    addresses.add(msgspec.structs.replace(prefill, kv_addresses=("10.0.0.1:5600",)))
+    engines.decode.library.guard = TransferGuard(2, addresses=addresses)  # type: ignore[attr-defined]
     with pytest.raises(TransferRejected, match="not a registered address"):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     release(engines.prefill, kv_params)

@@ -13,10 +13,10 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, first_deadline
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
@@ -135,12 +135,12 @@ async def test_fetch_gives_the_backend_the_remaining_time() -> None:
 
 @pytest.mark.parametrize("registered", ["10.0.0.1:22", "10.0.0.1:5000"])
 async def test_fetch_connects_to_registered_addresses_only(registered: str) -> None:
-    holders = HolderAddresses(stay_s=9, wait_s=0)
+    addresses = PrefillAddresses(stay_s=9, wait_s=0)
     prefill = make_instance(1, role=Role.PREFILL)
-    holders.add(msgspec.structs.replace(prefill, kv_addresses=(registered,)))
+    addresses.add(msgspec.structs.replace(prefill, kv_addresses=(registered,)))
     backend = Slow()
     fetching = fetch(
-        backend, 9, deadline_in_s=9, timeout_s=3, guard=TransferGuard(2, holders=holders)
+        backend, 9, deadline_in_s=9, timeout_s=3, guard=TransferGuard(2, addresses=addresses)
     )
     if registered == "10.0.0.1:22":
         await fetching

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.kv_transfer.guard import Rejection, TransferGuard
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 from dynamo_trtllm.protocol.errors import TransferExpired, TransferRejected
 from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
@@ -260,9 +260,9 @@ def test_reissue_when_this_worker_has_not_signed_then_rejected(
 # --- addresses ------------------------------------------------------------------------------------
 
 
-def holders(*addresses: str, **options: Any) -> HolderAddresses:
+def prefill_addresses(*addresses: str, **options: Any) -> PrefillAddresses:
     """Return the addresses of one registered prefill worker."""
-    known = HolderAddresses(stay_s=60.0, wait_s=0.0, **options)
+    known = PrefillAddresses(stay_s=60.0, wait_s=0.0, **options)
     prefill = make_instance(PREFILL, role=Role.PREFILL)
     known.add(msgspec.structs.replace(prefill, kv_addresses=addresses))
     known.add(make_instance(3, role=Role.DECODE))
@@ -282,7 +282,7 @@ def holders(*addresses: str, **options: Any) -> HolderAddresses:
 async def test_address_must_be_registered_for_the_holder(
     holder: int, address: str, reason: Rejection | None
 ) -> None:
-    side = Side(DECODE, None, holders=holders("10.0.0.1:5000"))
+    side = Side(DECODE, None, addresses=prefill_addresses("10.0.0.1:5000"))
     kv_params = make_transfer_params("t-1", prefill_instance_id=holder)
     if reason is None:
         await side.guard.check_address(kv_params, address)
@@ -293,13 +293,13 @@ async def test_address_must_be_registered_for_the_holder(
 
 
 async def test_address_when_holder_has_registered_none_then_accepted() -> None:
-    side = Side(DECODE, None, holders=holders())
+    side = Side(DECODE, None, addresses=prefill_addresses())
     await side.guard.check_address(make_transfer_params("t-1"), "10.0.0.1:5000")
 
 
 async def test_addresses_of_a_worker_that_left_stay_a_while() -> None:
     clock = Clock()
-    known = holders("10.0.0.1:5000", clock=clock)
+    known = prefill_addresses("10.0.0.1:5000", clock=clock)
     known.remove(PREFILL)
     clock.now += 59.0
     known.remove(3)
@@ -310,7 +310,7 @@ async def test_addresses_of_a_worker_that_left_stay_a_while() -> None:
 
 
 async def test_addresses_when_record_comes_late_then_it_is_awaited() -> None:
-    known = HolderAddresses(stay_s=60.0, wait_s=60.0)
+    known = PrefillAddresses(stay_s=60.0, wait_s=60.0)
     waiting = asyncio.create_task(known.addresses_of(PREFILL))
     await asyncio.sleep(0)
     prefill = make_instance(PREFILL, role=Role.PREFILL)

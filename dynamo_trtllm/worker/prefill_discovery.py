@@ -5,14 +5,16 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Discovery, Removed
-from dynamo_trtllm.kv_transfer.holders import HolderAddresses
+from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
 
 
-async def follow_holders(discovery: Discovery, namespace: str, holders: HolderAddresses) -> None:
-    """Pass each registered or removed instance to `holders`, until cancelled."""
+async def follow_prefill_workers(
+    discovery: Discovery, namespace: str, addresses: PrefillAddresses
+) -> None:
+    """Pass each registered or removed instance to `addresses`, until cancelled."""
     async with aclosing(discovery.watch(namespace)) as events:
         async for event in events:
             if isinstance(event, Added):
-                holders.add(event.instance)
+                addresses.add(event.instance)
             elif isinstance(event, Removed):
-                holders.remove(event.instance_id)
+                addresses.remove(event.instance_id)

@@ -13,7 +13,7 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 WAIT_S: Final = 2.0
 
 
-class HolderAddresses:
+class PrefillAddresses:
     """The registered addresses of prefill workers, by instance id.
 
     Those of a worker that has left stay for a while, because a draining worker leaves discovery
