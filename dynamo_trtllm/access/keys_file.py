@@ -19,10 +19,10 @@ import msgspec
 
 from dynamo_trtllm.access.api_keys import ApiKey
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 MAX_KEYS: Final = 10_000
 _MAX_BYTES = 16 << 20
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _decoder = msgspec.json.Decoder(ApiKey)
 
 
@@ -63,44 +63,18 @@ def read_keys(path: Path) -> KeysFile:
             names the file, and the line with the field.
     """
     try:
-        # The flag returns at once for a pipe, which is rejected.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(file, "rb") as opened:
-            status = os.fstat(file)
-            _check_status(path, status)
-            data = opened.read(_MAX_BYTES + 1)
+        file = read_trusted(path, _MAX_BYTES)
     except OSError as exc:
         raise _not_read(path, exc) from exc
-    if len(data) > _MAX_BYTES:
-        raise _error(f"the file of API keys {path} has more than {_MAX_BYTES} bytes; shorten it")
+    except UntrustedFile as exc:
+        raise _error(f"the file of API keys {path} {exc.problem}") from exc
     try:
-        lines = data.decode().splitlines()
+        lines = file.data.decode().splitlines()
     except UnicodeDecodeError as exc:
         raise _error(
             f"the file of API keys {path} is not UTF-8 text at byte {exc.start}; correct it"
         ) from exc
-    return KeysFile(_version(status), lines, _parsed(path, lines))
-
-
-def _check_status(path: Path, status: os.stat_result) -> None:
-    """Check that it is a file that only this user and root can write.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not stat.S_ISREG(status.st_mode):
-        raise _error(f"{path} is not a file; give a file of API keys")
-    if status.st_mode & _WRITABLE_BY_OTHERS:
-        raise _error(
-            f"group or others may write the file of API keys {path} (mode"
-            f" {stat.S_IMODE(status.st_mode):04o}), so its keys can't be trusted; run chmod go-w"
-            f" {path}"
-        )
-    if status.st_uid not in (0, os.geteuid()):
-        raise _error(
-            f"the file of API keys {path} belongs to user {status.st_uid}, who could change it;"
-            f" it must belong to user {os.geteuid()}, who runs this process, or to root"
-        )
+    return KeysFile(_version(file.status), lines, _parsed(path, lines))
 
 
 def _parsed(path: Path, lines: list[str]) -> list[ApiKey]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS: Final = 32
 MAX_KEYS: Final = 4
+_MAX_BYTES: Final = 64 << 10
 _FIELD: Final = "kv_transfer_key_file"
 _ID_PURPOSE: Final = b"dynamo_trtllm: id of a KV transfer key"
 _READER_PURPOSE: Final = b"dynamo_trtllm: reader of KV"
@@ -58,7 +59,7 @@ class TransferKeys:
         clock: returns seconds, monotonic.
 
     Raises:
-        ConfigError: the file can't be read, other users may write it, or a key is too short.
+        ConfigError: the file can't be read, other users may change it, or a key is too short.
     """
 
     def __init__(
@@ -135,41 +136,36 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
     """Read a key file, whose first key signs. Empty lines and lines with `#` are skipped.
 
     Raises:
-        ConfigError: the file can't be read, other users may write it, or a key is too short.
+        ConfigError: the file can't be read, other users may change it, or a key is too short.
     """
     try:
-        mode = path.stat().st_mode
-        lines = path.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not ASCII text"
-        raise ConfigError(
-            f"--kv-transfer-key-file {path} can't be read: {reason}; {_HINT}", field=_FIELD
-        ) from exc
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"--kv-transfer-key-file {path} can be written by other users (mode"
-            f" {stat.S_IMODE(mode):o}); run chmod go-w on it",
-            field=_FIELD,
-        )
+        lines = read_trusted(path, _MAX_BYTES).data.decode("ascii").splitlines()
+    except OSError as exc:
+        raise _error(f"{path} can't be read: {exc.strerror}; {_HINT}") from exc
+    except UnicodeDecodeError as exc:
+        raise _error(f"{path} is not ASCII text at byte {exc.start}; {_HINT}") from exc
+    except UntrustedFile as exc:
+        raise _error(f"{path} {exc.problem}") from exc
     keys: list[TransferKey] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         if len(text) < MIN_KEY_CHARACTERS:
-            raise ConfigError(
-                f"--kv-transfer-key-file {path}, line {number}: the key has {len(text)} characters"
-                f" and needs at least {MIN_KEY_CHARACTERS}; {_HINT}",
-                field=_FIELD,
+            raise _error(
+                f"{path}, line {number}: the key has {len(text)} characters and needs at least"
+                f" {MIN_KEY_CHARACTERS}; {_HINT}"
             )
         keys.append(_key_of(text))
     if not 0 < len(keys) <= MAX_KEYS:
-        raise ConfigError(
-            f"--kv-transfer-key-file {path} has {len(keys)} keys; it needs 1 to {MAX_KEYS}, one"
-            f" per line; {_HINT}",
-            field=_FIELD,
+        raise _error(
+            f"{path} has {len(keys)} keys; it needs 1 to {MAX_KEYS}, one per line; {_HINT}"
         )
     return tuple(keys)
+
+
+def _error(problem: str) -> ConfigError:
+    return ConfigError(f"--kv-transfer-key-file {problem}", field=_FIELD)
 
 
 def _key_of(text: str) -> TransferKey:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,27 +92,14 @@ def test_wrong_line_then_the_error_names_line_and_field(
     assert "secret" not in problem
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_file_that_others_may_write_is_rejected(path: Path, mode: int) -> None:
+@pytest.mark.parametrize("name", ["writable", "missing"])
+def test_file_that_is_not_read_is_named_in_the_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "writable"
     path.write_text(line(), encoding="utf-8")
-    path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"{mode:04o}.*chmod go-w"):
-        read_keys(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_file_of_another_user_is_rejected(path: Path) -> None:
-    path.write_text(line(), encoding="utf-8")
-    os.chown(path, 12345, 12345)
-    with pytest.raises(ConfigError, match="belongs to user 12345"):
-        read_keys(path)
-
-
-def test_what_is_no_file_is_rejected_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for name in ("pipe", "missing", "."):
-        with pytest.raises(ConfigError, match="API keys"):
-            read_keys(tmp_path / name)
+    path.chmod(0o620)
+    with pytest.raises(ConfigError, match=f"file of API keys .*/{name} ca.*; ") as caught:
+        read_keys(tmp_path / name)
+    assert caught.value.field == "api_keys_file"
 
 
 def test_unknown_and_repeated_names_are_rejected(path: Path) -> None:

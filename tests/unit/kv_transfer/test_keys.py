@@ -42,9 +42,9 @@ def test_key_id_does_not_show_the_key(key_file: Path) -> None:
     ("change", "message"),
     [
         (lambda path: path.unlink(), "can't be read: No such file"),
-        (lambda path: path.write_bytes(b"\xff" * 40), "not ASCII"),
-        (lambda path: path.chmod(0o620), "written by other users"),
-        (lambda path: path.chmod(0o602), "written by other users"),
+        (lambda path: path.write_bytes(b"\xff" * 40), "is not ASCII text at byte 0"),
+        (lambda path: path.chmod(0o620), "can be written by its group"),
+        (lambda path: path.write_text("#" * (64 << 10) + "#"), "has more than 65536 bytes"),
         (lambda path: path.write_text(f"{FIRST_KEY}\nshort\n"), "line 2: the key has 5 characters"),
         (lambda path: path.write_text("# no key\n"), "has 0 keys"),
         (lambda path: path.write_text(f"{FIRST_KEY}\n" * 5), "has 5 keys"),
@@ -57,6 +57,7 @@ def test_keys_when_file_is_wrong_then_config_error_says_why(
     with pytest.raises(ConfigError, match=message) as caught:
         TransferKeys(key_file)
     assert caught.value.field == "kv_transfer_key_file"
+    assert caught.value.message.startswith(f"--kv-transfer-key-file {key_file}")
     assert FIRST_KEY not in caught.value.message
 
 

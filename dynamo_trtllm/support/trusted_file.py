@@ -1,0 +1,76 @@
+"""Read files with secrets, which only this user and root may write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+_ROOT: Final = 0
+
+
+class UntrustedFile(Exception):
+    """A file that is not read.
+
+    Attributes:
+        problem: what is wrong and what to do, to be put after the name of the file.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class TrustedFile(NamedTuple):
+    """The content of a file, and its status when it was opened."""
+
+    status: os.stat_result
+    data: bytes
+
+
+def read_trusted(path: Path, max_bytes: int) -> TrustedFile:
+    """Read a file that only this user and root can write.
+
+    The file is checked after it was opened, so it can't be replaced between the check and the
+    read. A pipe is rejected without a wait for its writer.
+
+    Args:
+        path: of the file, or of a link to it.
+        max_bytes: longest content.
+
+    Raises:
+        OSError: the file can't be opened or read.
+        UntrustedFile: it is not a regular file, others can write it, it belongs to another user,
+            or it is too long.
+    """
+    # With O_NONBLOCK, a pipe is opened at once.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        _check(status, path)
+        with open(descriptor, "rb", closefd=False) as opened:
+            data = opened.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > max_bytes:
+        raise UntrustedFile(f"has more than {max_bytes} bytes; shorten it")
+    return TrustedFile(status, data)
+
+
+def _check(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UntrustedFile("is not a regular file; pass the path of one")
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        mode = stat.S_IMODE(status.st_mode)
+        raise UntrustedFile(
+            f"can be written by its group or by others (mode {mode:04o}), so its keys can't be"
+            f" trusted; run chmod go-w {path}"
+        )
+    user = os.geteuid()
+    if status.st_uid not in (_ROOT, user):
+        raise UntrustedFile(
+            f"belongs to user {status.st_uid}, who could change it; give it to user {user}, who"
+            " runs this process, or to root"
+        )

@@ -1,0 +1,74 @@
+"""Files with secrets: which are read, and what is said of the others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.support import trusted_file
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "secret"
+    made.write_bytes(b"12345")
+    made.chmod(0o600)
+    return made
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_file_that_others_can_not_write_is_read(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    file = read_trusted(link, 5)
+    assert file.data == b"12345"
+    assert file.status.st_ino == path.stat().st_ino
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_file_that_others_can_write_is_rejected(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    with pytest.raises(UntrustedFile, match=f"{mode:04o}.*chmod go-w {path}"):
+        read_trusted(path, 5)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_file_of_another_user_is_rejected(path: Path) -> None:
+    os.chown(path, 12345, 12345)
+    with pytest.raises(UntrustedFile, match="belongs to user 12345"):
+        read_trusted(path, 5)
+
+
+@pytest.mark.timeout(10)
+def test_pipe_and_folder_are_rejected_without_a_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("pipe", "."):
+        with pytest.raises(UntrustedFile, match="is not a regular file"):
+            read_trusted(tmp_path / name, 5)
+
+
+def test_file_that_is_too_long_is_rejected(path: Path) -> None:
+    with pytest.raises(UntrustedFile, match="has more than 4 bytes"):
+        read_trusted(path, 4)
+
+
+def test_file_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_trusted(tmp_path / "missing", 5)
+
+
+def test_file_when_replaced_after_the_check_then_the_checked_one_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"other")
+
+    def replace(status: os.stat_result, checked: Path) -> None:
+        os.replace(other, checked)
+
+    monkeypatch.setattr(trusted_file, "_check", replace)
+    assert read_trusted(path, 5).data == b"12345"
