@@ -43,9 +43,11 @@ class GuardsKvTransfers(ABC):
 
     @abstractmethod
     def use_transfer_guard(self, guard: TransferGuard) -> None:
-        """Check with `guard` to which address a decode call connects, and who reads KV.
+        """Use `guard` from now on, for each connection of a KV transfer.
 
-        A worker calls it once, before `start`. Signatures are checked before `generate`.
+        A decode engine awaits `guard.check_address` before it connects, and may present
+        `guard.reader_proof`, which the prefill engine checks with `guard.is_reader_proof`. A
+        worker calls this method once, before `start`. It checks signatures before `generate`.
         """
 
 
@@ -89,7 +91,7 @@ class MeasuresSteps(ABC):
     @property
     @abstractmethod
     def steps(self) -> deque[StepSample]:
-        """The newest measured steps, at most MAX_STEPS, the oldest first.
+        """The newest measured steps, at most 512, the oldest first.
 
         Their one reader removes them.
         """

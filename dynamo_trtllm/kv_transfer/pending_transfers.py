@@ -200,7 +200,7 @@ class KvTransfers(PendingTransfers):
         )
         super().__init__(identity, ttl_s=config.kv_transfer_ttl_s)
         self.backend = backend
-        self._guard: TransferGuard | None = None
+        self._guard = TransferGuard()
         self._timeout_s = config.kv_fetch_timeout_s
         self._unpublishing: set[asyncio.Task[None]] = set()
 
@@ -212,7 +212,7 @@ class KvTransfers(PendingTransfers):
     def use_guard(self, guard: TransferGuard) -> None:
         """Check the addresses of fetches, and the readers of published KV, with `guard`."""
         self._guard = guard
-        self.backend.keys = guard.keys
+        self.backend.guard = guard
 
     async def publish(
         self,
@@ -289,8 +289,6 @@ class KvTransfers(PendingTransfers):
         RECORDER.record(request.request_id, RecordedEvent.KV_FETCHED)
 
     async def _check_address(self, kv_params: KvTransferParams, offer: bytes) -> None:
-        if self._guard is None:
-            return
         address = self.backend.address_in(offer, kv_params.transfer_id)
         # "": a library chooses the address.
         if address:

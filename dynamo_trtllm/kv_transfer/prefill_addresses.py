@@ -16,11 +16,11 @@ WAIT_S: Final = 2.0
 class PrefillAddresses:
     """The registered addresses of prefill workers, by instance id.
 
-    Those of a worker that has left stay for a while, because a draining worker leaves discovery
-    first, and its KV is still fetched. Runs on the event loop.
+    Those of a worker that has left stay valid for a while, because a draining worker leaves
+    discovery first, and its KV is still fetched. Runs on the event loop.
 
     Args:
-        stay_s: how long they stay.
+        stay_s: how long they stay valid.
         wait_s: longest wait for an instance that is not registered yet.
         clock: returns seconds, monotonic.
     """
@@ -36,13 +36,15 @@ class PrefillAddresses:
         self._wait_s = wait_s
         self._clock = clock
         self._addresses: dict[int, tuple[str, ...]] = {}
-        self._left: dict[int, float] = {}  # instance id -> when its addresses are forgotten
+        # Instance id -> when its addresses are removed. Those that left first come first.
+        self._left: dict[int, float] = {}
         self._changed = asyncio.Event()
 
     def add(self, instance: Instance) -> None:
         """Note a registered instance. Only those with the role of prefill matter."""
         if instance.role is not Role.PREFILL:
             return
+        self._remove_expired()
         self._left.pop(instance.id, None)
         self._addresses[instance.id] = instance.kv_addresses
         self._changed.set()
@@ -50,22 +52,17 @@ class PrefillAddresses:
 
     def remove(self, instance_id: int) -> None:
         """Note that an instance has left."""
-        now = self._clock()
-        # Those that left first come first.
-        while self._left:
-            first = next(iter(self._left))
-            if self._left[first] > now:
-                break
-            del self._left[first]
-            del self._addresses[first]
-        if instance_id in self._addresses:
-            self._left[instance_id] = now + self._stay_s
+        self._remove_expired()
+        # If it has left already, its first departure counts.
+        if instance_id in self._addresses and instance_id not in self._left:
+            self._left[instance_id] = self._clock() + self._stay_s
 
     async def addresses_of(self, instance_id: int) -> tuple[str, ...] | None:
         """Return the addresses of an instance; wait a moment if it is not registered.
 
         None: it is not registered.
         """
+        self._remove_expired()
         try:
             async with asyncio.timeout(self._wait_s):
                 while instance_id not in self._addresses:
@@ -73,3 +70,12 @@ class PrefillAddresses:
         except TimeoutError:
             return None
         return self._addresses[instance_id]
+
+    def _remove_expired(self) -> None:
+        now = self._clock()
+        while self._left:
+            first = next(iter(self._left))
+            if self._left[first] > now:
+                break
+            del self._left[first]
+            del self._addresses[first]

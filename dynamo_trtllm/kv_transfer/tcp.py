@@ -37,7 +37,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     ended,
     results,
 )
-from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, decode_offer
 from dynamo_trtllm.protocol.errors import (
@@ -114,7 +114,7 @@ class TcpBackend:
         self.checksums = checksums or Checksums()
         # Nothing calls it: this backend can't transfer GPU memory.
         self.prepare_thread: Callable[[], None] = lambda: None
-        self.keys: TransferKeys | None = None
+        self.guard = TransferGuard()
         # Each token is derived from it and the transfer's id, so the listener knows the tokens of
         # ended transfers, too.
         self._token_secret = secrets.token_bytes(_TOKEN_BYTES)
@@ -208,10 +208,7 @@ class TcpBackend:
 
     def _is_reader(self, transfer_id: str, presented: bytes) -> bool:
         """Return whether a peer presents the token of a transfer, or the proof with keys."""
-        token = self._token(transfer_id)
-        if self.keys is None:
-            return hmac.compare_digest(presented, token)
-        return self.keys.is_reader_proof(presented, transfer_id, token)
+        return self.guard.is_reader_proof(presented, transfer_id, self._token(transfer_id))
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)
@@ -367,9 +364,7 @@ class TcpBackend:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(connection, (facts.host, facts.port))
             encoded_id = transfer_id.encode()
-            presented = facts.token
-            if self.keys is not None:
-                presented = self.keys.reader_proof(transfer_id, facts.token)
+            presented = self.guard.reader_proof(transfer_id, facts.token)
             request = _REQUEST.pack(our_magic, presented, len(encoded_id))
             await loop.sock_sendall(connection, request + encoded_id)
             reply = await _receive_bytes(connection, _REPLY.size)

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.kv_transfer.checksums import Checksums
-from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.errors import (
     BadFrame,
@@ -55,9 +55,9 @@ class TransferBackend(Protocol):
 
     name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp"
     checksums: Checksums
-    # With them, each reader proves that it has a key. A backend whose library serves readers on its
-    # own ignores them.
-    keys: TransferKeys | None
+    # Says what a reader presents, and checks it. A backend whose library serves readers on its own
+    # ignores it.
+    guard: TransferGuard
     # Called on each thread that passes memory to the library, before `start` returns or when the
     # thread starts. An engine with GPU memory sets it, to make that GPU the thread's current one.
     prepare_thread: Callable[[], None]

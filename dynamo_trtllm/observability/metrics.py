@@ -342,7 +342,7 @@ class WorkerMetrics(ProcessMetrics):
         self.child("kv_transfer_bytes_per_second", transport).observe(timings.kv_bytes / seconds)
 
     def transfer_rejected(self, reason: str) -> None:
-        """Count KV transfer parameters that were rejected. `reason`: a `guard.Rejection`."""
+        """Count a rejected KV transfer. `reason`: a `kv_transfer.rejections.Rejection`."""
         self.child("rejected_kv_transfers_total", reason).inc()
 
     def key_reload_failed(self) -> None:

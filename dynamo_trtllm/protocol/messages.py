@@ -197,7 +197,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferSignature(msgspec.Struct, frozen=True, array_like=True):
-    """Signature of KV transfer parameters by a key of the deployment, see `kv_transfer.guard`."""
+    """Signature of KV transfer parameters by a key of the deployment, see `kv_transfer.signer`."""
 
     key_id: str
     request_id: str  # of the only request that may use the parameters

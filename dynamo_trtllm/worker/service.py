@@ -20,7 +20,7 @@ import msgspec
 
 from dynamo_trtllm.engines.capabilities import ChecksHealth, MeasuresSteps, TransfersKv
 from dynamo_trtllm.engines.engine_interface import Engine, EngineStats
-from dynamo_trtllm.kv_transfer.guard import TransferGuard
+from dynamo_trtllm.kv_transfer.signer import AdmittedFetch, TransferSigner
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -187,14 +187,14 @@ class _ServiceStream(Stream):
     __slots__ = (
         "_arrived_s",
         "_calls",
-        "_guard",
         "_is_stopped",
         "_metrics",
         "_num_prompt_tokens",
         "_phase",
         "_receivers",
+        "_signer",
         "admission",
-        "fetched",
+        "fetch",
         "num_tokens",
         "request_id",
         "source",
@@ -207,12 +207,12 @@ class _ServiceStream(Stream):
         metrics: WorkerMetrics,
         on_event: OnEvent,
         calls: deque[CallSample],
-        guard: TransferGuard,
+        signer: TransferSigner,
     ) -> None:
         super().__init__(on_event)
-        self._guard = guard
+        self._signer = signer
         self._receivers = request.kv_receivers
-        self.fetched: KvTransferParams | None = None  # of an admitted decode call
+        self.fetch: AdmittedFetch | None = None  # of a decode call with signed parameters
         self._calls: deque[CallSample] | None = calls  # None: it has the sample of this call
         self._arrived_s = time.monotonic()
         self._num_prompt_tokens = len(request.token_ids)
@@ -242,14 +242,14 @@ class _ServiceStream(Stream):
 
     def _signed(self, chunk: Chunk, kv_params: KvTransferParams) -> Chunk:
         """Return the last chunk of a prefill call, with signed parameters if there is a key."""
-        signed = self._guard.sign(kv_params, self.request_id, self._receivers)
+        signed = self._signer.sign(kv_params, self.request_id, self._receivers)
         return msgspec.structs.replace(chunk, kv_params=signed)
 
     def _note_first(self, chunk: Chunk) -> None:
         if chunk.token_ids:
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
-        if self.fetched is not None:
-            self._guard.note_fetched(self.fetched)
+        if self.fetch is not None:
+            self.fetch.note_arrival()
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
         if self._calls is None:
@@ -295,8 +295,8 @@ class _ServiceStream(Stream):
         else:
             code = last.code
         RECORDER.unfollow(self)
-        if self.fetched is not None:
-            self._guard.end_fetch(self.fetched)
+        if self.fetch is not None:
+            self.fetch.end()
         reason = code if finish_reason is None else finish_reason
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
         # The engine may hold a cancelled call for longer: until its fetch has stopped.
@@ -315,7 +315,7 @@ class WorkerService:
         admission: limits of the worker.
         files: paths of the card's files by content hash.
         metrics: metrics of the worker.
-        guard: signs and checks KV transfer parameters; None: there is no key.
+        signer: signs and checks KV transfer parameters; None: there is no key.
         kv_events: publisher of the engine's KV events, if the worker publishes them.
         cost_prior: what is known of the time of steps before they are measured.
         timing: how long the worker waits.
@@ -327,14 +327,14 @@ class WorkerService:
     _: KW_ONLY
     files: Mapping[str, Path]
     metrics: WorkerMetrics
-    guard: TransferGuard | None = None
+    signer: TransferSigner | None = None
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
     timing: WorkerTiming = TIMING
 
     def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
-        self._guard = self.guard or TransferGuard(self.instance.id)
+        self._signer = self.signer or TransferSigner(self.instance.id)
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
         # Of prompts that came since then.
@@ -350,7 +350,7 @@ class WorkerService:
         )
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls, self._guard)
+        stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls, self._signer)
         prompt_tokens = len(request.token_ids)
         RECORDER.record(
             request.request_id, RecordedEvent.CALL_RECEIVED, prompt_tokens, reason=request.phase
@@ -361,7 +361,7 @@ class WorkerService:
         context.run(request_id.set, request.request_id)
         try:
             self._check(request)
-            self._guard_transfer(request, stream)
+            self._check_transfer(request, stream)
             stats = self.engine.stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
@@ -397,7 +397,7 @@ class WorkerService:
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
-    def _guard_transfer(self, request: GenerateRequest, stream: _ServiceStream) -> None:
+    def _check_transfer(self, request: GenerateRequest, stream: _ServiceStream) -> None:
         """Check the KV transfer of a call, before it takes a slot or reaches the engine.
 
         Raises:
@@ -405,10 +405,9 @@ class WorkerService:
             TransferExpired: its parameters have expired.
         """
         if request.phase is Phase.PREFILL:
-            self._guard.check_prefill(request)
+            self._signer.check_prefill(request)
         elif request.kv_params is not None:
-            self._guard.begin_fetch(request.kv_params, request.request_id)
-            stream.fetched = request.kv_params
+            stream.fetch = self._signer.admit_fetch(request.kv_params, request.request_id)
 
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
@@ -492,7 +491,7 @@ class WorkerService:
             TransferRejected: they are not from this worker.
             TransferExpired: the KV is not pending any more.
         """
-        reissued = self._guard.reissue(kv_params, receivers)
+        reissued = self._signer.reissue(kv_params, receivers)
         transfer_id = kv_params.transfer_id
         if not isinstance(self.engine, TransfersKv) or not self.engine.is_pending(transfer_id):
             raise TransferExpired(

@@ -42,6 +42,7 @@ from dynamo_trtllm.engines.factory import (
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
+from dynamo_trtllm.kv_transfer.signer import TransferSigner
 from dynamo_trtllm.models import locate, resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
@@ -301,15 +302,18 @@ class Worker(Lifecycle):
         config = self._config = checked.config
         engine = checked.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
-        addresses = PrefillAddresses(stay_s=config.kv_transfer_ttl_s)
-        guard = self._transfer_guard(addresses)
+        keys = self._transfer_keys()
+        addresses = None
+        if config.disaggregation_mode is Role.DECODE:
+            addresses = PrefillAddresses(stay_s=config.kv_transfer_ttl_s)
+        count = self._metrics.transfer_rejected
         if isinstance(engine, GuardsKvTransfers):
-            engine.use_transfer_guard(guard)
+            engine.use_transfer_guard(TransferGuard(keys, addresses=addresses, count=count))
         await self._serve_health(engine, stack)
         plane = await self._connect(stack)
         discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
-        if config.disaggregation_mode is Role.DECODE:
+        if addresses is not None:
             following = follow_prefill_workers(discovery, self._endpoint.namespace, addresses)
             task = self._tasks.start(following, "prefill-addresses")
             stack.push_async_callback(self._tasks.cancel, task)
@@ -323,7 +327,7 @@ class Worker(Lifecycle):
             self._admission(info),
             files=files,
             metrics=self._metrics,
-            guard=guard,
+            signer=TransferSigner(self.instance_id, keys, count=count),
             kv_events=self._publish_kv_events(engine, plane, instance, stack),
             cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
             timing=self._timing,
@@ -350,24 +354,21 @@ class Worker(Lifecycle):
         self._health.phase = "serving"
         return service, worker_sleep
 
-    def _transfer_guard(self, addresses: PrefillAddresses) -> TransferGuard:
-        """Return the guard of this worker's KV transfers.
+    def _transfer_keys(self) -> TransferKeys | None:
+        """Return the keys that sign this worker's KV transfers. None: it has no key file.
 
         Raises:
             ConfigError: the key file can't be used.
         """
         config = self._config
-        keys = None
         if config.kv_transfer_key_file is not None:
-            keys = TransferKeys(config.kv_transfer_key_file, self._metrics.key_reload_failed)
-        elif config.disaggregation_mode is not Role.AGGREGATED and not config.uses_inproc_plane:
+            return TransferKeys(config.kv_transfer_key_file, self._metrics.key_reload_failed)
+        if config.disaggregation_mode is not Role.AGGREGATED and not config.uses_inproc_plane:
             log.warning(
                 "KV transfers are not signed: any client of NATS can make this worker transfer KV;"
                 " give all workers the same --kv-transfer-key-file"
             )
-        return TransferGuard(
-            self.instance_id, keys, addresses=addresses, count=self._metrics.transfer_rejected
-        )
+        return None
 
     def _start_recorder(self, stack: AsyncExitStack) -> None:
         config = self._config

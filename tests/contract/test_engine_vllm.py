@@ -131,7 +131,7 @@ async def test_decode_call_connects_to_registered_addresses_only(engines: Engine
     addresses = PrefillAddresses(stay_s=9, wait_s=0)
     prefill = make_instance(kv_params.prefill_instance_id, role=Role.PREFILL)
     addresses.add(msgspec.structs.replace(prefill, kv_addresses=("10.0.0.1:5600",)))
-    engines.decode.library.guard = TransferGuard(2, addresses=addresses)  # type: ignore[attr-defined]
+    engines.decode.library.guard = TransferGuard(addresses=addresses)  # type: ignore[attr-defined]
     with pytest.raises(TransferRejected, match="not a registered address"):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     release(engines.prefill, kv_params)

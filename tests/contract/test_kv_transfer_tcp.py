@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.kv_transfer import tcp
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
@@ -84,27 +85,27 @@ async def test_read_when_transfer_has_ended_then_the_error_says_so(holder: TcpBa
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> TransferKeys:
-    return TransferKeys(write_keys(tmp_path / "keys", FIRST_KEY))
+def guard(tmp_path: Path) -> TransferGuard:
+    return TransferGuard(TransferKeys(write_keys(tmp_path / "keys", FIRST_KEY)))
 
 
 async def test_read_when_both_workers_have_the_key_then_kv_arrives(
-    holder: TcpBackend, fetched: list[str], keys: TransferKeys
+    holder: TcpBackend, fetched: list[str], guard: TransferGuard
 ) -> None:
-    holder.keys = keys
+    holder.guard = guard
     source = content("a", 1000)
     target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     reader = TcpBackend()
-    reader.keys = keys
+    reader.guard = guard
     await reader.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
     assert target == source
 
 
 async def test_read_by_a_stranger_who_overheard_the_offer_fails(
-    holder: TcpBackend, fetched: list[str], keys: TransferKeys
+    holder: TcpBackend, fetched: list[str], guard: TransferGuard
 ) -> None:
-    holder.keys = keys
+    holder.guard = guard
     offer = await holder.publish("t", split(content("a", 1000), [1000]))
     to = Destination(split(bytearray(1000), [1000]))
     with pytest.raises(TransferFailed, match="closed the connection"):

@@ -156,7 +156,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         self._instance_id = instance_id
         self._model = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
-        self._transfer_guard: TransferGuard | None = None
+        self._transfer_guard = TransferGuard()
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         # These end the threads that read from the library. They are idempotent.

@@ -103,7 +103,7 @@ class TorchEngine(
         self._backend = backend
         self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
         self.kv_connector: KvConnector | None = None  # None for an aggregated worker
-        self._transfer_guard: TransferGuard | None = None
+        self._transfer_guard = TransferGuard()
         self._tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
@@ -123,8 +123,7 @@ class TorchEngine(
         self._scheduler = scheduler
         if self._backend is not None:
             self.kv_connector = self._create_connector(self._backend, layout=info.layout)
-            if self._transfer_guard is not None:
-                self.kv_connector.use_guard(self._transfer_guard)
+            self.kv_connector.use_guard(self._transfer_guard)
             await self.kv_connector.start(scheduler.transfer_buffer)
             info = dataclasses.replace(info, kv_addresses=self.kv_connector.addresses)
         scheduler.thread.start()

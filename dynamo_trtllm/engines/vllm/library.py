@@ -67,7 +67,7 @@ class VllmLibrary:
     llm: Any
     model_limits: VllmModelLimits
     last_counts: Callable[[], Counts]  # returns the counters of the last step
-    guard: TransferGuard | None = None  # checks where decode calls connect
+    guard: TransferGuard  # checks where decode calls connect
 
     def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
@@ -207,7 +207,7 @@ class VllmCall:
     async def run(self, receiver: ResultReceiver) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
         assert self._converted is not None
-        if self._source is not None and self._library.guard is not None:
+        if self._source is not None:
             kv_params, address = self._source
             await self._library.guard.check_address(kv_params, address)
         arguments = self._library.bindings.arguments(self._converted)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
-from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
@@ -63,8 +63,8 @@ class NixlBackend:
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
-        # UCX serves every reader that has the offer.
-        self.keys: TransferKeys | None = None
+        # Nothing calls it: UCX serves every reader that has the offer.
+        self.guard = TransferGuard()
         self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
         self._validity_slots = ValiditySlots()

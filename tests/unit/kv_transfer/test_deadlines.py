@@ -13,7 +13,6 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
-from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
 from dynamo_trtllm.kv_transfer.prefill_addresses import PrefillAddresses
@@ -40,7 +39,7 @@ class Slow:
     """A backend that records the time limits of its fetches, which all fail with its error."""
 
     name = "slow"
-    keys: TransferKeys | None = None
+    guard = TransferGuard()
 
     def __init__(self, error: DynamoError | None = None) -> None:
         self.error = error
@@ -140,7 +139,7 @@ async def test_fetch_connects_to_registered_addresses_only(registered: str) -> N
     addresses.add(msgspec.structs.replace(prefill, kv_addresses=(registered,)))
     backend = Slow()
     fetching = fetch(
-        backend, 9, deadline_in_s=9, timeout_s=3, guard=TransferGuard(2, addresses=addresses)
+        backend, 9, deadline_in_s=9, timeout_s=3, guard=TransferGuard(addresses=addresses)
     )
     if registered == "10.0.0.1:22":
         await fetching

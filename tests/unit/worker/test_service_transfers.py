@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
+from dynamo_trtllm.kv_transfer.signer import TransferSigner
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
@@ -52,11 +52,11 @@ class SigningService:
         self.metrics = WorkerMetrics()
         self.admission = WorkerAdmission(max_active=1)
         instance = make_instance(PREFILL if role is Role.PREFILL else DECODE, role=role)
-        guard = TransferGuard(
+        signer = TransferSigner(
             instance.id, TransferKeys(key_file), count=self.metrics.transfer_rejected
         )
         self.service = WorkerService(
-            self.engine, instance, self.admission, files={}, metrics=self.metrics, guard=guard
+            self.engine, instance, self.admission, files={}, metrics=self.metrics, signer=signer
         )
 
     async def ask(self, request: GenerateRequest) -> list[Chunk]:
@@ -120,6 +120,7 @@ async def test_prefill_call_without_receivers_is_rejected(
     with pytest.raises(TransferRejected, match="upgrade the frontend"):
         await prefill.ask(prefill_call(receivers=()))
     assert prefill.engine.asked == 0
+    assert prefill.rejections("no_receiver") == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ async def test_reissue_signs_for_another_worker_while_kv_is_pending(
 ) -> None:
     verb = ReissueKvParams(await signed_params(prefill), (9,))
     reissued = decode(await prefill.service.control(verb), KvTransferParams)
-    TransferGuard(9, TransferKeys(key_file)).begin_fetch(reissued, "r-1")
+    TransferSigner(9, TransferKeys(key_file)).admit_fetch(reissued, "r-1")
     await prefill.service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED))
     with pytest.raises(TransferExpired, match="not pending any more"):
         await prefill.service.control(verb)

@@ -11,6 +11,7 @@ import pytest
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
+from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.protocol.errors import EngineFailed
 from dynamo_trtllm.protocol.messages import Chunk, Role
 from dynamo_trtllm.protocol.streams import StreamEvent
@@ -49,7 +50,8 @@ def runner_of(llm: Llm) -> ExternalEngine:
         dead=RuntimeError, version="0.24.0", arguments=lambda converted: {}
     )
     limits = VllmModelLimits(role=Role.AGGREGATED, info=info_of(), max_logprobs=20)
-    library = VllmLibrary(bindings, llm, limits, lambda: None)  # type: ignore[arg-type,return-value]
+    guard = TransferGuard()
+    library = VllmLibrary(bindings, llm, limits, lambda: None, guard)  # type: ignore[arg-type,return-value]
     return serve(library)
 
 

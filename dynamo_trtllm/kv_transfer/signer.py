@@ -1,0 +1,275 @@
+"""Sign KV transfer parameters at prefill workers, and admit only right ones at decode workers.
+
+The parameters travel from the prefill worker over a frontend to the decode worker. Workers with
+keys (`--kv-transfer-key-file`) sign them, so that no client of NATS without a key can make a decode
+worker connect, allocate memory or read KV. Frontends need no key: they name the receivers, and pass
+the signed parameters on.
+
+A signature covers the parameters, which include the prefill instance and the expiry, the request,
+and the receivers. It is HMAC-SHA256 over the values in a fixed order.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from dynamo_trtllm.kv_transfer.keys import TransferKey, TransferKeys
+from dynamo_trtllm.kv_transfer.rejections import (
+    CountRejection,
+    Rejection,
+    count_nothing,
+    rejection,
+)
+from dynamo_trtllm.protocol.errors import TransferExpired, TransferRejected
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    KvTransferParams,
+    TransferSignature,
+    decode,
+    encode,
+)
+
+_PURPOSE: Final = "dynamo_trtllm: KV transfer parameters 1"
+
+
+class _UsedTransfers:
+    """The transfers whose signed parameters can't be used now, because a call uses or has used
+    them.
+
+    Args:
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._fetching: set[str] = set()  # ids of transfers that calls fetch now
+        # Id of each transfer whose KV has arrived -> its expiry. Removed at its expiry; from then
+        # on it is rejected as expired.
+        self._fetched: dict[str, float] = {}
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._fetching or transfer_id in self._fetched
+
+    def begin(self, transfer_id: str) -> None:
+        """Note that a call fetches a transfer."""
+        self._fetching.add(transfer_id)
+
+    def end(self, transfer_id: str) -> None:
+        """Note that no call fetches a transfer any more."""
+        self._fetching.discard(transfer_id)
+
+    def add_fetched(self, transfer_id: str, expires_at: float) -> None:
+        """Note that the KV of a transfer has arrived."""
+        now = self._clock()
+        # Those that were fetched first come first, and usually expire first.
+        while self._fetched:
+            oldest = next(iter(self._fetched))
+            if self._fetched[oldest] > now:
+                break
+            del self._fetched[oldest]
+        self._fetched[transfer_id] = expires_at
+
+
+class AdmittedFetch:
+    """A decode call with signed parameters, which `TransferSigner.admit_fetch` has admitted.
+
+    No other call may use the parameters until `end`, and none after `note_arrival`.
+    """
+
+    __slots__ = ("_expires_at", "_transfer_id", "_used")
+
+    def __init__(self, kv_params: KvTransferParams, used: _UsedTransfers) -> None:
+        self._transfer_id = kv_params.transfer_id
+        self._expires_at = kv_params.expires_at
+        self._used = used
+        used.begin(self._transfer_id)
+
+    def note_arrival(self) -> None:
+        """Note that the KV has arrived: the parameters can't be used again."""
+        self._used.add_fetched(self._transfer_id, self._expires_at)
+
+    def end(self) -> None:
+        """End the call. If its KV has not arrived, another call may use the parameters."""
+        self._used.end(self._transfer_id)
+
+
+class TransferSigner:
+    """Signs the KV transfer parameters of a worker's prefill calls, and checks those of its decode
+    calls. Runs on the event loop.
+
+    Args:
+        instance_id: of the worker.
+        keys: of the deployment; None: nothing is signed, and signed parameters are rejected.
+        count: counts a rejection by its reason.
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        instance_id: int,
+        keys: TransferKeys | None = None,
+        *,
+        count: CountRejection = count_nothing,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._instance_id = instance_id
+        self._keys = keys
+        self._count = count
+        self._clock = clock
+        self._used = _UsedTransfers(clock)
+
+    # --- prefill worker ---------------------------------------------------------------------------
+
+    def check_prefill(self, request: GenerateRequest) -> None:
+        """Check that a prefill call names the receivers of its KV, if they are signed.
+
+        Raises:
+            TransferRejected: it names none.
+        """
+        if self._keys is not None and not request.kv_receivers:
+            self._count(Rejection.NO_RECEIVER)
+            raise TransferRejected(
+                "this prefill worker signs its KV transfers, and the call does not name the decode"
+                " worker that may use them; upgrade the frontend, or start the workers without"
+                " --kv-transfer-key-file"
+            )
+
+    def sign(
+        self, kv_params: KvTransferParams, request_id: str, receivers: Sequence[int]
+    ) -> KvTransferParams:
+        """Return the parameters with a signature, or unchanged if this worker has no key."""
+        if self._keys is None:
+            return kv_params
+        # The signature must cover the values that the decode worker decodes: an engine may have
+        # given an integer for a float, which is encoded differently.
+        as_read = decode(encode(kv_params), KvTransferParams)
+        signature = _signature(self._keys.signing(), as_read, request_id, tuple(receivers))
+        return msgspec.structs.replace(as_read, signature=signature)
+
+    def reissue(self, kv_params: KvTransferParams, receivers: Sequence[int]) -> KvTransferParams:
+        """Sign parameters of this worker again, for other receivers.
+
+        Raises:
+            TransferRejected: this worker has not signed them.
+            TransferExpired: they have expired.
+        """
+        signature = self._verified(kv_params)
+        prefill_id = kv_params.prefill_instance_id
+        if prefill_id != self._instance_id:
+            raise rejection(
+                kv_params,
+                Rejection.WRONG_PREFILL_WORKER,
+                f"its KV is at instance {prefill_id:x}, and this is {self._instance_id:x}",
+                self._count,
+            )
+        return self.sign(kv_params, signature.request_id, receivers)
+
+    # --- decode worker ----------------------------------------------------------------------------
+
+    def admit_fetch(self, kv_params: KvTransferParams, request_id: str) -> AdmittedFetch | None:
+        """Check the parameters of a decode call, before anything is allocated for it.
+
+        Returns:
+            The fetch, which the caller ends. None: workers have no keys, so nothing is checked.
+
+        Raises:
+            TransferRejected: they are forged, used already, or not for this worker or request.
+            TransferExpired: they have expired.
+        """
+        if self._keys is None and kv_params.signature is None:
+            return None
+        signature = self._verified(kv_params)
+        if signature.request_id != request_id:
+            raise rejection(
+                kv_params,
+                Rejection.WRONG_REQUEST,
+                f"it is for request {signature.request_id}, not {request_id}",
+                self._count,
+            )
+        if self._instance_id not in signature.receivers:
+            raise rejection(
+                kv_params, Rejection.WRONG_RECEIVER, "it is for another decode worker", self._count
+            )
+        if kv_params.transfer_id in self._used:
+            raise rejection(
+                kv_params,
+                Rejection.REPLAYED,
+                "its parameters were used already; prefill again",
+                self._count,
+            )
+        return AdmittedFetch(kv_params, self._used)
+
+    def _verified(self, kv_params: KvTransferParams) -> TransferSignature:
+        """Return the signature of parameters, if it is valid and they have not expired."""
+        if self._keys is None:
+            raise rejection(
+                kv_params,
+                Rejection.NO_KEY,
+                "this worker has no keys to check its signature; give all workers the same"
+                " --kv-transfer-key-file",
+                self._count,
+            )
+        signature = kv_params.signature
+        if signature is None:
+            raise rejection(
+                kv_params,
+                Rejection.UNSIGNED,
+                "it is not signed, and this worker has keys; give all workers the same"
+                " --kv-transfer-key-file, and upgrade older frontends, which drop signatures",
+                self._count,
+            )
+        key = self._keys.find(signature.key_id)
+        if key is None:
+            raise rejection(
+                kv_params,
+                Rejection.UNKNOWN_KEY,
+                f"it is signed with key {signature.key_id}, and this worker has"
+                f" {self._keys.ids()}; give all workers the same --kv-transfer-key-file",
+                self._count,
+            )
+        expected = _signature(key, kv_params, signature.request_id, signature.receivers)
+        if not hmac.compare_digest(signature.mac, expected.mac):
+            raise rejection(
+                kv_params,
+                Rejection.FORGED,
+                "its signature is wrong: a value was changed",
+                self._count,
+            )
+        late_s = self._clock() - kv_params.expires_at
+        if late_s >= 0:
+            self._count(Rejection.EXPIRED)
+            raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {late_s:.1f} s ago")
+        return signature
+
+
+def _signature(
+    key: TransferKey, kv_params: KvTransferParams, request_id: str, receivers: tuple[int, ...]
+) -> TransferSignature:
+    # MessagePack values carry their lengths, so no two lists of values have the same bytes. The
+    # order is part of the format: a new field of the parameters needs a new purpose.
+    signed = (
+        _PURPOSE,
+        request_id,
+        receivers,
+        kv_params.version,
+        kv_params.transfer_id,
+        kv_params.engine,
+        kv_params.model,
+        kv_params.layout,
+        sorted(kv_params.kv_compat.items()),
+        kv_params.prefill_instance_id,
+        kv_params.expires_at,
+        kv_params.prompt_tokens,
+        kv_params.first_token_ids,
+        kv_params.first_logprobs,
+        kv_params.transport,
+        kv_params.kv_bytes,
+        kv_params.engine_state,
+    )
+    mac = hmac.digest(key.secret, encode(signed), "sha256")
+    return TransferSignature(key.key_id, request_id, receivers, mac)
