@@ -61,7 +61,7 @@ def test_file_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
         read_trusted(tmp_path / "missing", 5)
 
 
-def test_file_when_replaced_after_the_check_then_the_checked_one_is_read(
+def test_file_when_replaced_after_check_then_checked_one_is_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = path.with_name("other")
