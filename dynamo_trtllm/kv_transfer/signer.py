@@ -175,7 +175,8 @@ class TransferSigner:
         """Check the parameters of a decode call, before anything is allocated for it.
 
         Returns:
-            The fetch, which the caller ends. None: workers have no keys, so nothing is checked.
+            The fetch, which the caller ends. None: this worker has no keys and the
+            parameters no signature, so nothing is checked.
 
         Raises:
             TransferRejected: they are forged, used already, or not for this worker or request.
@@ -210,8 +211,8 @@ class TransferSigner:
             raise rejection(
                 kv_params,
                 Rejection.NO_KEY,
-                "this worker has no keys to check its signature; give all workers the same"
-                " --kv-transfer-key-file",
+                "this worker has no keys, which signed KV transfers need; give all workers the"
+                " same --kv-transfer-key-file",
                 self._count,
             )
         signature = kv_params.signature
