@@ -34,6 +34,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
+_FORMS: Final = {_MESSAGES: messages_error}
 
 
 class FrontendApp(NamedTuple):
@@ -97,13 +98,14 @@ def build_app(
         Route("GET", "/docs", docs),
     ]
     before = hooks.before if hooks else None
+    added: list[Route] = []
     if hooks:
         hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
-        routes += hooks.route_list(routes, partial(_open_body, app_state))
-    forms = {_MESSAGES: messages_error}
+        added = hooks.route_list(routes, partial(_open_body, app_state))
     hint = "; see /docs for the API"
     guard = _guard(config, access)
-    router = Router(routes, hint, config.allowed_origins, forms, guard=guard, before=before)
+    origins = config.allowed_origins
+    router = Router(routes, hint, origins, _FORMS, guard=guard, before=before, added=added)
     return FrontendApp(router, access, traces, response_store.aclose)
 
 

@@ -28,6 +28,7 @@ ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subject
 
 
 _NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
+_NO_HANDLERS: Final[Mapping[str, Handler]] = {}
 
 
 Guard: TypeAlias = Callable[[HttpRequest, HttpResponse], None]
@@ -44,6 +45,42 @@ class Route(NamedTuple):
     handler: Handler
 
 
+class _RouteTable:
+    """Finds handlers by method and path. A path without parameters comes before those with some."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        by_path: dict[str, dict[str, Handler]] = {}
+        for route in routes:
+            by_path.setdefault(route.path, {})[route.method] = route.handler
+        self._exact: dict[str, Mapping[str, Handler]] = {}
+        self._patterns: list[tuple[re.Pattern[str], Mapping[str, Handler]]] = []
+        for path, methods in by_path.items():
+            if "{" in path:
+                self._patterns.append((path_pattern(path), methods))
+            else:
+                self._exact[path] = methods
+
+    def find(self, request: HttpRequest) -> tuple[Handler | None, Set[str]]:
+        """Return the first handler of a request, and set its path parameters.
+
+        Without a handler of the method, return the methods of all paths that match.
+        """
+        method = "GET" if request.method == "HEAD" else request.method
+        methods = self._exact.get(request.path, _NO_HANDLERS)
+        if method in methods:
+            return methods[method], methods.keys()
+        allowed = dict.fromkeys(methods)
+        for pattern, methods in self._patterns:
+            match = pattern.fullmatch(request.path)
+            if match is None:
+                continue
+            if method in methods:
+                request.path_params = match.groupdict()
+                return methods[method], methods.keys()
+            allowed |= dict.fromkeys(methods)
+        return None, allowed.keys()
+
+
 class Router:
     """The handler of all requests. Routes of GET serve HEAD, too."""
 
@@ -55,8 +92,9 @@ class Router:
         error_forms: Mapping[str, ErrorForm] = _NO_FORMS,
         guard: Guard | None = None,
         before: Handler | None = None,
+        added: Sequence[Route] = (),
     ) -> None:
-        """Create the router. The first path that matches decides.
+        """Create the router. The first route whose path and method match decides.
 
         Args:
             routes: the routes.
@@ -68,6 +106,7 @@ class Router:
                 DynamoError, that is the answer.
             before: is called with every request after that, also for unknown paths, before its
                 handler. The handler is left out if `before` has answered.
+            added: routes of a program, for paths that match none of `routes` with any method.
         """
         self.routes = routes
         self._guard = guard
@@ -75,17 +114,9 @@ class Router:
         self._hint = hint
         self._origins = origins
         self._error_forms = error_forms
-        self._allowed_methods = ", ".join(sorted({route.method for route in routes}))
-        by_path: dict[str, dict[str, Handler]] = {}
-        for route in routes:
-            by_path.setdefault(route.path, {})[route.method] = route.handler
-        self._exact: dict[str, Mapping[str, Handler]] = {}
-        self._patterns: list[tuple[re.Pattern[str], Mapping[str, Handler]]] = []
-        for path, methods in by_path.items():
-            if "{" in path:
-                self._patterns.append((path_pattern(path), methods))
-            else:
-                self._exact[path] = methods
+        self._allowed_methods = ", ".join(sorted({route.method for route in [*routes, *added]}))
+        self._table = _RouteTable(routes)
+        self._added = _RouteTable(added)
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
         """Give the request an id, and run its handler.
@@ -115,8 +146,9 @@ class Router:
                 response.send_error(error)
             if response.started:
                 return
-        methods = self._exact.get(request.path) or self._match(request)
-        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        handler, methods = self._table.find(request)
+        if not methods:
+            handler, methods = self._added.find(request)
         about = f"{request.method} {request.path}"
         if not methods:
             message = f"not found: {about}{self._hint}"
@@ -159,13 +191,6 @@ class Router:
         }
         response.send(200, b"", "text/plain", headers)
         return True
-
-    def _match(self, request: HttpRequest) -> Mapping[str, Handler]:
-        for pattern, methods in self._patterns:
-            if match := pattern.fullmatch(request.path):
-                request.path_params = match.groupdict()
-                return methods
-        return {}
 
 
 def _body(response: HttpResponse, status: int, message: str, code: str) -> Mapping[str, Any]:
