@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.sanitize import MASK, mask_address
+from dynamo_trtllm.protocol.sanitize import MASK, mask_address, shown
 
 
 def value_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
@@ -45,7 +45,7 @@ def _problem(model: type[BaseModel], name: str, problem: Any) -> str:
         value = MASK
     if isinstance(value, str) and _extra(model, name).get("is_address"):
         value = mask_address(value)
-    return f"{name} is {value!r}: {message}"
+    return f"{name} is {shown(value)}: {message}"
 
 
 def _advice(model: type[BaseModel], name: str) -> str:

@@ -26,6 +26,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady, install_hint
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.sanitize import shown
 from dynamo_trtllm.worker.worker import Worker
 
 # Each takes the memory of all GPUs that the process sees.
@@ -69,6 +70,10 @@ def serve(
     """
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
     _check_counts(counts, engine)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model is {shown(model)}; pass the name of a bundled model, or a folder", field="model"
+        )
     if engine == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError(
             f"serve() runs the torch engine, but torch is not installed; {install_hint('torch')},"
@@ -77,14 +82,14 @@ def serve(
         )
     cluster = _own_cluster()
     common: dict[str, Any] = {"model_path": os.fspath(model), "engine": engine, **cluster}
-    _check_unset("worker_settings", worker_settings, [*common, "disaggregation_mode"])
+    _check_settings("worker_settings", worker_settings, [*common, "disaggregation_mode"])
     common |= worker_settings or {}
     workers = []
     for role, count in counts.items():
         for _ in range(count):
             config = WorkerConfig(disaggregation_mode=role, **common)
             workers.append(Worker(config))
-    _check_unset("frontend_settings", frontend_settings, cluster)
+    _check_settings("frontend_settings", frontend_settings, cluster)
     # frontend_settings may have another address.
     settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
     settings |= frontend_settings or {}
@@ -99,7 +104,8 @@ def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
         if not isinstance(count, int) or not 0 <= count <= _MAX_WORKERS:
             name = names.get(role, role.value)
             raise ConfigError(
-                f"{name}={count!r} workers are not possible; pass 0 to {_MAX_WORKERS}", field=name
+                f"{name}={shown(count)} workers are not possible; pass 0 to {_MAX_WORKERS}",
+                field=name,
             )
     has_both_phases = counts[Role.PREFILL] > 0 and counts[Role.DECODE] > 0
     has_one_phase = counts[Role.PREFILL] > 0 or counts[Role.DECODE] > 0
@@ -124,10 +130,17 @@ def _own_cluster() -> dict[str, str]:
     return {"nats_server": INPROC + name, "etcd_endpoints": MEMORY + name, "namespace": name}
 
 
-def _check_unset(argument: str, settings: Mapping[str, Any] | None, names: Iterable[str]) -> None:
-    """Raise ConfigError if the settings have one of the names, which `serve` sets."""
+def _check_settings(argument: str, settings: object, names: Iterable[str]) -> None:
+    """Raise ConfigError unless settings are a mapping by name, without the names `serve` sets."""
+    if settings is None:
+        return
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        raise ConfigError(
+            f"{argument} is {shown(settings)}; pass a mapping of names of settings to values",
+            field=argument,
+        )
     for name in names:
-        if name in (settings or {}):
+        if name in settings:
             raise ConfigError(f"serve() sets {name} itself; remove it from {argument}", field=name)
 
 

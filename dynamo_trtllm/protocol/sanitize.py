@@ -31,6 +31,15 @@ def _escaped(match: re.Match[str]) -> str:
     return match.group().encode("unicode_escape").decode("ascii")
 
 
+def shown(value: object) -> str:
+    """Return the representation of a value of a program, whose `__repr__` may raise."""
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - it is code of the program
+        # An error text that names the type helps more than the error of `__repr__`.
+        return f"<{type(value).__name__}>"
+
+
 def shorten(text: str, max_chars: int) -> str:
     """Return `text`, or its beginning and its end if it has more than `max_chars` characters."""
     half = max_chars // 2

@@ -128,6 +128,13 @@ def test_start_when_interrupted_then_nothing_is_left(monkeypatch: pytest.MonkeyP
         ({"aggregated": 65}, "aggregated=65 workers are not possible; pass 0 to 64"),
         ({"engine": "vllm"}, "dynamo-trtllm serve MODEL --engine vllm"),
         ({"engine": "no-such"}, "engine"),
+        ({"model": None}, "model is None; pass the name of a bundled model, or a folder"),
+        ({"model": 5}, "model is 5; pass the name"),
+        ({"worker_settings": ["x"]}, "worker_settings is .* pass a mapping of names"),
+        ({"worker_settings": "x"}, "worker_settings is 'x'; pass a mapping of names"),
+        ({"worker_settings": {5: 1}}, "worker_settings is {5: 1}; pass a mapping of names"),
+        ({"worker_settings": {"max_batch_size": 10**5000}}, "max_batch_size is <int>"),
+        ({"frontend_settings": 5}, "frontend_settings is 5; pass a mapping of names"),
         ({"worker_settings": {"no_such": 1}}, "there is no setting no_such"),
         ({"worker_settings": {"engine": "mock"}}, "remove it from worker_settings"),
         ({"frontend_settings": {"nats_server": "inproc://"}}, "from frontend_settings"),
@@ -137,7 +144,7 @@ def test_serve_when_an_argument_is_wrong_then_it_says_what_to_do(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        serve(MODEL, **{"engine": "mock", **arguments})
+        serve(**{"model": MODEL, "engine": "mock", **arguments})
 
 
 def test_serve_without_torch_names_the_extra_and_the_mock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import logging
-import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, HookFailed, HookTimeout
 from dynamo_trtllm.protocol.http_status import retry_headers
+from dynamo_trtllm.protocol.sanitize import shown
 from dynamo_trtllm.support.http_server.exchange import (
     JSON,
     ClientDisconnected,
@@ -30,8 +30,11 @@ from dynamo_trtllm.support.http_server.server import Route, path_pattern
 log = logging.getLogger(__name__)
 
 HOOK_TIMEOUT_S: Final = 30.0
+_MAX_TIMEOUT_S: Final = 86_400  # a day: no client waits longer
 _END_S: Final = 1.0  # for calls that have been cancelled, when the frontend ends
-_ROUTE: Final = re.compile(r"(GET|POST|PUT|PATCH|DELETE) ((/[\w.~-]*|/\{[A-Za-z_]\w*(:path)?\})+)")
+_ROUTE: Final = re.compile(
+    r"(GET|POST|PUT|PATCH|DELETE) ((/[\w.~-]*|/\{[A-Za-z_][A-Za-z0-9_]*(:path)?\})+)"
+)
 _PARAMETER: Final = re.compile(r"\{(\w+)")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
@@ -39,7 +42,7 @@ _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 _SERVER_HEADERS: Final = frozenset(
     {"connection", "content-length", "content-type", "date", "transfer-encoding", "x-request-id"}
 )
-_WITHOUT_BODY: Final = frozenset({204, 304})
+_WITHOUT_BODY: Final = frozenset({204, 205, 304})
 _STATUSES: Final = frozenset(
     status.value for status in HTTPStatus if status >= 200 and status not in _WITHOUT_BODY
 )
@@ -127,7 +130,7 @@ class FrontendResponse:
     """A response of middleware or of a route."""
 
     body: bytes = b""  # the whole of it
-    status: int = 200  # not one that has no body: 1xx, 204 and 304
+    status: int = 200  # not one that has no body: 1xx, 204, 205 and 304
     content_type: str = "application/json"  # of the body
     headers: Mapping[str, str] = field(default_factory=dict)  # further ones
 
@@ -170,8 +173,8 @@ class Hooks:
             timeout_s: longest time of a call.
 
         Raises:
-            ConfigError: an argument has a wrong type, a hook is no async function, or the path of a
-                route is wrong.
+            ConfigError: an argument has a wrong type, a hook is no async function of a request, or
+                the path of a route is wrong.
         """
         _check_arguments(middleware, routes, timeout_s)
         self._middleware = tuple(middleware)
@@ -181,17 +184,10 @@ class Hooks:
         # Called with the error code of each call that fails.
         self.on_failure: Callable[[str], None] = lambda code: None
         for hook in self._middleware:
-            _check_async(hook, "middleware")
+            _check_hook(hook, "middleware")
         for given, handler in self._routes.items():
-            _check_async(handler, "routes")
-            matched = _ROUTE.fullmatch(given)
-            names = _PARAMETER.findall(given)
-            if matched is None or len(set(names)) < len(names):
-                raise ConfigError(
-                    f"route {given!r} is not a method and a path; write it like 'GET /hello' or"
-                    " 'POST /hello/{name}'",
-                    field="routes",
-                )
+            _check_hook(handler, "routes")
+            _check_route(given)
 
     def __bool__(self) -> bool:
         return bool(self._middleware or self._routes)
@@ -276,9 +272,13 @@ class Hooks:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return task.result()
-        if isinstance(error, DynamoError | ClientDisconnected):
+        if isinstance(error, ClientDisconnected):
             raise error
-        raise self._failed(hook, f"raised {error!r}", error) from error
+        if isinstance(error, DynamoError):
+            problem = _text_problem(error.message) or _text_problem(error.field or "")
+            if not problem:
+                raise error
+        raise self._failed(hook, f"raised {shown(error)}", error) from error
 
     def _failed(
         self, hook: Callable[..., Any], problem: str, cause: BaseException | None = None
@@ -391,42 +391,87 @@ def _check_arguments(middleware: object, routes: object, timeout_s: object) -> N
     """Raise ConfigError if one has a wrong type."""
     if not isinstance(middleware, Sequence):
         raise ConfigError(
-            f"middleware is {middleware!r}; pass a list of async functions", field="middleware"
+            f"middleware is {shown(middleware)}; pass a list of async functions", field="middleware"
         )
     if not isinstance(routes, Mapping | None):
         raise ConfigError(
-            f"routes is {routes!r}; pass a mapping of 'GET /path' to async functions",
+            f"routes is {shown(routes)}; pass a mapping of 'GET /path' to async functions",
             field="routes",
         )
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_TIMEOUT_S:
         raise ConfigError(
-            f"hook_timeout_s is {timeout_s!r}; pass a number of seconds above 0",
+            f"hook_timeout_s is {shown(timeout_s)}; pass a number of seconds above 0 and up to"
+            f" {_MAX_TIMEOUT_S}",
             field="hook_timeout_s",
         )
 
 
-def _check_async(hook: object, argument: str) -> None:
-    """Raise ConfigError unless a hook is an async function, or an object that is called as one."""
-    call = getattr(hook, "__call__", None)  # noqa: B004 - looks at the method
+def _check_hook(hook: Any, argument: str) -> None:
+    """Raise ConfigError unless a hook is an async function, or an object that is called as one.
+
+    It must take a request as its only argument.
+    """
+    # Python looks up `__call__` in the class: a class itself is called to create an object.
+    call = getattr(type(hook), "__call__", None)  # noqa: B004 - looks at the method
     if not (inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(call)):
         raise ConfigError(
-            f"{argument}: {hook!r} is not an async function; define it with `async def`",
+            f"{argument}: {shown(hook)} is not an async function; define it with `async def`",
             field=argument,
         )
+    try:
+        # A decorator's own parameters count, not those of the function that it wraps.
+        inspect.signature(hook, follow_wrapped=False).bind("request")
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"{argument}: {shown(hook)} can't be called with a request ({exc}); define it like"
+            " `async def hook(request)`",
+            field=argument,
+        ) from exc
+
+
+def _check_route(given: object) -> None:
+    """Raise ConfigError unless it is a method and a path."""
+    if isinstance(given, str) and _ROUTE.fullmatch(given):
+        names = _PARAMETER.findall(given)
+        if len(set(names)) == len(names):
+            return
+    raise ConfigError(
+        f"route {shown(given)} is not a method and a path; write it like 'GET /hello' or"
+        " 'POST /hello/{name}'",
+        field="routes",
+    )
 
 
 def _response_problem(result: object) -> str:
     """Return why the result of a hook can't be sent; "" if it can."""
     if not isinstance(result, FrontendResponse | Refusal):
         return f"returned {type(result).__name__}; return a FrontendResponse or a Refusal"
-    if result.status not in _STATUSES or (isinstance(result, Refusal) and result.status < 400):
-        return f"returned a {type(result).__name__} with status {result.status!r}"
-    if isinstance(result, FrontendResponse):
+    lowest = 400 if isinstance(result, Refusal) else 200
+    status = result.status
+    if not isinstance(status, int) or status not in _STATUSES or status < lowest:
+        return f"returned a {type(result).__name__} with status {shown(status)}"
+    if isinstance(result, Refusal):
+        problem = _text_problem(result.message) or _text_problem(result.code)
+        if problem:
+            return f"returned a Refusal with {problem}"
+    else:
         if not isinstance(result.body, bytes):
             return f"returned a body of type {type(result.body).__name__}, not bytes"
-        if not _HEADER_VALUE.fullmatch(result.content_type):
-            return f"returned the content type {result.content_type!r}"
+        content_type = result.content_type
+        if not isinstance(content_type, str) or not _HEADER_VALUE.fullmatch(content_type):
+            return f"returned the content type {shown(content_type)}"
     return _header_problem(result.headers)
+
+
+def _text_problem(text: object) -> str:
+    """Return why a text of an error can't be sent; "" if it can."""
+    if not isinstance(text, str):
+        return f"a text of type {type(text).__name__}, not str"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"the text {shown(text)}, which UTF-8 can't encode"
+    return ""
 
 
 def _header_problem(headers: object) -> str:
@@ -435,7 +480,7 @@ def _header_problem(headers: object) -> str:
         return f"set headers of type {type(headers).__name__}, not a mapping"
     for name, value in headers.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            return f"set a header that is no text: {name!r}: {value!r}"
+            return f"set a header that is no text: {shown(name)}: {shown(value)}"
         if name.lower() in _SERVER_HEADERS:
             return f"set the header {name}, which the server writes itself"
         if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):

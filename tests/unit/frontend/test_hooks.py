@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -126,6 +127,42 @@ async def test_route_when_it_reads_a_body_then_within_the_limits() -> None:
     assert "body_bytes 0.0" in served.metrics.render().decode()
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("GET /a/1", ["get", {"x": "1"}]),
+        ("POST /a/1", ["post", {"y": "1"}]),
+        ("GET /a/b", ["get", {"x": "b"}]),
+        ("PUT /a/b", ["put", {}]),
+        ("PATCH /a/b", ["patch", {"rest": "a/b"}]),
+    ],
+)
+async def test_route_when_paths_overlap_then_the_method_decides(line: str, answer: Any) -> None:
+    def named(name: str) -> RouteHandler:
+        async def handler(request: Request) -> Response:
+            return Response.json([name, request.path_params])
+
+        return handler
+
+    served = frontend(
+        routes={
+            "GET /a/{x}": named("get"),
+            "POST /a/{y}": named("post"),
+            "PUT /a/b": named("put"),
+            "PATCH /{rest:path}": named("patch"),
+        }
+    )
+    assert (await ask(served, line))[::2] == (200, answer)
+    status, headers, _ = await ask(served, "DELETE /a/b")
+    assert (status, headers["allow"]) == (405, "PUT, GET, POST, PATCH, HEAD")
+
+
+async def test_route_for_any_path_gets_none_of_the_frontend() -> None:
+    served = frontend(routes={"POST /{rest:path}": echo})
+    assert (await ask(served, "POST /else"))[0] == 200
+    assert (await ask(served, "POST /health"))[0] == 405
+
+
 async def fail(request: Request) -> Response:
     raise ValueError("a secret")
 
@@ -142,12 +179,35 @@ async def read_in_middleware(request: Request) -> None:
     await request.body()
 
 
+class Unprintable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no representation")
+
+
+async def raise_unprintable(request: Request) -> None:
+    raise Unprintable
+
+
+async def raise_surrogate(request: Request) -> None:
+    raise Overloaded("\ud800")
+
+
 def returning(result: Any, **headers: Any) -> Callable[[Request], Awaitable[Any]]:
     async def hook(request: Request) -> Any:
         request.response_headers.update(headers)
         return result
 
     return hook
+
+
+def response(**fields: Any) -> Response:
+    """Return a response, also with fields of wrong types."""
+    return Response(**fields)
+
+
+def refusal(**fields: Any) -> Refusal:
+    """Return a refusal, also with fields of wrong types."""
+    return Refusal(**{"status": 400, "message": "no", "code": "no", **fields})
 
 
 @pytest.mark.parametrize(
@@ -157,14 +217,28 @@ def returning(result: Any, **headers: Any) -> Callable[[Request], Awaitable[Any]
         (exit_process, "called sys.exit(3)"),
         (cancel, "raised CancelledError()"),
         (read_in_middleware, "middleware can't read the body"),
+        (raise_unprintable, "hook raise_unprintable raised <Unprintable>"),
+        (raise_surrogate, "hook raise_surrogate raised Overloaded"),
         (returning(True), "returned bool; return a FrontendResponse or a Refusal"),
         (returning(Response(status=99)), "returned a FrontendResponse with status 99"),
         (returning(Response(status=204)), "returned a FrontendResponse with status 204"),
-        (returning(Response("text")), "returned a body of type str"),  # type: ignore[arg-type]
+        (returning(Response(status=205)), "returned a FrontendResponse with status 205"),
+        (returning(response(status=[200])), "a FrontendResponse with status [200]"),
+        (returning(response(status=200.0)), "a FrontendResponse with status 200.0"),
+        (returning(response(status=Unprintable())), "with status <Unprintable>"),
+        (returning(response(body="text")), "returned a body of type str"),
+        (returning(response(content_type=None)), "returned the content type None"),
+        (returning(response(headers=None)), "set headers of type NoneType"),
         (returning(Response(content_type="a\r\nX: b")), "returned the content type"),
         (returning(Response(headers={"X": "a\r\nY: b"})), "set a header that is not valid"),
         (returning(Response(headers={"content-LENGTH": "1"})), "which the server writes itself"),
         (returning(Refusal(200, "no", "no")), "returned a Refusal with status 200"),
+        (returning(refusal(status="400")), "returned a Refusal with status '400'"),
+        (returning(refusal(message=None)), "a Refusal with a text of type NoneType"),
+        (returning(refusal(message=b"no")), "a Refusal with a text of type bytes"),
+        (returning(refusal(message="\ud800")), "which UTF-8 can't encode"),
+        (returning(refusal(code=5)), "a Refusal with a text of type int"),
+        (returning(refusal(code="\ud800")), "which UTF-8 can't encode"),
         (returning(None, a="\n"), "set a header that is not valid"),
         (returning(None, a=1), "set a header that is no text"),
     ],
@@ -253,9 +327,27 @@ async def two(first: str, request: Request) -> None:
     return None
 
 
-@pytest.mark.parametrize("hook", [Callables(), Callables().method, partial(two, "a")])
+@wraps(two)
+async def adds_argument(request: Request) -> None:
+    await two("a", request)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        Callables(),
+        Callables().method,
+        partial(two, "a"),
+        adds_argument,
+        AsyncMock(return_value=None),
+    ],
+)
 async def test_hook_when_it_is_any_async_callable_then_it_is_taken(hook: Middleware) -> None:
     assert (await ask(frontend(hook)))[0] == 200
+
+
+async def without_parameters() -> None:
+    return None
 
 
 def not_async(request: Request) -> None:
@@ -268,6 +360,15 @@ def not_async(request: Request) -> None:
         ({"middleware": [not_async]}, "not an async function; define it with `async def`"),
         ({"middleware": ["module:name"]}, "not an async function"),
         ({"middleware": hello}, "a list of async functions"),
+        ({"middleware": Unprintable()}, "middleware is <Unprintable>; pass a list"),
+        ({"middleware": [Unprintable()]}, "<Unprintable> is not an async function"),
+        ({"middleware": [Callables]}, "not an async function"),
+        ({"middleware": [without_parameters]}, "define it like `async def hook"),
+        ({"middleware": [two]}, "can't be called with a request .missing a required argument"),
+        ({"routes": {"GET /a": without_parameters}}, "define it like `async def hook"),
+        ({"routes": {5: hello}}, "route 5 is not a method and a path"),
+        ({"routes": {b"GET /a": hello}}, "route b'GET /a' is not a method and a path"),
+        ({"routes": {"GET /{a²}": hello}}, "is not a method and a path"),
         ({"routes": [hello]}, "a mapping of"),
         ({"routes": {"GET /a": not_async}}, "not an async function"),
         ({"routes": {"/a": hello}}, "is not a method and a path; write it like 'GET /hello'"),
@@ -277,6 +378,8 @@ def not_async(request: Request) -> None:
         ({"routes": {"GET /a(": hello}}, "is not a method and a path"),
         ({"hook_timeout_s": 0}, "hook_timeout_s"),
         ({"hook_timeout_s": None}, "hook_timeout_s"),
+        ({"hook_timeout_s": 86_401}, "a number of seconds above 0 and up to 86400"),
+        ({"hook_timeout_s": 10**5000}, "hook_timeout_s is <int>; pass"),
     ],
 )
 def test_frontend_when_a_hook_is_wrong_then_it_says_what_to_do(
