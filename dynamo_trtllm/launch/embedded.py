@@ -70,10 +70,7 @@ def serve(
     """
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
     _check_counts(counts, engine)
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(
-            f"model is {shown(model)}; pass the name of a bundled model, or a folder", field="model"
-        )
+    _check_model(model)
     if engine == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError(
             f"serve() runs the torch engine, but torch is not installed; {install_hint('torch')},"
@@ -95,6 +92,14 @@ def serve(
     settings |= frontend_settings or {}
     frontend = Frontend(FrontendConfig(**settings))
     return EmbeddedDeployment(workers, frontend, config.model_name)
+
+
+def _check_model(model: object) -> None:
+    """Raise ConfigError unless it is a name or a path."""
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"model is {shown(model)}; pass the name of a bundled model, or a folder", field="model"
+        )
 
 
 def _check_counts(counts: Mapping[Role, int], engine: str) -> None:

@@ -35,6 +35,7 @@ from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
 _FORMS: Final = {_MESSAGES: messages_error}
+_HINT: Final = "; see /docs for the API"
 
 
 class FrontendApp(NamedTuple):
@@ -102,10 +103,9 @@ def build_app(
     if hooks:
         hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
         added = hooks.route_list(routes, partial(_open_body, app_state))
-    hint = "; see /docs for the API"
     guard = _guard(config, access)
     origins = config.allowed_origins
-    router = Router(routes, hint, origins, _FORMS, guard=guard, before=before, added=added)
+    router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
     return FrontendApp(router, access, traces, response_store.aclose)
 
 
