@@ -46,6 +46,7 @@ class _FileState(NamedTuple):
     inode: int
     size: int
     modified_ns: int
+    changed_ns: int  # also after a change of its owner or permissions
 
 
 class TransferKeys:
@@ -136,7 +137,8 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
     """Read a key file, whose first key signs. Empty lines and lines with `#` are skipped.
 
     Raises:
-        ConfigError: the file can't be read, other users may change it, or a key is too short.
+        ConfigError: the file can't be read, other users may change it, or a key is too short or
+            not printable.
     """
     try:
         lines = read_trusted(path, _MAX_BYTES).data.decode("ascii").splitlines()
@@ -155,6 +157,12 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
             raise _error(
                 f"{path}, line {number}: the key has {len(text)} characters and needs at least"
                 f" {MIN_KEY_CHARACTERS}; {_HINT}"
+            )
+        # A file that a crash has cut short may end with zeros, which anyone could guess.
+        if not text.isprintable() or " " in text:
+            raise _error(
+                f"{path}, line {number}: the key has a character that is no letter, digit or sign;"
+                f" {_HINT}"
             )
         keys.append(_key_of(text))
     if not 0 < len(keys) <= MAX_KEYS:
@@ -185,4 +193,6 @@ def _state_of(path: Path) -> _FileState | None:
         found = os.stat(path)
     except OSError:
         return None
-    return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return _FileState(
+        found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    )

@@ -43,6 +43,7 @@ def test_key_id_does_not_show_the_key(key_file: Path) -> None:
     [
         (lambda path: path.unlink(), "can't be read: No such file"),
         (lambda path: path.write_bytes(b"\xff" * 40), "is not ASCII text at byte 0"),
+        (lambda path: path.write_bytes(bytes(64)), "line 1: the key has a character that is no"),
         (lambda path: path.chmod(0o620), "can be written by its group"),
         (lambda path: path.write_text("#" * (64 << 10) + "#"), "has more than 65536 bytes"),
         (lambda path: path.write_text(f"{FIRST_KEY}\nshort\n"), "line 2: the key has 5 characters"),
@@ -92,6 +93,10 @@ def test_keys_when_changed_file_is_wrong_then_former_ones_stay(key_file: Path) -
         assert keys.signing() == first
     assert failures == ["failed"]
     write_keys(key_file, THIRD_KEY)
+    key_file.chmod(0o666)
+    clock.now += 1.0
+    assert keys.signing() == first
+    key_file.chmod(0o600)  # as the log line of the rejected file says
     clock.now += 1.0
     assert keys.signing().secret == THIRD_KEY.encode()
 
