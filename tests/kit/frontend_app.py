@@ -11,18 +11,21 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.response_schemas import ReadinessReport
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.http.hooks import Hooks
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Tool
 from dynamo_trtllm.frontend.tokenization.output import Channel, DeltaBuilder, StepOutput
 from dynamo_trtllm.frontend.tokenization.renderer import NO_FORCED_IDS
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.frontend.tokenization.text_parsers import text_output
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.protocol.errors import ModelNotFound
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
@@ -155,11 +158,16 @@ class CharacterRenderer:
         return PlainCharacters(frozenset(range(HALF + 1)) if hidden is None else hidden)
 
 
-class Catalog:
+class Catalog(ModelRegistry):
+    """A registry of one model, the workers of which are those that a test sets."""
+
     def __init__(self, context_length: int = CARD.context_length) -> None:
+        discovery = MemoryDiscovery(InstanceRecords())
+        super().__init__(ClusterView(), discovery, InprocPlane(), "dynamo")
         self.renderer = CharacterRenderer()
         card = msgspec.structs.replace(CARD, context_length=context_length)
-        self.served = {MODEL: ServedModel(card, self.renderer)}
+        self.served = self._served
+        self.served[MODEL] = ServedModel(card, self.renderer)
         self.up: list[Instance] = []
         self.lacks: str | None = None
         self.preloaded: list[str] = []
@@ -171,18 +179,10 @@ class Catalog:
             "rejected_records": [],
         }
 
-    def get(self, name: str) -> ServedModel:
-        if name not in self.served:
-            raise ModelNotFound(f"model {name!r} not found", field="model")
-        return self.served[name]
-
     def preload(self, name: str) -> None:
         self.preloaded.append(name)
 
-    def names(self) -> list[str]:
-        return sorted(self.served)
-
-    def instances(self) -> Sequence[Instance]:
+    def instances(self) -> list[Instance]:
         return self.up
 
     def not_ready_reason(self, name: str) -> str | None:

@@ -40,10 +40,7 @@ class StatusRoutes:
     _created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
-        tenant = tenant_of(request)
-        names = self._models.names()
-        if tenant is not None:
-            names = [name for name in names if tenant.may_use(name)]
+        names = self._models.names(tenant_of(request))
         cards = [self._models.get(name).card for name in names]
         data = [model_object(card, self._created) for card in cards]
         response.send_json(200, {"object": "list", "data": data})
@@ -54,8 +51,8 @@ class StatusRoutes:
         if not name:
             await self.models(request, response)
         else:
-            _check_model(request, name)
-            response.send_json(200, model_object(self._models.get(name).card, self._created))
+            served = self._models.get(name, tenant_of(request))
+            response.send_json(200, model_object(served.card, self._created))
 
     async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer 200 when the model can be served now, otherwise 503 with the reason.
@@ -63,9 +60,8 @@ class StatusRoutes:
         The answer for an unknown model is 404.
         """
         name = request.path_params["name"]
-        _check_model(request, name)
         try:
-            self._models.get(name)
+            self._models.get(name, tenant_of(request))
             reason = self._models.not_ready_reason(name)
         except EngineNotReady as error:
             reason = error.message
@@ -119,13 +115,6 @@ class StatusRoutes:
 
     async def metrics(self, _: HttpRequest, response: HttpResponse) -> None:
         response.send(200, await self._metrics.render_all(), CONTENT_TYPE)
-
-
-def _check_model(request: HttpRequest, name: str) -> None:
-    """Raise PermissionDenied if the API key of a request does not allow a model."""
-    tenant = tenant_of(request)
-    if tenant is not None:
-        tenant.check_model(name)
 
 
 async def version(_: HttpRequest, response: HttpResponse) -> None:

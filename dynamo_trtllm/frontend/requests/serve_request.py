@@ -137,9 +137,7 @@ async def plan_request(
     """
     timeline = received.timeline
     tenant = timeline.facts.tenant
-    if tenant is not None:
-        tenant.check_model(body.model)
-    served = state.models.get(body.model)
+    served = state.models.get(body.model, tenant)
     timeline.enter("load")
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))

@@ -52,9 +52,7 @@ async def serve_tokenization(
     unknown = state.ignored_fields.collector()
     body = await received.parse(api.body, unknown)
     tenant = timeline.facts.tenant
-    if tenant is not None:
-        tenant.check_model(body.model)
-    served = state.models.get(body.model)
+    served = state.models.get(body.model, tenant)
     prepare, stored_chars = await api.resolve(body, served, timeline.facts.owner)
 
     def encode() -> bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
+from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
     Discovery,
@@ -89,20 +90,28 @@ class ModelRegistry:
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
-    def get(self, name: str) -> ServedModel:
+    def get(self, name: str, tenant: Tenant | None = None) -> ServedModel:
         """Return a model.
 
+        Args:
+            name: its name.
+            tenant: the sender of the request; None: no API keys are needed.
+
         Raises:
-            ModelNotFound: no worker serves it. The message lists the served models.
+            PermissionDenied: the sender may not use it.
+            ModelNotFound: no worker serves it. The message lists the served models that the sender
+                may use.
             EngineNotReady: this frontend is still loading its files.
         """
+        if tenant is not None:
+            tenant.check_model(name)
         served = self._served.get(name)
         if served is None and name in self._view.models():
             raise EngineNotReady(
                 f"this frontend is still loading the files of model {name!r}; retry"
             )
         if served is None:
-            known = ", ".join(self.names()) or "none yet"
+            known = ", ".join(self.names(tenant)) or "none yet"
             raise ModelNotFound(
                 f"model {name!r} not found; available models: {known}", field="model"
             )
@@ -130,8 +139,12 @@ class ModelRegistry:
             loading = asyncio.get_running_loop().run_in_executor(None, preload)
             loading.add_done_callback(preloaded)
 
-    def names(self) -> list[str]:
-        return sorted(self._served)
+    def names(self, tenant: Tenant | None = None) -> list[str]:
+        """Return the served models that a sender may use; None: no API keys are needed."""
+        names = sorted(self._served)
+        if tenant is None:
+            return names
+        return [name for name in names if tenant.may_use(name)]
 
     def instances(self) -> list[Instance]:
         return self._view.instances()

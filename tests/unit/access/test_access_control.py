@@ -180,6 +180,40 @@ async def test_other_models_than_those_of_the_key_get_403(with_key: Serve) -> No
     assert not served.router.requests
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/v1/models/nope"),
+        ("GET", "/v1/models/nope/ready"),
+    ],
+)
+async def test_error_of_an_unknown_model_lists_only_models_of_the_key(
+    with_key: Serve, method: str, path: str
+) -> None:
+    served = with_key(models=("nope", "theirs"))
+    served.catalog.served["theirs"] = served.catalog.served[MODEL]
+    text = [{"role": "user", "content": "hi"}]
+    fields = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": text, "max_tokens": 1},
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [1]},
+    }
+    body = {"model": "nope", **fields.get(path, {"messages": text})}
+    sent = {"json": body} if method == "POST" else {}
+    response = await ask(served, method, path, headers=bearer(), **sent)
+    assert response.status_code == 404
+    assert "available models: theirs" in response.text
+    assert MODEL not in response.text
+
+
 async def test_models_of_the_key_are_served(with_key: Serve) -> None:
     served = with_key(models=("another", MODEL))
     assert (await chat(served)).status_code == 200

@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation
@@ -73,7 +74,7 @@ class ShowsNames(CharacterRenderer):
 class AnyModel(Catalog):
     """A catalog that serves every model, apart from some names."""
 
-    def get(self, name: str) -> ServedModel:
+    def get(self, name: str, tenant: Tenant | None = None) -> ServedModel:
         if len(name) % 5 == 4:
             raise ModelNotFound(f"model {name!r} not found", field="model")
         return ServedModel(CARD, self.renderer)

@@ -14,6 +14,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.http_status import STATUS
@@ -294,7 +295,7 @@ async def test_docs_then_status_codes_and_field_names_stay_on_one_line() -> None
 async def test_endpoint_bug_is_500_in_the_common_error_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def names(_: Catalog) -> list[str]:
+    def names(_: Catalog, __: Tenant | None = None) -> list[str]:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(Catalog, "names", names)
