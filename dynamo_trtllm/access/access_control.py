@@ -14,6 +14,7 @@ from typing import Final
 from dynamo_trtllm.access.api_keys import MAX_KEY_CHARS, ApiKey, by_digest, digest_of
 from dynamo_trtllm.access.key_usage import KeyUsage, UsageTable
 from dynamo_trtllm.access.keys_file import FileVersion, KeysFile, read_keys, version_of
+from dynamo_trtllm.access.web_pages import page_host
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
@@ -145,17 +146,27 @@ class AccessControl:
     def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
         """Check a request to a worker's system port, and note its sender if it has a key.
 
-        Processes of this machine need no key. With --allow-anonymous, no client needs one. The
-        handlers of /sleep and /wake check again who may use these.
+        Processes of this machine need no key, unless they may be a browser that runs a web page of
+        another server. With --allow-anonymous, no client needs one. The handlers of /sleep and
+        /wake check again who may use these.
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
-            PermissionDenied: the key is not for the status of processes.
+            PermissionDenied: the key is not for the status of processes, or the request may be from
+                a page.
         """
-        is_public = request.path in PUBLIC_PATHS or is_loopback(request.client)
-        if is_public or self._allows_anonymous:
+        if request.path in PUBLIC_PATHS or self._allows_anonymous:
+            return
+        is_local = is_loopback(request.client)
+        other_host = page_host(request)
+        if is_local and other_host is None:
             return
         try:
+            if is_local and not _key_of(request):
+                raise PermissionDenied(
+                    f"the header Host is {other_host!r}, which may be the name of a web page's"
+                    " server; call this worker by an IP address or as localhost, or send an API key"
+                )
             request.sender = self._authorized(request, "status")
         except (InvalidApiKey, PermissionDenied) as error:
             self.count("access_denied_total", error.code)

@@ -51,15 +51,23 @@ class PageGuard:
 
     def check_host(self, request: HttpRequest) -> None:
         """Raise PermissionDenied if this server is not called by one of its names."""
-        host = request.header(b"host")
-        if self.hosts is None or host is None:
+        if self.hosts is None:
             return
-        name = _without_port(host).lower()
-        if not (name in self.hosts or _is_local_name(name)):
+        name = page_host(request)
+        if name is not None and name not in self.hosts:
             raise PermissionDenied(
                 f"the header Host is {name!r}, which is not a name of this server; if it is one,"
                 " add it to --allowed-hosts"
             )
+
+
+def page_host(request: HttpRequest) -> str | None:
+    """Return the name in the header Host if a page on the Internet may have it; None if not."""
+    host = request.header(b"host")
+    if host is None:
+        return None
+    name = _without_port(host).lower()
+    return None if _is_local_name(name) else name
 
 
 def _without_port(host: str) -> str:

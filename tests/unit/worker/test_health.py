@@ -93,6 +93,32 @@ async def test_other_machines_need_a_key_except_for_probes(
     )
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "status"),
+    [
+        ("evil.example", "", 403),
+        ("localhost.evil.example:9", "", 403),
+        ("evil.example", "another-key-of-ours", 401),
+        ("node.example", KEY, 200),
+        ("localhost:9", "", 200),
+        ("127.0.0.1:9", "another-key-of-ours", 200),
+        ("[::1]:9", "", 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+async def test_web_page_that_rebinds_its_name_needs_a_key(
+    host: str, key: str, status: int, path: str
+) -> None:
+    access = AccessControl(WorkerConfig(model_path="m", api_key=(KEY,)))
+    app = health_app(Health("serving"), metrics, guard=access.check_status)
+    transport = httpx.ASGITransport(app=asgi(app), client=("127.0.0.1", 9))
+    headers = {"Host": host}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+        assert (await http.get(path, headers=headers)).status_code == status
+
+
 async def test_server_listens_only_on_the_given_host(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with (
