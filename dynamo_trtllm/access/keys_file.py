@@ -69,12 +69,23 @@ def read_keys(path: Path) -> KeysFile:
     except UntrustedFile as exc:
         raise _error(f"the file of API keys {path} {exc.problem}") from exc
     try:
-        lines = file.data.decode().splitlines()
+        lines = _lines(file.data.decode())
     except UnicodeDecodeError as exc:
         raise _error(
             f"the file of API keys {path} is not UTF-8 text at byte {exc.start}; correct it"
         ) from exc
     return KeysFile(_version(file.status), lines, _parsed(path, lines))
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a file.
+
+    Unlike `splitlines`, this takes no other characters for ends of lines: JSON strings may have
+    them, as U+2028.
+    """
+    lines = text.split("\n")
+    # The end of the last line begins no other one.
+    return lines if lines[-1] else lines[:-1]
 
 
 def _parsed(path: Path, lines: list[str]) -> list[ApiKey]:
@@ -112,8 +123,10 @@ def add_key(path: Path, key: ApiKey) -> None:
     """Add a key to a file, which is created if it does not exist.
 
     Raises:
-        ConfigError: the file can't be read or written, or has a key of this name.
+        ConfigError: the file can't be read or written, or has a key of this name; or the key is
+            wrong, or one too many, so that the file could not be read again.
     """
+    line = _encoded(key)
     with _locked(path):
         lines: list[str] = []
         if path.exists():
@@ -124,7 +137,24 @@ def add_key(path: Path, key: ApiKey) -> None:
                     f"{path} has a key with the name {key.name}; choose another name, or revoke"
                     " that one"
                 )
-        _write(path, [*lines, msgspec.json.encode(key).decode()])
+        lines = [*lines, line]
+        _parsed(path, lines)
+        _write(path, lines)
+
+
+def _encoded(key: ApiKey) -> str:
+    """Return the line of a key. Raise ConfigError if it could not be read again."""
+    try:
+        line = msgspec.json.encode(key).decode()
+        _decoder.decode(line)
+    except UnicodeEncodeError as exc:
+        raise _error(
+            f"the key {key.name} has a model name that is not UTF-8 text; correct it"
+        ) from exc
+    except msgspec.ValidationError as exc:
+        problem = str(exc).replace("`$.", "`")
+        raise _error(f"the key {key.name} can't be added: {problem}; correct the value") from exc
+    return line
 
 
 def remove_key(path: Path, name: str) -> None:
@@ -168,7 +198,15 @@ def _write(path: Path, lines: list[str]) -> None:
     """Replace the file at once, so that a reader gets the former content or all of the new one.
 
     A new file is private to this user. A file that exists keeps its owner and mode.
+
+    Raises:
+        ConfigError: it can't be written, or would be too long to be read again.
     """
+    data = "".join(f"{line}\n" for line in lines).encode()
+    if len(data) > _MAX_BYTES:
+        raise _error(
+            f"the file of API keys {path} would have more than {_MAX_BYTES} bytes; revoke a key"
+        )
     target = Path(os.path.realpath(path))  # a link stays one
     temporary = ""
     try:
@@ -179,7 +217,7 @@ def _write(path: Path, lines: list[str]) -> None:
                 os.fchmod(file, stat.S_IMODE(status.st_mode))
                 if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
                     os.fchown(file, status.st_uid, status.st_gid)
-            opened.write("".join(f"{line}\n" for line in lines).encode())
+            opened.write(data)
             opened.flush()
             os.fsync(file)
         os.replace(temporary, target)

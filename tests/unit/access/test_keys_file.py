@@ -5,9 +5,11 @@ from __future__ import annotations
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dynamo_trtllm.access import keys_file
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of, new_key
 from dynamo_trtllm.access.keys_file import add_key, read_keys, remove_key
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -108,6 +110,55 @@ def test_unknown_and_repeated_names_are_rejected(path: Path) -> None:
         add_key(path, ApiKey(name="alice", sha256=OTHER_HASH))
     with pytest.raises(ConfigError, match="bob"):
         remove_key(path, "bob")
+
+
+@pytest.mark.parametrize(
+    "model", ["a\u2028b", "a\u2029b", "a\x85b", "a\nb", "a\rb", "a\x0bb", "a\x1cb"]
+)
+def test_name_with_an_end_of_line_when_added_then_it_is_read_again(path: Path, model: str) -> None:
+    first = ApiKey(name="alice", sha256=HASH, models=(model,))
+    second = ApiKey(name="bob", sha256=OTHER_HASH)
+    add_key(path, first)
+    add_key(path, second)
+    assert read_keys(path).keys == [first, second]
+    remove_key(path, "alice")
+    assert path.read_bytes().count(b"\n") == 1
+    assert read_keys(path).keys == [second]
+
+
+def test_file_of_another_system_is_read(path: Path) -> None:
+    path.write_bytes(f"# ours\r\n\r\n{line()}\r\n".encode())
+    assert [key.name for key in read_keys(path).keys] == ["alice"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"models": ("",)}, "models"),
+        ({"models": ("m" * 257,)}, "models"),
+        ({"models": ("\udcff",)}, "UTF-8"),
+        ({"tokens_per_minute": 10**12 + 1}, "tokens_per_minute"),
+        ({"sha256": HASH}, "sha256"),
+    ],
+)
+def test_key_that_could_not_be_read_again_then_the_file_stays(
+    path: Path, fields: dict[str, Any], named: str
+) -> None:
+    path.write_text(line(), encoding="utf-8")
+    with pytest.raises(ConfigError, match=named):
+        add_key(path, ApiKey(**{"name": "bob", "sha256": OTHER_HASH, **fields}))
+    assert path.read_text(encoding="utf-8") == line()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KEYS", 1), ("_MAX_BYTES", 120)])
+def test_key_too_many_then_the_file_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    path.write_text(line(), encoding="utf-8")
+    monkeypatch.setattr(keys_file, limit, value)
+    with pytest.raises(ConfigError, match=str(value)):
+        add_key(path, ApiKey(name="bob", sha256=OTHER_HASH))
+    assert path.read_text(encoding="utf-8") == line()
 
 
 def test_new_keys_differ_and_are_long() -> None:
