@@ -31,6 +31,7 @@ RELOAD_S: Final = 1.0  # between two looks at the file of keys
 # Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
 _STATUS_PATHS: Final = frozenset({"/health", "/metrics", "/docs", "/openapi.json"})
+_BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
 
 
@@ -263,7 +264,9 @@ def _do_nothing(metric: str, label: str) -> None: ...
 
 def _key_of(request: HttpRequest) -> str:
     """Return the key that a request has in a header of OpenAI's or Anthropic's API; "": none."""
-    scheme, _, key = (request.header(b"authorization") or "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    return (request.header(b"x-api-key") or "").strip()
+    authorization = request.header(b"authorization")
+    if authorization is None:
+        return (request.header(b"x-api-key") or "").strip(_BLANKS)
+    # It counts also if it is empty or has another scheme.
+    scheme, _, key = authorization.partition(" ")
+    return key.strip(_BLANKS) if scheme.lower() == "bearer" else ""

@@ -60,6 +60,12 @@ async def chat(served: FakeFrontend, key: str = KEY, **fields: Any) -> httpx.Res
         {"x-api-key": WRONG},
         bearer("k" * 50_000),
         {"Authorization": b"Bearer \xff\xfe"},
+        {"Authorization": "Basic eDp5", "x-api-key": KEY},
+        {"Authorization": "", "x-api-key": KEY},
+        {"Authorization": "Bearer", "x-api-key": KEY},
+        {"Authorization": f"Bearer {KEY}".encode() + b"\xa0"},
+        {"Authorization": b"Bearer \x85" + KEY.encode()},
+        {"x-api-key": KEY.encode() + b"\x85"},
     ],
 )
 async def test_request_without_a_valid_key_gets_401(headers: Any) -> None:
@@ -77,8 +83,10 @@ async def test_request_without_a_valid_key_gets_401(headers: Any) -> None:
     [
         bearer(),
         {"authorization": f"bearer  {KEY} "},
+        {"authorization": f"Bearer \t{KEY}\t"},
         {"x-api-key": KEY},
-        {"Authorization": "Basic eDp5", "x-api-key": KEY},
+        {"x-api-key": f"\t {KEY} "},
+        {"Authorization": f"Bearer {KEY}", "x-api-key": WRONG},
     ],
 )
 async def test_request_with_a_valid_key_is_served(headers: Any) -> None:
