@@ -99,7 +99,8 @@ class AccessControl:
                 that of this process.
 
         Raises:
-            ConfigError: the file of keys is wrong or can't be read.
+            ConfigError: the file of keys is wrong, can't be read, or has the name or the hash of a
+                key of the settings.
         """
         self._path: Path | None = config.api_keys_file
         self.is_open = not config.needs_api_key
@@ -118,7 +119,7 @@ class AccessControl:
         self.count: Callable[[str, str], None] = _do_nothing
         if self._path is not None:
             self._table = table or UsageTable()
-            content = read_keys(self._path)
+            content = self._read(self._path)
             self._seen = content.version
             self._use(content)
 
@@ -240,7 +241,11 @@ class AccessControl:
         self._seen = None
         version = version_of(path)
         self._seen = version
-        return None if version == seen else read_keys(path)
+        return None if version == seen else self._read(path)
+
+    def _read(self, path: Path) -> KeysFile:
+        """Return the content of the file. Raises ConfigError."""
+        return read_keys(path, [tenant.key for tenant in self._from_settings.values()])
 
     def _use(self, content: KeysFile) -> None:
         """Use these keys from now on. Raises ConfigError."""

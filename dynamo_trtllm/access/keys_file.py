@@ -10,7 +10,7 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynamo_trtllm.access.api_keys import ApiKey
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
@@ -55,8 +56,13 @@ def _version(status: os.stat_result) -> FileVersion:
     return FileVersion(status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
-def read_keys(path: Path) -> KeysFile:
+def read_keys(path: Path, from_settings: Iterable[ApiKey] = ()) -> KeysFile:
     """Read and check a file of API keys.
+
+    Args:
+        path: the file.
+        from_settings: keys that are valid beside it. No key of the file may have the name or the
+            hash of one of them.
 
     Raises:
         ConfigError: the file can't be read, others may write it, or a line is wrong. The message
@@ -74,7 +80,7 @@ def read_keys(path: Path) -> KeysFile:
         raise _error(
             f"the file of API keys {path} is not UTF-8 text at byte {exc.start}; correct it"
         ) from exc
-    return KeysFile(_version(file.status), lines, _parsed(path, lines))
+    return KeysFile(_version(file.status), lines, _parsed(path, lines, from_settings))
 
 
 def _lines(text: str) -> list[str]:
@@ -88,9 +94,11 @@ def _lines(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _parsed(path: Path, lines: list[str]) -> list[ApiKey]:
+def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) -> list[ApiKey]:
     keys: list[ApiKey] = []
-    line_of: dict[str, int] = {}  # by name and by hash
+    place_of: dict[str, str] = {}  # by name and by hash
+    for key in from_settings:
+        place_of[key.name] = place_of[key.sha256] = f"--api-key or {ENV_PREFIX}API_KEY"
     for number, line in enumerate(lines, start=1):
         if _is_comment(line):
             continue
@@ -103,11 +111,11 @@ def _parsed(path: Path, lines: list[str]) -> list[ApiKey]:
         except (msgspec.DecodeError, RecursionError) as exc:
             raise _error(f"{place} is not a JSON object: {exc}; correct the line") from exc
         for field, value in (("name", key.name), ("sha256", key.sha256)):
-            if value in line_of:
+            if value in place_of:
                 raise _error(
-                    f"{place}: {field} is the same as in line {line_of[value]}; remove one of them"
+                    f"{place}: {field} is that of a key in {place_of[value]}; remove one of them"
                 )
-            line_of[value] = number
+            place_of[value] = f"line {number}"
         keys.append(key)
     if len(keys) > MAX_KEYS:
         raise _error(f"{path} has {len(keys)} API keys; at most {MAX_KEYS} are supported")

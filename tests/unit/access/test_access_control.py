@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -337,6 +338,31 @@ async def test_file_with_a_fault_keeps_the_keys_before(
     path.chmod(0o600)
     await served.built.access.reload()
     assert b'api_keys_reloads_total{outcome="ok"} 1.0' in served.metrics.render()
+
+
+@pytest.mark.parametrize(
+    ("about", "field"),
+    [
+        (ApiKey(name="bob", sha256=digest_of(KEY).hex(), scope="status"), "sha256"),
+        (ApiKey(name=f"api-key-{digest_of(KEY).hex()[:8]}", sha256="0" * 64), "name"),
+    ],
+)
+async def test_key_of_the_file_that_takes_one_of_the_settings_is_an_error(
+    tmp_path: Path, about: ApiKey, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.jsonl"
+    add_key(path, ApiKey(name="alice", sha256=digest_of(WRONG).hex()))
+    served = front(chunk("a"), stop(), api_keys_file=path, api_key=(KEY,))
+    add_key(path, about)
+    problem = f"{path} line 2: {field} is that of a key in --api-key or DYN_TRTLLM_API_KEY; remove"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        AccessControl(served.config)
+    await served.built.access.reload()
+    assert problem in caplog.text
+    for key in (KEY, WRONG):
+        assert (await chat(served, key)).status_code == 200
+    response = await ask(served, "GET", "/v1/models", headers=bearer())
+    assert response.status_code == 200
 
 
 def test_file_with_a_fault_at_the_start_is_an_error(tmp_path: Path) -> None:
