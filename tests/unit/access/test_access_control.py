@@ -347,7 +347,7 @@ async def test_file_with_a_fault_keeps_the_keys_before(
         (ApiKey(name=f"api-key-{digest_of(KEY).hex()[:8]}", sha256="0" * 64), "name"),
     ],
 )
-async def test_key_of_the_file_that_takes_one_of_the_settings_is_an_error(
+async def test_key_of_the_file_that_is_in_the_settings_is_an_error(
     tmp_path: Path, about: ApiKey, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.jsonl"

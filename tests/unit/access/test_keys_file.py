@@ -115,7 +115,7 @@ def test_unknown_and_repeated_names_are_rejected(path: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["a\u2028b", "a\u2029b", "a\x85b", "a\nb", "a\rb", "a\x0bb", "a\x1cb"]
 )
-def test_name_with_an_end_of_line_when_added_then_it_is_read_again(path: Path, model: str) -> None:
+def test_name_with_end_of_line_when_added_then_it_is_read_again(path: Path, model: str) -> None:
     first = ApiKey(name="alice", sha256=HASH, models=(model,))
     second = ApiKey(name="bob", sha256=OTHER_HASH)
     add_key(path, first)
