@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -218,7 +219,6 @@ def refusal(**fields: Any) -> Refusal:
         (cancel, "raised CancelledError()"),
         (read_in_middleware, "middleware can't read the body"),
         (raise_unprintable, "hook raise_unprintable raised <Unprintable>"),
-        (raise_surrogate, "hook raise_surrogate raised Overloaded"),
         (returning(True), "returned bool; return a FrontendResponse or a Refusal"),
         (returning(Response(status=99)), "returned a FrontendResponse with status 99"),
         (returning(Response(status=204)), "returned a FrontendResponse with status 204"),
@@ -254,6 +254,15 @@ async def test_hook_when_it_is_wrong_then_its_request_gets_500(
     assert headers["content-type"] == "application/json"
     assert logged in caplog.text
     assert 'hook_failures_total{code="hook_failed"} 1.0' in served.metrics.render().decode()
+
+
+async def test_hook_when_its_error_is_no_text_then_its_request_gets_500(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Nothing is logged, because processes of a test run can't pass such text on.
+    with caplog.at_level(logging.CRITICAL, logger=Hooks.__module__):
+        status, _, body = await ask(frontend(raise_surrogate))
+    assert (status, body["error"]["code"]) == (500, "hook_failed")
 
 
 async def test_route_when_it_fails_then_its_request_gets_500() -> None:
