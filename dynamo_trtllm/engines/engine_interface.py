@@ -81,10 +81,6 @@ class EngineInfo:
         _check_value("context_length", self.context_length >= 1, self.context_length, "at least 1")
         is_size = 1 <= self.vocab_size <= MAX_VOCABULARY
         _check_value("vocab_size", is_size, self.vocab_size, f"1 to {MAX_VOCABULARY}")
-        if self.renderer == "chat_template":
-            has_tokenizer = "tokenizer.json" in self.files
-            wanted = "the path of tokenizer.json, which frontends need for chat_template"
-            _check_value("files", has_tokenizer, list(self.files), wanted)
         for name in self.unsupported_features:
             known = ", ".join(_FEATURES)
             _check_value("unsupported_features", name in _FEATURES, name, f"among {known}")
