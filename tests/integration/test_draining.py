@@ -135,6 +135,9 @@ async def test_worker_stopping_without_etcd_fails_no_request(
     start_pairs(chosen, running_workers, count=2)
     async with frontend_side(chosen, RouterOptions(hold_s=5)) as side:
         await side.until_instances(4)
+        # Decode workers have learned the addresses of both prefill workers once they fetched KV.
+        for _ in range(8):
+            assert len(tokens(await side.ask(6))) == 6
         await asyncio.to_thread(etcd.stop)
         for leaving in (0, 1):  # a prefill and a decode worker
             running_workers.workers[leaving].stop()
