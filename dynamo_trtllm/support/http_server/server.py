@@ -243,6 +243,7 @@ class HttpServer(ConnectionGroup):
     ) -> None:
         super().__init__(handler, limits, error_form)
         self._shutdown_s = shutdown_s
+        self._num_connecting = 0  # accepted connections that are not open yet
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()
 
@@ -301,14 +302,21 @@ class HttpServer(ConnectionGroup):
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        self._num_connecting += 1
         try:
             await loop.connect_accepted_socket(lambda: HttpConnection(self), connection)
         except OSError as exc:
             connection.close()
             log.debug("client disconnected while it was accepted: %s", exc)
+        finally:
+            self._num_connecting -= 1
 
     def _relieve(self) -> bool:
         """Close some idle connections. Return False if there is none."""
+        # Many connections of one client may have been accepted in this iteration. Until they are
+        # open and count as idle, those of other clients would be closed for them.
+        if self._num_connecting:
+            return True
         num_closed = 0
         while num_closed < _NUM_RELIEVED and self.evict_idlest():
             num_closed += 1

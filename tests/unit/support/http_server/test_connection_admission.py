@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -190,6 +191,22 @@ async def test_relief_without_files_closes_idle_connections() -> None:
     assert served.server._relieve()
     assert (is_closed(running), is_closed(idle)) == (False, True)
     assert not served.server._relieve()
+    await served.end()
+
+
+async def test_relief_waits_until_accepted_connections_are_open() -> None:
+    served = Served(max_connections=10, reserved_connections=1)
+    idle = await served.client(OTHER)
+    client, accepted = socket.socketpair()
+    accepted.setblocking(False)
+    connecting = asyncio.create_task(served.server._connect(accepted))
+    await asyncio.sleep(0)
+    assert served.server._relieve()
+    assert not is_closed(idle)
+    await connecting
+    assert served.server._relieve()
+    assert is_closed(idle)
+    client.close()
     await served.end()
 
 
