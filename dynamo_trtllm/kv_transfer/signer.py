@@ -11,6 +11,7 @@ and the receivers. It is HMAC-SHA256 over the values in a fixed order.
 
 from __future__ import annotations
 
+import heapq
 import hmac
 import time
 from collections.abc import Callable, Sequence
@@ -48,9 +49,10 @@ class _UsedTransfers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._fetching: set[str] = set()  # ids of transfers that calls fetch now
-        # Id of each transfer whose KV has arrived -> its expiry. Removed at its expiry; from then
-        # on it is rejected as expired.
-        self._fetched: dict[str, float] = {}
+        # Ids of transfers whose KV has arrived, removed at their expiry: from then on they are
+        # rejected as expired.
+        self._fetched: set[str] = set()
+        self._expiries: list[tuple[float, str]] = []  # of these, as a heap
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._fetching or transfer_id in self._fetched
@@ -66,13 +68,11 @@ class _UsedTransfers:
     def add_fetched(self, transfer_id: str, expires_at: float) -> None:
         """Note that the KV of a transfer has arrived."""
         now = self._clock()
-        # Those that were fetched first come first, and usually expire first.
-        while self._fetched:
-            oldest = next(iter(self._fetched))
-            if self._fetched[oldest] > now:
-                break
-            del self._fetched[oldest]
-        self._fetched[transfer_id] = expires_at
+        while self._expiries and self._expiries[0][0] <= now:
+            _, expired = heapq.heappop(self._expiries)
+            self._fetched.discard(expired)
+        self._fetched.add(transfer_id)
+        heapq.heappush(self._expiries, (expires_at, transfer_id))
 
 
 class AdmittedFetch:

@@ -198,13 +198,14 @@ def test_parameters_after_a_failed_fetch_are_accepted_again(
 def test_fetched_transfers_are_forgotten_after_their_expiry(key_file: Path) -> None:
     clock = Clock(time.time())
     side = Side(DECODE, key_file, clock=clock)
-    for number in range(3):
-        kv_params = make_transfer_params(f"t-{number}", ttl_s=60.0)
+    # The first one expires long after the others.
+    for number, ttl_s in enumerate((86_400.0, 60.0, 60.0)):
+        kv_params = make_transfer_params(f"t-{number}", ttl_s=ttl_s)
         use(side, side.signer.sign(kv_params, REQUEST, (DECODE,)), arrives=True)
     clock.now += 61.0
     kv_params = make_transfer_params("t-9", ttl_s=200.0)
     use(side, side.signer.sign(kv_params, REQUEST, (DECODE,)), arrives=True)
-    assert list(side.signer._used._fetched) == ["t-9"]
+    assert side.signer._used._fetched == {"t-0", "t-9"}
 
 
 def test_signed_integers_for_floats_are_accepted(decoding: Side) -> None:
