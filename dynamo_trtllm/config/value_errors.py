@@ -11,6 +11,14 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import MASK, mask_address, shown
 
 
+def check_settings_type(settings: object, model: type[BaseModel]) -> None:
+    """Raise ConfigError unless settings are an object of `model`."""
+    if not isinstance(settings, model):
+        raise ConfigError(
+            f"the settings are {shown(settings)}; pass a {model.__name__}(…)", field="config"
+        )
+
+
 def value_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     """Return the error of settings with wrong values.
 

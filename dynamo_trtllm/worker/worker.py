@@ -29,6 +29,7 @@ from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.engine_names import BUILT_IN, DEFAULT_ENGINE
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.value_errors import check_settings_type
 from dynamo_trtllm.engines.capabilities import GuardsKvTransfers, PublishesKvEvents
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import (
@@ -196,9 +197,11 @@ class Worker(Lifecycle):
             timing: waits of its parts; tests pass shorter ones.
 
         Raises:
-            ConfigError: `engine` is no such class or function, or `config.engine` is set as well.
+            ConfigError: `config` is no WorkerConfig, `engine` is no such class or function, or
+                `config.engine` is set as well.
         """
         super().__init__()
+        check_settings_type(config, WorkerConfig)
         if engine is not None and config.engine is not None:
             raise ConfigError(
                 f"the worker has two engines: --engine {config.engine}, and the engine that it was"

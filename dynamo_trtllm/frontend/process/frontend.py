@@ -21,6 +21,7 @@ from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.config.value_errors import check_settings_type
 from dynamo_trtllm.frontend.http.frontend_server import frontend_server
 from dynamo_trtllm.frontend.http.hooks import HOOK_TIMEOUT_S, Hooks, Middleware, RouteHandler
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady
@@ -125,9 +126,11 @@ class Frontend(Lifecycle):
             usage: counts what API keys use in all processes on the port. Default: in this one.
 
         Raises:
-            ConfigError: middleware or a route is no async function, or a path is wrong.
+            ConfigError: `config` is no FrontendConfig, middleware or a route is no async function,
+                or a path is wrong.
         """
         super().__init__()
+        check_settings_type(config, FrontendConfig)
         self._config = config
         self._hooks = Hooks(middleware, routes, hook_timeout_s)
         self._sock = sock

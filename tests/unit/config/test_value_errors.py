@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm import ConfigError, FrontendConfig, WorkerConfig
+from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Worker, WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,11 @@ def test_settings_with_wrong_address_mask_its_password() -> None:
         WorkerConfig(model_path="m", nats_server="http://user:secret@h:1/x")
     assert "secret" not in caught.value.message
     assert caught.value.field == "nats_server"
+
+
+@pytest.mark.parametrize("settings", [None, 5, {"model_path": "m"}])
+def test_worker_and_frontend_with_other_settings_say_what_to_pass(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"pass a WorkerConfig\("):
+        Worker(settings)
+    with pytest.raises(ConfigError, match=r"pass a FrontendConfig\("):
+        Frontend(settings)
