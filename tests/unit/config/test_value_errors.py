@@ -54,7 +54,7 @@ def test_settings_with_wrong_address_mask_its_password() -> None:
 
 
 @pytest.mark.parametrize("settings", [None, 5, {"model_path": "m"}])
-def test_worker_and_frontend_with_other_settings_say_what_to_pass(settings: Any) -> None:
+def test_worker_and_frontend_name_what_to_pass_as_settings(settings: Any) -> None:
     with pytest.raises(ConfigError, match=r"pass a WorkerConfig\("):
         Worker(settings)
     with pytest.raises(ConfigError, match=r"pass a FrontendConfig\("):

@@ -256,7 +256,7 @@ async def test_hook_when_it_is_wrong_then_its_request_gets_500(
     assert 'hook_failures_total{code="hook_failed"} 1.0' in served.metrics.render().decode()
 
 
-async def test_hook_when_its_error_is_no_text_then_its_request_gets_500(
+async def test_hook_whose_error_is_no_text_gives_its_request_500(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Nothing is logged, because processes of a test run can't pass such text on.
