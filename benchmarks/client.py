@@ -7,21 +7,22 @@ python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --reque
 Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests
 per second (Poisson), however fast the server answers, and latencies count from the planned time.
 --processes splits the load among several client processes. The output says when one client process
-is not enough.
+is not enough. The API key in DYN_TRTLLM_API_KEY is sent, if there is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import msgspec
 import orjson
 import uvloop
 
+from .api_key import VARIABLE, open_url
 from .client_shards import AllRequestsFailed, measure_shards
 from .load_client import Load, measure_load
 from .summary import table
@@ -41,12 +42,14 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
         SystemExit: with an error message, if there is no such model or no server.
     """
     try:
-        with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
+        with open_url(url.rstrip("/") + "/v1/models", 10) as answer:
             models = {
                 str(each["id"]): each.get("max_model_len")
                 for each in orjson.loads(answer.read())["data"]
             }
     except HTTPError as exc:
+        if exc.code == HTTPStatus.UNAUTHORIZED:
+            raise SystemExit(f"{url} needs an API key. Set {VARIABLE}, or correct it.") from exc
         if wanted is not None:
             return wanted, None
         raise SystemExit(f"{url} does not list its models ({exc}). Pass --model.") from exc

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from .api_key import sent_api_key
 from .stream import RequestRecord, StreamConnection
 from .summary import LoadSummary, ProcessMeter, cost, summarize
 
@@ -48,6 +49,7 @@ class Load:
     prompts: tuple[str, ...] = ()  # used in turn instead of random words
     arrivals_s: tuple[float, ...] = ()  # open loop: when to send each request, instead of at `rate`
     osls: tuple[int, ...] = ()  # max_tokens of each request, instead of `osl`
+    api_key: str = field(default_factory=sent_api_key, repr=False)  # "": none is sent
 
 
 class Client:
@@ -82,6 +84,7 @@ class Client:
         self._host = at.hostname or "localhost"
         self._port = at.port or 80
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
+        self._key_line = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         self._idle: deque[StreamConnection] = deque()
         self._sent = 0
 
@@ -201,9 +204,9 @@ class Client:
             body["ignore_eos"] = True
         content = orjson.dumps(body | load.extra)
         head = (
-            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type:"
-            " application/json\r\nAccept: text/event-stream\r\nContent-Length:"
-            f" {len(content)}\r\n\r\n"
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._key_line}"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content
 

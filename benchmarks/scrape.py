@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from urllib.error import HTTPError
-from urllib.request import urlopen
+
+from .api_key import open_url
 
 _PREFIX = "dynamo_trtllm_"
 _TIMEOUT_S = 2.0
@@ -14,7 +15,7 @@ _TIMEOUT_S = 2.0
 def fetch(url: str) -> bytes:
     """Return the body of a successful response. Raise OSError otherwise."""
     try:
-        with urlopen(url, timeout=_TIMEOUT_S) as answer:
+        with open_url(url, _TIMEOUT_S) as answer:
             return bytes(answer.read())
     except HTTPError as exc:
         exc.close()

@@ -108,6 +108,7 @@ class Dynamo:
     `tokenizer` is an option of its frontend: "default", or "fastokens", which is faster.
     """
 
+    api_key = ""
     framing_tokens = 0  # its mock engine makes arbitrary tokens
 
     def __init__(self, folder: Path, tokenizer: str) -> None:

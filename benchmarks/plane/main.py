@@ -15,14 +15,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import orjson
 
 from dynamo_trtllm.support.network.addresses import free_ports
+from dynamo_trtllm.support.subprocesses import scratch_folder
 
 from . import dynamo, measure, report
 from .measure import Run
-from .ours import Ours
+from .ours import LimitedKey, Ours, write_key
 from .points import COMPARED, POINTS, Point, by_engines, select
 from .stack import NotReady, Recipe, Stack
 
@@ -105,6 +107,11 @@ def _arguments() -> argparse.Namespace:
         metavar="N,N",
         help="numbers of frontend processes to measure, e.g. 1,2,4 (default: 1)",
     )
+    parser.add_argument(
+        "--with-key",
+        action="store_true",
+        help="measure a frontend whose clients need an API key with limits as well",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
@@ -125,8 +132,19 @@ def main() -> None:
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    with scratch_folder("dynamo-plane-key-") as folder:
+        _measure(args, _sides(args, folder))
+
+
+def _sides(args: argparse.Namespace, folder: Path) -> list[Recipe]:
+    """Return what to measure. A file of API keys is written into the folder."""
+    keys: list[LimitedKey | None] = [None]
+    if args.with_key:
+        keys.append(write_key(folder))
     sides: list[Recipe] = [
-        Ours(uses_mock=args.mock_engine, num_frontends=number) for number in args.frontends
+        Ours(uses_mock=args.mock_engine, num_frontends=number, key=key)
+        for number in args.frontends
+        for key in keys
     ]
     if args.beside is not None:
         sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
@@ -135,6 +153,11 @@ def main() -> None:
         sides.append(dynamo.Dynamo(args.dynamo_folder, "fastokens"))
         if any(point.name == "long-32" for point in args.chosen):
             sides.append(dynamo.Dynamo(args.dynamo_folder, "default"))
+    return sides
+
+
+def _measure(args: argparse.Namespace, sides: Sequence[Recipe]) -> NoReturn:
+    """Measure, print and write the results. Exit."""
     runs: list[Run] = []
     status = 0
     try:

@@ -89,7 +89,7 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
 
 def _client(point: Point, stack: Stack) -> LoadSummary:
     argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
-    process = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = spawn(argv, env=stack.client_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as exc:

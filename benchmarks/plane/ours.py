@@ -5,14 +5,41 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
+
+from dynamo_trtllm.access.api_keys import ApiKey, digest_of, new_key
+from dynamo_trtllm.access.keys_file import add_key
 
 from .points import IDLE_STEP_S
 from .stack import HOST, MODEL
 
 _KV_BLOCKS = 1 << 20
 _SLOTS = 4096
+_NO_LIMIT = 10**9  # limits are counted, but never reached
+
+
+class LimitedKey(NamedTuple):
+    """An API key with all limits."""
+
+    text: str
+    path: Path  # file of API keys
+
+
+def write_key(folder: Path) -> LimitedKey:
+    """Write a file with a new API key that has all limits."""
+    text = new_key()
+    path = folder / "keys.jsonl"
+    key = ApiKey(
+        name="benchmark",
+        sha256=digest_of(text).hex(),
+        requests_per_minute=_NO_LIMIT,
+        tokens_per_minute=_NO_LIMIT,
+        concurrent_generations=_NO_LIMIT,
+    )
+    add_key(path, key)
+    return LimitedKey(text, path)
 
 
 class Ours:
@@ -27,14 +54,31 @@ class Ours:
     framing_tokens = 3  # <|channel|>final<|message|>
 
     def __init__(
-        self, checkout: Path | None = None, *, uses_mock: bool = False, num_frontends: int = 1
+        self,
+        checkout: Path | None = None,
+        *,
+        uses_mock: bool = False,
+        num_frontends: int = 1,
+        key: LimitedKey | None = None,
     ) -> None:
-        """Use this checkout. `checkout` is a folder with another commit to use instead."""
+        """Use this checkout.
+
+        Args:
+            checkout: folder with another commit to use instead.
+            uses_mock: use the mock engine instead of the runner of library engines.
+            num_frontends: number of frontend processes.
+            key: API key that clients of the frontend need; None: they need none.
+        """
         self._worker_module = "dynamo_trtllm" if uses_mock else f"{__package__}.runner_worker"
         self.name = "ours" if checkout is None else "beside"
         if num_frontends > 1:
             self.name += f" x{num_frontends}"
+        self.api_key = ""
+        if key is not None:
+            self.name += " with key"
+            self.api_key = key.text
         self._num_frontends = num_frontends
+        self._key = key
         self._checkout = checkout
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
@@ -45,7 +89,9 @@ class Ours:
         return servers | {"PYTHONPATH": str(self._checkout), "PYTHONSAFEPATH": "1"}
 
     def frontend(self, port: int) -> Sequence[str]:
-        processes = ("--workers", str(self._num_frontends))
+        flags: list[str] = ["--workers", str(self._num_frontends)]
+        if self._key is not None:
+            flags += ["--api-keys-file", str(self._key.path)]
         return (
             "-m",
             "dynamo_trtllm.frontend",
@@ -53,7 +99,7 @@ class Ours:
             HOST,
             "--http-port",
             str(port),
-            *processes,
+            *flags,
         )
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:

@@ -21,6 +21,7 @@ import psutil
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
+from ..api_key import VARIABLE, api_key_headers
 from ..blocking import wait_for
 from .points import Engines
 
@@ -43,6 +44,7 @@ class Recipe(Protocol):
     name: str
     python: str
     framing_tokens: int  # tokens per answer that become no text
+    api_key: str  # for the clients; "": they need none
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
         """Return environment variables for all processes."""
@@ -63,6 +65,7 @@ class Stack:
     def __init__(self, recipe: Recipe, port: int, engines: Engines) -> None:
         self.name = recipe.name
         self.framing_tokens = recipe.framing_tokens
+        self.client_env = os.environ | {VARIABLE: recipe.api_key}
         self.url = f"http://{HOST}:{port}"
         self._recipe = recipe
         self._port = port
@@ -121,9 +124,9 @@ class Stack:
                 raise NotReady(
                     f"{self.name}: {ended[0]} exited:\n{_tail(folder / f'{ended[0]}.log')}"
                 )
-            request = urllib.request.Request(
-                f"{self.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
-            )
+            headers = api_key_headers(self._recipe.api_key)
+            headers["Content-Type"] = "application/json"
+            request = urllib.request.Request(f"{self.url}/v1/chat/completions", body, headers)
             try:
                 with urllib.request.urlopen(request, timeout=130):
                     return

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from ..api_key import sent_api_key
 from ..stream import RequestRecord
 from ..summary import summarize
 from . import phases
@@ -40,6 +41,7 @@ def command(
         "min_tokens": shape.osl,
         "ignore_eos": True,
     } | shape.extra
+    api_key = sent_api_key()
     return [
         *(
             str(program),
@@ -78,6 +80,7 @@ def command(
             "--artifact-dir",
             str(folder),
         ),
+        *(("--api-key", api_key) if api_key else ()),
     ]
 
 

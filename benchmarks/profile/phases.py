@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import urllib.error
-import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
+
+from ..api_key import open_url
 
 _NAME = "dynamo_trtllm_phase_seconds"
 
@@ -17,7 +18,7 @@ Totals = dict[str, tuple[float, float]]  # by phase: seconds, requests
 def read_totals(url: str) -> Totals:
     """Return the totals by phase so far. Empty if the server has no such metrics."""
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/metrics", timeout=10) as answer:
+        with open_url(url.rstrip("/") + "/metrics", 10) as answer:
             return totals(answer.read().decode())
     except (urllib.error.URLError, OSError, ValueError):
         return {}
