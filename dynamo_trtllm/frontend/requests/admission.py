@@ -97,7 +97,7 @@ class RequestAdmission:
         if self._places is not None:
             self._places.close()
             self._places = None
-        self._limits.choices.release(self._num_permits)
+        self._limits.choices.release(self._num_permits, self._timeline.facts.client)
         self._num_permits = 0
         if self._charge is not None:
             usage = self._timeline.usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +15,10 @@ from dynamo_trtllm.support.network.by_network import ByNetwork
 
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _MAX_RETRY_S = 60
+# A network may hold so many times as many permits as are free. So one network leaves a sixteenth of
+# all permits to others, however long its answers are and however slowly it reads them. A limit of
+# up to 15 permits leaves none.
+_MAX_HELD_PER_FREE = 15
 
 
 @dataclass(slots=True, eq=False)
@@ -58,17 +62,26 @@ class FairQueue:
         if not self._requests.count(request.network):
             del self._gained[request.network]
 
-    def first(self) -> _Waiting | None:
-        """Return the request that is the next; None if none waits.
+    def first(self, has_share: Callable[[_Waiting], bool]) -> _Waiting | None:
+        """Return the request that is the next; None if none may run.
 
         Further calls return the same until it leaves.
+
+        Args:
+            has_share: returns whether the network of a request may hold its permits. Networks
+                that may not are passed over.
         """
-        while self._gained:
+        num_passed = 0
+        while num_passed < len(self._gained):
             network = next(iter(self._gained))
             oldest = self._requests.oldest(network)
-            if self._gained[network] >= oldest.count:
+            if not has_share(oldest):
+                num_passed += 1
+            elif self._gained[network] >= oldest.count:
                 return oldest
-            self._gained[network] += 1
+            else:
+                num_passed = 0
+                self._gained[network] += 1
             self._gained.move_to_end(network)
         return None
 
@@ -86,7 +99,8 @@ class ConcurrencyLimiter:
 
     Each choice takes a permit, because each is a stream of its own for engines and memory. A
     request gets the permits of all its choices at once: otherwise it would hold some while it waits
-    for others.
+    for others. It holds them until its client has the answer, so the permits of one network are
+    limited, too.
 
     Args:
         limit: permits.
@@ -102,6 +116,7 @@ class ConcurrencyLimiter:
         self.in_use = 0
         self._max_queued = max_queued
         self._clock = clock
+        self._held = Counter[str]()  # permits by network
         self._waiting = ByNetwork[_Waiting]()
         self._num_waiting_choices = 0
         # By model; none is empty.
@@ -146,10 +161,15 @@ class ConcurrencyLimiter:
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
-        if are_permits_free and places.model not in self._queues and places.may_begin():
+        if (
+            are_permits_free
+            and self._has_share(network, count)
+            and places.model not in self._queues
+            and places.may_begin()
+        ):
             if not self.in_use:
                 self._restart_stale_rate()
-            self.in_use += count
+            self._take(network, count)
             places.begin()
             return
         if self._is_full(count):
@@ -159,6 +179,8 @@ class ConcurrencyLimiter:
         self._add(waiting)
         if not are_permits_free:
             self._lacks_permits = True
+        else:
+            self.grant()  # the requests before it may be of networks that hold their share
         try:
             async with asyncio.timeout(within_s):
                 await waiting.decided
@@ -178,8 +200,8 @@ class ConcurrencyLimiter:
                 " the same time, or try again later"
             )
 
-    def release(self, count: int) -> None:
-        """Return the permits of `count` choices that have ended."""
+    def release(self, count: int, network: str) -> None:
+        """Return the permits of `count` choices that have ended, of a client of this network."""
         if count == 0:
             return
         self._finished += count
@@ -188,7 +210,7 @@ class ConcurrencyLimiter:
         if counted_s > 2 * _RATE_WINDOW_S:
             self._finished = self._finished * _RATE_WINDOW_S / counted_s
             self._counted_since_s += counted_s - _RATE_WINDOW_S
-        self._free(count)
+        self._free(count, network)
 
     def retry_after_s(self) -> int:
         """Estimate, in whole seconds, how long one more choice would wait.
@@ -209,7 +231,7 @@ class ConcurrencyLimiter:
             return
         for model in list(self._queues):
             while model in self._queues:
-                first = self._queues[model].first()
+                first = self._queues[model].first(self._has_share_for)
                 if first is None or not first.places.may_begin():
                     break
                 if self.in_use + first.count > self.limit:
@@ -235,13 +257,28 @@ class ConcurrencyLimiter:
         self._forget(first)
         if first.decided.cancelled():
             return  # it is about to withdraw
-        self.in_use += first.count
+        self._take(first.network, first.count)
         first.has_permits = True
         first.places.begin()
         first.decided.set_result(None)
 
-    def _free(self, count: int) -> None:
+    def _has_share(self, network: str, count: int) -> bool:
+        """Return whether a network may hold so many more permits."""
+        free = self.limit - self.in_use
+        return self._held[network] + count <= _MAX_HELD_PER_FREE * free
+
+    def _has_share_for(self, waiting: _Waiting) -> bool:
+        return self._has_share(waiting.network, waiting.count)
+
+    def _take(self, network: str, count: int) -> None:
+        self.in_use += count
+        self._held[network] += count
+
+    def _free(self, count: int, network: str) -> None:
         self.in_use -= count
+        self._held[network] -= count
+        if not self._held[network]:
+            del self._held[network]
         if not self.in_use:
             self._idle_since_s = self._clock()
         self.grant()
@@ -299,7 +336,7 @@ class ConcurrencyLimiter:
         """Remove a request from the queue, or return permits that were granted just now."""
         if waiting.has_permits:
             waiting.places.close()
-            self._free(waiting.count)
+            self._free(waiting.count, waiting.network)
         elif waiting in self._waiting:
             self._remove(waiting)
             self.grant()  # requests behind it may need fewer permits

@@ -36,10 +36,10 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     first = await waiting(limiter)
     second = await waiting(limiter)
     assert limiter.queued == 2
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     await wait_until_loaded()
     assert (first.done(), second.done()) == (True, False)
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     await second
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
@@ -66,10 +66,10 @@ async def test_acquire_of_several_choices_is_atomic_and_fair() -> None:
     large = await waiting(limiter, 3)
     small = await waiting(limiter, 1)
     assert limiter.in_use == 2
-    limiter.release(2)
+    limiter.release(2, CLIENT)
     await wait_until_loaded()
     assert (large.done(), small.done(), limiter.in_use) == (True, False, 3)
-    limiter.release(3)
+    limiter.release(3, CLIENT)
     await small
     assert limiter.in_use == 1
 
@@ -98,7 +98,7 @@ async def test_take_by_gone_client_frees_its_place() -> None:
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     await left(await waiting(limiter))
     assert (limiter.in_use, limiter.queued) == (1, 0)
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     assert limiter.in_use == 0
 
 
@@ -107,7 +107,7 @@ async def test_take_by_client_leaving_at_its_turn_passes_permit() -> None:
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     first = await waiting(limiter)
     second = await waiting(limiter)
-    limiter.release(1)  # its turn came, and before it could run it is cancelled
+    limiter.release(1, CLIENT)  # its turn came, and before it could run it is cancelled
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await second
@@ -120,7 +120,7 @@ async def test_take_by_client_that_just_left_passes_permit() -> None:
     first = await waiting(limiter)
     second = await waiting(limiter)
     first.cancel()
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     await asyncio.gather(first, return_exceptions=True)
     await second
     assert (limiter.in_use, limiter.queued) == (1, 0)
@@ -146,9 +146,31 @@ async def test_turns_of_waiting_clients_are_equal_in_choices(
         task.add_done_callback(lambda _, name=name: started.append(name))  # type: ignore[misc]
         tasks.append(task)
     while limiter.queued:
-        limiter.release(1)
+        limiter.release(1, CLIENT)
         await wait_until_loaded()
     assert started == order
+
+
+async def test_permits_of_one_client_leave_some_to_others() -> None:
+    limiter = ConcurrencyLimiter(160, max_queued=9)
+    for _ in range(150):
+        await limiter.acquire(1, "a", 30.0, FREE)
+    own = await waiting(limiter, client="a")
+    await limiter.acquire(2, "b", 30.0, FREE)
+    assert (own.done(), limiter.in_use) == (False, 152)
+    limiter.release(1, "a")
+    await wait_until_loaded()
+    assert not own.done()
+    limiter.release(2, "b")
+    await own
+    assert (limiter.in_use, limiter.queued) == (150, 0)
+
+
+async def test_small_limit_may_be_used_by_one_client() -> None:
+    limiter = ConcurrencyLimiter(15)
+    for _ in range(15):
+        await limiter.acquire(1, CLIENT, 30.0, FREE)
+    assert (limiter.in_use, limiter.queued) == (15, 0)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +233,7 @@ async def test_retry_after_is_the_time_of_the_queue(
     await limiter.acquire(1000, CLIENT, 30.0, FREE)
     for _ in range(400):
         clock.now += 1 / per_s
-        limiter.release(1)
+        limiter.release(1, CLIENT)
     await limiter.acquire(400, CLIENT, 30.0, FREE)
     tasks = [await waiting(limiter, 1) for _ in range(queued)]
     assert least <= limiter.retry_after_s() <= most
@@ -224,7 +246,7 @@ async def test_retry_after_counts_each_queued_choice() -> None:
     await limiter.acquire(400, CLIENT, 30.0, FREE)
     for _ in range(400):
         clock.now += 1.0
-        limiter.release(1)
+        limiter.release(1, CLIENT)
     await limiter.acquire(400, CLIENT, 30.0, FREE)
     tasks = [await waiting(limiter, 8) for _ in range(2)]
     assert limiter.retry_after_s() == 17
@@ -241,7 +263,7 @@ async def test_retry_after_ignores_time_before_the_first_request() -> None:
     clock.now += 29.0
     await limiter.acquire(2, CLIENT, 30.0, FREE)
     clock.now += 1.0
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     assert limiter.retry_after_s() == 1
 
 
@@ -251,11 +273,11 @@ async def test_retry_after_ignores_ends_before_a_long_pause() -> None:
     for _ in range(20):
         await limiter.acquire(1, CLIENT, 30.0, FREE)
         now += 1.0
-        limiter.release(1)
+        limiter.release(1, CLIENT)
     now += 600.0
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     assert limiter.retry_after_s() == 1  # not a minute, as if one answer took that long
     now += 2.0
-    limiter.release(1)
+    limiter.release(1, CLIENT)
     await limiter.acquire(1, CLIENT, 30.0, FREE)
     assert limiter.retry_after_s() <= 2
