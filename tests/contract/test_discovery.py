@@ -29,6 +29,7 @@ from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, ins
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Instance, encode
+from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
 
@@ -36,6 +37,7 @@ _CHILD = """
 import asyncio, sys
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
+from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 async def main():
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=sys.argv[1]), lease_ttl_s=1)
@@ -117,7 +119,7 @@ async def check_quiet(events: AsyncGenerator[Event, None], for_s: float = 0.3) -
 
 async def test_register_when_watched_then_synced_up_down(world: World) -> None:
     instance = make_instance(1, namespace=world.namespace)
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         assert await take(events, 1) == [Synced()]
         registration = await world.join().register(instance)
         assert await take(events, 1) == [Added(instance)]
@@ -130,7 +132,7 @@ async def test_watch_when_instances_are_there_then_up_before_synced(world: World
     instances = [make_instance(number, namespace=world.namespace) for number in (1, 2)]
     for instance in instances:
         await world.join().register(instance)
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         received = await take(events, 3)
         assert received[2] == Synced()
         assert [event.instance for event in received[:2] if isinstance(event, Added)] == instances
@@ -140,8 +142,8 @@ async def test_watch_when_instances_are_there_then_up_before_synced(world: World
 async def test_watch_when_two_watch_then_both_receive_all(world: World) -> None:
     discovery = world.join()
     async with (
-        aclosing(discovery.watch(world.namespace)) as first,
-        aclosing(discovery.watch(world.namespace)) as second,
+        aclosing(instance_events(discovery, world.namespace)) as first,
+        aclosing(instance_events(discovery, world.namespace)) as second,
     ):
         assert await take(first, 1) == await take(second, 1) == [Synced()]
         instance = make_instance(1, namespace=world.namespace)
@@ -151,7 +153,7 @@ async def test_watch_when_two_watch_then_both_receive_all(world: World) -> None:
 
 async def test_register_when_200_at_once_then_all_are_received(world: World) -> None:
     discovery = world.join()
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         async with asyncio.TaskGroup() as group:
             for number in range(200):
@@ -171,7 +173,7 @@ async def test_register_when_200_at_once_then_all_are_received(world: World) -> 
 
 async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> None:
     discovery = world.join()
-    async with aclosing(discovery.watch(world.namespace)) as events:
+    async with aclosing(instance_events(discovery, world.namespace)) as events:
         await take(events, 1)
         await discovery.register(make_instance(1, namespace=world.namespace + "x"))
         own = make_instance(2, namespace=world.namespace)
@@ -183,7 +185,7 @@ async def test_register_when_record_changes_then_up_again(world: World) -> None:
     discovery = world.join()
     first = make_instance(1, namespace=world.namespace)
     second = msgspec.structs.replace(first, version="2.0")
-    async with aclosing(discovery.watch(world.namespace)) as events:
+    async with aclosing(instance_events(discovery, world.namespace)) as events:
         await take(events, 1)
         await discovery.register(first)
         await discovery.register(second)
@@ -192,7 +194,7 @@ async def test_register_when_record_changes_then_up_again(world: World) -> None:
 
 async def test_register_when_owner_is_killed_then_down_after_the_lease(world: World) -> None:
     instance = make_instance(77, namespace=world.namespace)
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         await world.lose(instance)
         assert await take(events, 2) == [Added(instance), Removed(77)]
@@ -200,7 +202,7 @@ async def test_register_when_owner_is_killed_then_down_after_the_lease(world: Wo
 
 async def test_registration_when_kept_longer_than_its_lease_then_stays(world: World) -> None:
     discovery = world.join()
-    async with aclosing(discovery.watch(world.namespace)) as events:
+    async with aclosing(instance_events(discovery, world.namespace)) as events:
         await take(events, 1)
         await discovery.register(make_instance(1, namespace=world.namespace))
         await take(events, 1)
@@ -209,7 +211,7 @@ async def test_registration_when_kept_longer_than_its_lease_then_stays(world: Wo
 
 async def test_aclose_when_called_twice_then_down_once(world: World) -> None:
     discovery = world.join()
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         registration = await discovery.register(make_instance(1, namespace=world.namespace))
         await registration.aclose()
@@ -226,7 +228,7 @@ async def test_watch_when_discovery_is_closed_then_ends(world: World) -> None:
 
     async def follow() -> list[Event]:
         received: list[Event] = []
-        async with aclosing(discovery.watch(world.namespace)) as events:
+        async with aclosing(instance_events(discovery, world.namespace)) as events:
             async for event in events:
                 received.append(event)
                 synced.set()
@@ -244,7 +246,7 @@ async def test_watch_when_consumer_is_cancelled_then_it_stops(world: World) -> N
     synced = asyncio.Event()
 
     async def follow() -> None:
-        async with aclosing(discovery.watch(world.namespace)) as events:
+        async with aclosing(instance_events(discovery, world.namespace)) as events:
             async for _ in events:
                 synced.set()
 
@@ -273,10 +275,10 @@ async def test_watch_rejects_record_under_another_key_until_deleted(world: World
     ghost_key = key_of(make_instance(0xAAAA, namespace=world.namespace))
     await world.join().register(real)
     await world.write(ghost_key, encode(real))
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         there = await take(events, 3)
         reason = "id is aaaa in the key and 1 in the record"
-        assert there == [Added(real), Rejected(ghost_key, reason), Synced()]
+        assert there == [Rejected(ghost_key, reason), Added(real), Synced()]
         await world.write(ghost_key, None)
         assert await take_rejected(events, ghost_key) is None
         await check_quiet(events)  # the real one stays up
@@ -288,7 +290,7 @@ async def test_watch_rejects_record_of_another_subject(world: World) -> None:
     intruder = msgspec.structs.replace(
         make_instance(2, namespace=world.namespace), subject=real.subject
     )
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         await world.write(key_of(intruder), encode(intruder))
         reason = await take_rejected(events, key_of(intruder))
@@ -300,7 +302,7 @@ async def test_watch_when_id_has_two_keys_then_second_waits_for_first(world: Wor
     first = make_instance(1, namespace=world.namespace)
     endpoint = EndpointId(world.namespace, "zzz", "generate")
     second = msgspec.structs.replace(first, component="zzz", subject=subject(endpoint, 1))
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         registration = await world.join().register(first)
         await world.join().register(second)
@@ -313,7 +315,7 @@ async def test_watch_when_id_has_two_keys_then_second_waits_for_first(world: Wor
 
 async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -> None:
     instance = make_instance(1, namespace=world.namespace)
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         await world.write(key_of(instance), b"garbage")
         assert await take_rejected(events, key_of(instance)) is not None
@@ -325,7 +327,7 @@ async def test_register_rejects_record_that_watchers_would_reject(world: World) 
     instance = msgspec.structs.replace(
         make_instance(1, namespace=world.namespace), subject="another"
     )
-    async with aclosing(world.join().watch(world.namespace)) as events:
+    async with aclosing(instance_events(world.join(), world.namespace)) as events:
         await take(events, 1)
         with pytest.raises(ConfigError, match="subject is 'another'"):
             await world.join().register(instance)

@@ -28,6 +28,7 @@ from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance, encode
 from tests.kit.etcd_client import EtcdClient
+from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.servers import TestServer
 from tests.kit.waiting import SOON_S
@@ -71,7 +72,7 @@ class Follower:
 @asynccontextmanager
 async def following(discovery: EtcdDiscovery) -> AsyncIterator[Follower]:
     follower = Follower()
-    task = asyncio.create_task(follower.run(discovery.watch("dynamo")))
+    task = asyncio.create_task(follower.run(instance_events(discovery, "dynamo")))
     await follower.until(Synced())
     try:
         yield follower
@@ -243,7 +244,7 @@ async def test_watch_when_closed_while_etcd_is_away_then_ends(own_etcd: MakeEtcd
     server = own_etcd()
     discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address))
     follower = Follower()
-    task = asyncio.create_task(follower.run(discovery.watch("dynamo")))
+    task = asyncio.create_task(follower.run(instance_events(discovery, "dynamo")))
     await follower.until(Synced())
     await stop(server)
     await asyncio.sleep(0.3)
@@ -392,20 +393,24 @@ async def test_registration_changed_by_another_client_is_restored(own_etcd: Make
         assert await etcd_keys(server) == before
 
 
-async def test_watch_that_begins_late_rejects_unfit_card(own_etcd: MakeEtcd) -> None:
-    """Its key is the first by name, but not by age."""
+async def test_oldest_unfit_record_is_rejected_by_all_watchers(own_etcd: MakeEtcd) -> None:
+    """Its key is the first by name and by age."""
     server = own_etcd()
-    odd = msgspec.structs.replace(ONE, card=msgspec.structs.replace(ONE.card, vocab_size=1000))
+    unfit = msgspec.structs.replace(ONE, card=msgspec.structs.replace(ONE.card, vocab_size=1000))
+    await put_without_lease(server, unfit)
     async with joined(server) as worker, joined(server) as earlier, following(earlier) as follower:
+        assert follower.received == [Added(unfit), Synced()]
         await worker.register(TWO)
-        await put_without_lease(server, odd)
-        await follower.until(Added(TWO))
+        await worker.register(THREE)
+        await follower.until(Removed(1), Added(TWO), Added(THREE))
         async with joined(server) as later, following(later) as other:
             (rejected,) = (event for event in other.received if isinstance(event, Rejected))
-            assert str(rejected.reason).startswith("card.vocab_size is 1000, and 32 on instance 2,")
+            reason = "card.vocab_size is 1000, and 32 in the card in use,"
+            assert str(rejected.reason).startswith(reason)
             await follower.until(rejected)
             assert [event for event in other.received if event != rejected] == [
                 Added(TWO),
+                Added(THREE),
                 Synced(),
             ]
 

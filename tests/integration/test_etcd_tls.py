@@ -18,6 +18,7 @@ from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.launch.servers import etcd_binary
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.network.addresses import free_ports
+from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -76,7 +77,7 @@ async def test_instance_registered_with_certificate_is_visible(address: str, sec
     instance = make_instance(1)
     try:
         await worker.register(instance)
-        async with aclosing(frontend.watch(instance.namespace)) as events:
+        async with aclosing(instance_events(frontend, instance.namespace)) as events:
             assert await anext(events) == Added(instance)
             assert await anext(events) == Synced()
             another = make_instance(2)

@@ -73,12 +73,19 @@ async def test_frontend_serves_despite_poisoned_records(
     )
     odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
     await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), encode(odd))
+    card = msgspec.structs.replace(card, name="tiny", vocab_size=7)
+    oldest = msgspec.structs.replace(make_instance(0xB, namespace=chosen.namespace), card=card)
+    oldest_key = instance_key(endpoint_of(oldest), oldest.id)
+    await intruder.put(oldest_key.encode(), encode(oldest))
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
         while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert await rejected(client) == {
+        rows = await rejected(client)
+        # It is the oldest record of its model, and costs only its own instance.
+        assert rows.pop(oldest_key).startswith("card.vocab_size is 7, and ")
+        assert rows == {
             rf"{prefix}\udcff\udcfe": (
                 "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID"
             ),

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,17 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class CardChosen:
+    """Frontends use this card for its model from now on.
+
+    It is reported before the first instance of the model, and after the removal of instances that
+    do not fit it.
+    """
+
+    card: ModelDeploymentCard
+
+
+@dataclass(frozen=True, slots=True)
 class Synced:
     """All records that existed at the start of the watch were reported. A watch yields it once."""
 
@@ -39,7 +50,7 @@ class Rejected:
     reason: str | None  # None: it is gone or valid
 
 
-Event = Added | Removed | Rejected | Synced
+Event = Added | Removed | CardChosen | Rejected | Synced
 
 
 class Registration(Protocol):
@@ -66,6 +77,8 @@ class Discovery(Protocol):
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Yield Added or Rejected for each existing record, then Synced, then all changes.
+
+        A CardChosen comes before the first Added of each model.
 
         While the store is unreachable, the generator yields nothing. Afterwards it yields the
         differences, and missing instances get some time to register again. Consume with `aclosing`.

@@ -6,66 +6,28 @@ No I/O, no clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Event, Rejected, Removed
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    CardChosen,
+    Event,
+    Rejected,
+    Removed,
+)
+from dynamo_trtllm.cluster.discovery.model_cards import ChosenCard, ModelCards
 from dynamo_trtllm.cluster.discovery.records import (
     BadRecord,
-    card_mismatch,
     parse_instance_key,
     read_instance,
     shown_key,
 )
-from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role
+from dynamo_trtllm.protocol.messages import Instance
 
 log = logging.getLogger(__name__)
 
 MAX_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
-
-
-class _ModelInstances:
-    """The instances of one model that are in use, by key, in the order of their records' writes."""
-
-    def __init__(self) -> None:
-        self._instances: dict[str, Instance] = {}
-        self._decode: dict[str, Instance] = {}  # decode and aggregated instances
-
-    def __len__(self) -> int:
-        return len(self._instances)
-
-    def __getitem__(self, key: str) -> Instance:
-        return self._instances[key]
-
-    def keys(self) -> Iterable[str]:
-        return self._instances.keys()
-
-    @property
-    def card_in_use(self) -> ModelDeploymentCard:
-        """The card with which a frontend renders requests, as in the router's view."""
-        instances = self._decode or self._instances
-        first = next(iter(instances.values()))
-        return first.card
-
-    def put(self, key: str, instance: Instance) -> None:
-        """Add an instance whose record was written just now."""
-        self.discard(key)
-        self._instances[key] = instance
-        if instance.role is not Role.PREFILL:
-            self._decode[key] = instance
-
-    def discard(self, key: str) -> None:
-        """Remove an instance if it is there."""
-        self._instances.pop(key, None)
-        self._decode.pop(key, None)
-
-    def mismatch(self, instance: Instance) -> str:
-        """Return why the card of another instance does not fit these; "" if it fits."""
-        if not self._instances:
-            return ""
-        first = next(iter(self._instances.values()))
-        first_decode = next(iter(self._decode.values()), None)
-        return card_mismatch(instance, first, first_decode)
 
 
 class InstanceCache:
@@ -75,32 +37,30 @@ class InstanceCache:
     it, and the worker will register again. So an instance is removed only after lists have lacked
     it for `grace_s` seconds. A deleted record is removed at once.
 
-    Records that conflict with earlier ones are rejected:
+    Records that conflict with others are rejected:
 
-    * a key with an instance id that an earlier key has
-    * an instance whose card does not fit the earlier instances of its model, so that it can't take
-      over the model
+    * a key with an instance id that an earlier key has. When the earlier one is removed, a new list
+      is needed to check the rejected record again.
+    * an instance whose card does not fit the card of its model that is chosen by the instances
 
     Earlier means that the record was written earlier. A record that is written again counts as new,
     also if it has not changed, because a list has the records in the order in which they were last
-    written. So a cache that has followed all changes orders them as one that has read a list.
-
-    When an earlier instance is removed, a new list is needed to check the rejected records again.
-    They must fit the instances that are in use, although these may have been written later.
+    written. So a cache that has followed all changes chooses the same cards as one that has read a
+    list, unless two cards have as many instances: then, the card that a cache has chosen stays.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
-        self._records: dict[str, bytes] = {}
-        self._owners: dict[int, str] = {}  # instance id -> key of the valid record
+        self._records: dict[str, bytes] = {}  # of the instances in `_models`
+        self._added: set[str] = set()  # keys of instances that fit, and were reported
+        self._owners: dict[int, str] = {}  # instance id -> key of its record
         # key -> time from which a list without the key removes its instance
         self._missing: dict[str, float] = {}
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
-        self._models: dict[str, _ModelInstances] = {}
+        self._models: dict[str, ModelCards] = {}
         self._model_of: dict[str, str] = {}  # key -> model, of the instances in `_models`
-        # key -> model, of records that were rejected for their card
-        self._unfit: dict[str, str] = {}
+        self._num_writes = 0
         self._needs_list = False  # an instance was removed, and rejected records may be valid now
         self._has_logged_full = False
 
@@ -125,69 +85,54 @@ class InstanceCache:
             listed: all records in the store, by key, in the order in which they were last written.
             now_s: time of the list, of any monotonic clock.
         """
-        events: list[Event] = []
+        changes = _Changes()
         if self._rejected:
             listed_shown = {shown_key(key) for key in listed}
-            gone = [shown for shown in self._rejected if shown not in listed_shown]
-            for shown in gone:
+            for shown in [shown for shown in self._rejected if shown not in listed_shown]:
                 del self._rejected[shown]
-                events.append(Rejected(shown, None))
-        missing = [key for key in self._records if key not in listed]
-        for key in missing:
+                changes.rejections.append(Rejected(shown, None))
+        for key in [key for key in self._records if key not in listed]:
             removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
-            if removed_at_s <= now_s:
-                events += self._remove(key)
+            # Nobody uses an instance that does not fit, so it needs no time to register again.
+            if removed_at_s <= now_s or key not in self._added:
+                self._forget(key, changes)
         self._needs_list = False
-        self._unfit.clear()
-        return events + self._put_listed(listed)
-
-    def _put_listed(self, listed: Mapping[str, bytes]) -> list[Event]:
-        """Return the events for the records of a list that changed, or whose order did."""
-        events: list[Event] = []
-        reordered: set[str] = set()  # models of which an instance was moved behind the others
-        # model -> the listed keys of its instances, in the order so far
-        unvisited: dict[str, Iterator[str]] = {}
-        for model, instances in self._models.items():
-            keys = [key for key in instances.keys() if key in listed]
-            unvisited[model] = iter(keys)
         for key, record in listed.items():
-            if self._records.get(key) == record:
-                model = self._model_of[key]
-                if model not in reordered:
-                    key_so_far = next(unvisited[model], None)
-                    if key_so_far == key:
-                        self._missing.pop(key, None)
-                        continue
-            events += self.put(key, record)
-            # The records that follow in the list were written later, so they go behind this one.
-            if key in self._model_of:
-                reordered.add(self._model_of[key])
-        return events
+            self._put(key, record, changes)
+        return self._events(changes)
 
     def put(self, key: str, record: bytes) -> list[Event]:
         """Return the events for a record that was written.
 
         A rejected record is logged once per key.
         """
-        if self._records.get(key) != record:
-            return self._put(key, record)
-        model = self._model_of[key]
-        card_before = self._models[model].card_in_use
-        events = self._put(key, record)
-        # Its instance is the last of its model now. That needs an event if the card in use changed.
-        is_still_valid = key in self._records
-        if is_still_valid and self._models[model].card_in_use == card_before:
-            return []
-        return events
+        changes = _Changes()
+        self._put(key, record, changes)
+        return self._events(changes)
 
-    def _put(self, key: str, record: bytes) -> list[Event]:
-        """Check a record and add its instance behind the others of its model. Return the events."""
+    def delete(self, key: str) -> list[Event]:
+        """Return the events for a key that was deleted."""
+        changes = _Changes()
+        self._clear_rejected(key, changes)
+        self._forget(key, changes)
+        return self._events(changes)
+
+    def _put(self, key: str, record: bytes, changes: _Changes) -> None:
+        """Check a record, and put its instance behind the others of its model."""
         self._missing.pop(key, None)
-        self._unfit.pop(key, None)
+        self._num_writes += 1
+        if self._records.get(key) == record:
+            model = self._model_of[key]
+            cards = self._models[model]
+            cards.put(key, cards.instances[key], self._num_writes)
+            changes.note(model)
+            return
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:
-            return [*self._remove(key), *self._reject(key, str(exc))]
+            self._forget(key, changes)
+            self._reject(key, str(exc), changes)
+            return
         owner = self._owners.get(instance.id, key)
         if owner != key:
             self._contested.add(instance.id)
@@ -196,56 +141,83 @@ class InstanceCache:
                 f" {shown_key(owner)}"
             )
             # There is nothing to remove: the owner's instance has this id.
-            return self._reject(key, reason)
+            self._reject(key, reason, changes)
+            return
+        self._leave_model(key, changes)
         model = instance.card.name
-        self._leave_model(key)
-        instances = self._models.get(model) or _ModelInstances()
-        mismatch = instances.mismatch(instance)
-        if mismatch:
-            self._unfit[key] = model
-            return [*self._remove(key), *self._reject(key, mismatch)]
-        events = self._clear_rejected(key)
         self._records[key] = record
         self._owners[instance.id] = key
-        instances.put(key, instance)
-        self._models[model] = instances
         self._model_of[key] = model
-        return [*events, Added(instance)]
+        self._models.setdefault(model, ModelCards()).put(key, instance, self._num_writes)
+        changes.note(model, key)
 
-    def delete(self, key: str) -> list[Event]:
-        """Return the events for a key that was deleted."""
-        self._unfit.pop(key, None)
-        return [*self._clear_rejected(key), *self._remove(key)]
-
-    def _remove(self, key: str) -> list[Event]:
+    def _forget(self, key: str, changes: _Changes) -> None:
+        """Remove the record of a key, and its instance, if there are any."""
         if self._records.pop(key, None) is None:
-            return []
+            return
         self._missing.pop(key, None)
         _, instance_id = parse_instance_key(key)
         del self._owners[instance_id]
-        self._leave_model(key)
+        self._leave_model(key, changes)
+        if key in self._added:
+            self._added.discard(key)
+            changes.removed.append(Removed(instance_id))
         if instance_id in self._contested:
             # The rejected key with the same id may be valid now.
             self._needs_list = True
             self._contested.discard(instance_id)
-        return [Removed(instance_id)]
 
-    def _leave_model(self, key: str) -> None:
+    def _leave_model(self, key: str, changes: _Changes) -> None:
         """Remove the instance of a key from its model, if it is in one."""
         model = self._model_of.pop(key, None)
         if model is None:
             return
         self._models[model].discard(key)
-        if not self._models[model]:
-            del self._models[model]
-        if model in self._unfit.values():
-            self._needs_list = True
+        changes.note(model)
 
-    def _reject(self, key: str, reason: str) -> list[Event]:
+    def _events(self, changes: _Changes) -> list[Event]:
+        """Choose the cards of all changed models again, and return the events of the changes."""
+        for model, keys in changes.keys_of.items():
+            cards = self._models[model]
+            if not cards.instances:
+                del self._models[model]
+                continue
+            before = cards.chosen
+            chosen = cards.choose()
+            if before is None or before.card != chosen.card:
+                changes.chosen.append(CardChosen(chosen.card))
+            # The others fit as before, unless what they must have is another now.
+            is_same = before is not None and before.requires_same(chosen)
+            for key in keys if is_same else cards.instances:
+                self._check_fit(key, cards.instances[key], chosen, changes, is_new=key in keys)
+        return changes.events()
+
+    def _check_fit(
+        self,
+        key: str,
+        instance: Instance,
+        chosen: ChosenCard,
+        changes: _Changes,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Report whether an instance fits the chosen card, if that has changed or `is_new`."""
+        mismatch = chosen.mismatch(instance)
+        if mismatch:
+            if key in self._added:
+                self._added.discard(key)
+                changes.removed.append(Removed(instance.id))
+            self._reject(key, mismatch, changes)
+        elif is_new or key not in self._added:
+            self._clear_rejected(key, changes)
+            self._added.add(key)
+            changes.added.append(Added(instance))
+
+    def _reject(self, key: str, reason: str, changes: _Changes) -> None:
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:
-            return []
+            return
         if known is None:
             if len(self._rejected) >= MAX_REJECTED:
                 if not self._has_logged_full:
@@ -255,16 +227,36 @@ class InstanceCache:
                     )
                     log.warning(text, MAX_REJECTED)
                 self._has_logged_full = True
-                return []
+                return
             log.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
-        return [Rejected(shown, reason)]
+        changes.rejections.append(Rejected(shown, reason))
 
-    def _clear_rejected(self, key: str) -> list[Event]:
-        """Return the events for a key that is no longer rejected."""
+    def _clear_rejected(self, key: str, changes: _Changes) -> None:
+        """Report that a key is no longer rejected, if it was."""
         if not self._rejected:
-            return []
+            return
         shown = shown_key(key)
-        if self._rejected.pop(shown, None) is None:
-            return []
-        return [Rejected(shown, None)]
+        if self._rejected.pop(shown, None) is not None:
+            changes.rejections.append(Rejected(shown, None))
+
+
+class _Changes:
+    """What changed: the events so far, and what has to be checked before there are others."""
+
+    def __init__(self) -> None:
+        self.removed: list[Removed] = []
+        self.chosen: list[CardChosen] = []
+        self.rejections: list[Rejected] = []
+        self.added: list[Added] = []
+        # Changed models, with the keys of their new and changed instances.
+        self.keys_of: dict[str, dict[str, None]] = {}
+
+    def note(self, model: str, key: str | None = None) -> None:
+        """Note that the instances of a model changed. `key`: of one that is new or changed."""
+        keys = self.keys_of.setdefault(model, {})
+        if key is not None:
+            keys[key] = None
+
+    def events(self) -> list[Event]:
+        return [*self.removed, *self.chosen, *self.rejections, *self.added]

@@ -17,7 +17,6 @@ from dynamo_trtllm.protocol.errors import BadFrame, ConfigError
 from dynamo_trtllm.protocol.messages import (
     Instance,
     ModelDeploymentCard,
-    Role,
     decode,
     encode,
     wire_mismatch,
@@ -30,7 +29,6 @@ _MAX_EOS_IDS: Final = 1024
 _MAX_FILES: Final = 32
 _MAX_PAIRING: Final = 64
 _MAX_FEATURES: Final = 256
-_TOKENIZER: Final = "tokenizer.json"
 _SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
 _LONG: Final = 256
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
@@ -167,45 +165,6 @@ def written(instance: Instance) -> tuple[str, bytes]:
             " value and restart the worker"
         ) from exc
     return key, record
-
-
-def card_mismatch(instance: Instance, first: Instance, first_decode: Instance | None) -> str:
-    """Return why the card of an instance does not fit those of its model; "" if it fits.
-
-    Requests are rendered with the tokenizer and limits of the model's first instances, so later
-    ones must be able to run them. Parsers, chat template and sampling defaults may differ, as they
-    do while a new release is rolled out. The context length of prefill workers may differ, too:
-    they reject prompts that are too long for them.
-
-    Args:
-        instance: the instance.
-        first: the other instance of the model whose record was written first.
-        first_decode: the first one of them that is a decode or aggregated instance; None: there is
-            none.
-    """
-    card = instance.card
-    theirs = first.card
-    if card.vocab_size != theirs.vocab_size:
-        return _mismatch("vocab_size", card.vocab_size, theirs.vocab_size, first)
-    if card.renderer != theirs.renderer:
-        return _mismatch("renderer", card.renderer, theirs.renderer, first)
-    tokenizer = card.files.get(_TOKENIZER)
-    their_tokenizer = theirs.files.get(_TOKENIZER)
-    if tokenizer != their_tokenizer:
-        return _mismatch(f"files.{_TOKENIZER}", tokenizer, their_tokenizer, first)
-    if first_decode is not None and instance.role is not Role.PREFILL:
-        context_length = first_decode.card.context_length
-        if card.context_length < context_length:
-            return _mismatch("context_length", card.context_length, context_length, first_decode)
-    return ""
-
-
-def _mismatch(field: str, mine: object, theirs: object, first: Instance) -> str:
-    return (
-        f"card.{field} is {mine}, and {theirs} on instance {first.id:x}, which registered the model"
-        " first; start all workers of a model with the same files and flags, or with another"
-        " --served-model-name"
-    )
 
 
 def check_model_name(name: str) -> None:

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
-from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role
+from dynamo_trtllm.protocol.messages import Instance, Role
 
 _REDUCED_VIEWS = 16  # cached per view
 _id = attrgetter("id")
@@ -51,9 +51,6 @@ class ModelView:
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
-    # The instance whose card is in use. This is a decode or aggregated instance if there is one,
-    # because its context length limits prompt and output.
-    first: Instance | None = field(default=None, repr=False, compare=False)
     # The decode instances that have a partner.
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(
@@ -78,15 +75,13 @@ class ModelView:
 
     def including(self, instance: Instance) -> ModelView:
         """Return the view with one more instance."""
-        members = (instance,) if self.first is None else (self.first, instance)
-        first = first_of_model(members)
         if instance.role is Role.AGGREGATED:
-            return _including(self, instance, first=first)
+            return _including(self, instance)
         key = pairing_key(instance)
         keys = {**self.keys, instance.id: key}
         group = _including(self.groups.get(key, PairGroup()), instance)
         groups = {**self.groups, key: group}
-        return _including(self, instance, keys=keys, groups=groups, first=first)
+        return _including(self, instance, keys=keys, groups=groups)
 
     def has_pair(self, pair: Pair) -> bool:
         """Return True if the model has both instances, and their pairing keys are equal."""
@@ -134,7 +129,6 @@ class ModelView:
             aggregated=excluding(self.aggregated, ids),
             keys=keys,
             groups=groups,
-            first=self.first,
         )
 
     @property
@@ -146,9 +140,9 @@ class ModelView:
         return bool(self.aggregated or self.paired)
 
     @property
-    def card(self) -> ModelDeploymentCard | None:
-        """The card in use; None if there is no instance."""
-        return None if self.first is None else self.first.card
+    def is_empty(self) -> bool:
+        """True if the model has no instance."""
+        return not (self.prefill or self.decode or self.aggregated)
 
     def missing_roles(self) -> list[Role]:
         """Return the roles that lack an instance; empty if requests of this model can run."""
@@ -156,20 +150,6 @@ class ModelView:
             return []
         instances_of = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return [role for role, instances in instances_of.items() if not instances]
-
-
-def first_of_model(instances: Iterable[Instance]) -> Instance | None:
-    """Return the first decode or aggregated instance, or the first one if there is none.
-
-    None: there are no instances.
-    """
-    first = None
-    for instance in instances:
-        if instance.role is not Role.PREFILL:
-            return instance
-        if first is None:
-            first = instance
-    return first
 
 
 _NO_INSTANCES = ModelView()
@@ -223,13 +203,10 @@ class ClusterView:
             return
         name = instance.card.name
         view = self._models[name].excluding(frozenset((instance_id,)))
-        if view.first is instance:
-            members = (member for member in self._instances.values() if member.card.name == name)
-            view = replace(view, first=first_of_model(members))
         self._put(name, view, Change(instance, is_added=False))
 
     def _put(self, name: str, view: ModelView, change: Change) -> None:
-        if view.card is None:
+        if view.is_empty:
             del self._models[name]
         else:
             self._models[name] = view
@@ -247,14 +224,9 @@ class ClusterView:
     def model(self, name: str) -> ModelView:
         return self._models.get(name, _NO_INSTANCES)
 
-    def models(self) -> Mapping[str, ModelDeploymentCard]:
-        """Return the card in use by model name, for every model that has an instance."""
-        cards: dict[str, ModelDeploymentCard] = {}
-        for name, view in self._models.items():
-            card = view.card
-            if card is not None:
-                cards[name] = card
-        return cards
+    def models(self) -> Set[str]:
+        """Return the names of the models that have an instance."""
+        return self._models.keys()
 
     def instance(self, instance_id: int) -> Instance | None:
         return self._instances.get(instance_id)

@@ -19,6 +19,7 @@ from typing import Final
 from dynamo_trtllm.access.access_control import Tenant
 from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
+    CardChosen,
     Discovery,
     Rejected,
     Removed,
@@ -83,6 +84,7 @@ class ModelRegistry:
     _timing: RegistryTiming = TIMING
 
     def __post_init__(self) -> None:
+        self._cards: dict[str, ModelDeploymentCard] = {}  # in use, by model
         self._served: dict[str, ServedModel] = {}
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -196,6 +198,9 @@ class ModelRegistry:
                         self._add(instance)
                     case Removed(instance_id):
                         self._remove(instance_id)
+                    case CardChosen(card):
+                        self._cards[card.name] = card
+                        self._load_changed()
                     case Rejected(key, None):
                         self._rejected.pop(key, None)
                     case Rejected(key, str(reason)):
@@ -227,7 +232,6 @@ class ModelRegistry:
             reason = not_ready_reason(self._view.model(name), name, None)
             log.info("model %s is not available any more: %s", name, reason)
         # A model without workers stays known, so that its requests get 503 and not 404.
-        self._load_changed()  # the card in use may have been this instance's
 
     def _announce(self, name: str) -> None:
         """Log that the model is ready, once its files are loaded and each role has a worker."""
@@ -245,7 +249,7 @@ class ModelRegistry:
         That one changes as workers come and go. The context length of prefill workers may differ:
         they reject prompts that are too long for them.
         """
-        card = self._view.model(instance.card.name).card or instance.card
+        card = self._cards[instance.card.name]
         own = {"context_length"} if instance.role is Role.PREFILL else set()
         names = [name for name in card.__struct_fields__ if name not in own]
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
@@ -264,11 +268,13 @@ class ModelRegistry:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
 
     def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
-        """Return the card in use of this model's instances.
+        """Return the card in use of a model.
 
-        Return None if it is loaded or there are no instances.
+        Return None if it is loaded or the model has no instances.
         """
-        card = self._view.model(name).card
+        if name not in self._view.models():
+            return None
+        card = self._cards[name]
         served = self._served.get(name)
         is_loaded = served is not None and served.card == card
         return None if is_loaded else card

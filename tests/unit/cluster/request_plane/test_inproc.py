@@ -8,7 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Removed, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    CardChosen,
+    Removed,
+    Synced,
+)
 from dynamo_trtllm.cluster.discovery.memory import RECORDS, MemoryDiscovery
 from dynamo_trtllm.cluster.request_plane.inproc import BUSES, InprocTransport
 from dynamo_trtllm.protocol.errors import NoListener
@@ -98,4 +103,5 @@ async def test_watch_reports_an_instance_of_another_thread() -> None:
     async with asyncio.timeout(SOON_S), aclosing(MemoryDiscovery(records).watch("ns")) as events:
         assert await anext(events) == Synced()
         await asyncio.to_thread(asyncio.run, register())
-        assert [await anext(events), await anext(events)] == [Added(instance), Removed(1)]
+        registered = [await anext(events) for _ in range(3)]
+        assert registered == [CardChosen(instance.card), Added(instance), Removed(1)]

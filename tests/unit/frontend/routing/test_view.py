@@ -36,7 +36,7 @@ def test_view_drops_a_model_with_its_last_instance() -> None:
     view.remove(2)
     assert list(view.models()) == ["tiny"]
     view.remove(1)
-    assert view.models() == {}
+    assert view.models() == set()
     assert view.model("tiny").missing_roles() == [Role.PREFILL, Role.DECODE]
 
 
@@ -46,37 +46,6 @@ def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
     assert view.model("tiny").missing_roles() == [Role.DECODE]
     view.add(make_instance(2, role=Role.AGGREGATED))
     assert view.model("tiny").missing_roles() == []
-
-
-def test_models_use_card_of_first_answering_instance() -> None:
-    first, second = (
-        msgspec.structs.replace(
-            make_instance(at), card=msgspec.structs.replace(CARD, tool_call_parser=f"p{at}")
-        )
-        for at in (2, 1)
-    )
-    prefill = msgspec.structs.replace(
-        make_instance(3, role=Role.PREFILL),
-        card=msgspec.structs.replace(CARD, tool_call_parser="p3"),
-    )
-    view = ClusterView()
-    in_use = []
-    for instance in (prefill, first, second):
-        view.add(instance)
-        in_use.append(view.models()["tiny"].tool_call_parser)
-    for instance in (first, second, prefill):
-        view.remove(instance.id)
-        in_use += [card.tool_call_parser for card in view.models().values()]
-    assert in_use == ["p3", "p2", "p2", "p1", "p3"]
-
-
-def test_models_ignore_shorter_context_of_prefill() -> None:
-    view = ClusterView()
-    shorter = msgspec.structs.replace(CARD, context_length=64)
-    view.add(msgspec.structs.replace(make_instance(1, role=Role.PREFILL), card=shorter))
-    assert view.models()["tiny"] == shorter
-    view.add(make_instance(2))
-    assert view.models()["tiny"] == CARD
 
 
 def test_view_moves_a_record_that_changes_its_model() -> None:

@@ -1,0 +1,164 @@
+"""Choose the card of a model that frontends use, and decide which instances fit it.
+
+The workers of a model have equal cards, but any client of etcd can write a record with another one.
+So the instances vote with their cards: a single record, however old it is, can't take over a model
+that has two other instances. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, encode
+
+_TOKENIZER = "tokenizer.json"  # in the files of a card
+
+
+class CardKind(NamedTuple):
+    """What must be equal in the cards of all instances: requests are rendered with it.
+
+    Parsers, chat template and sampling defaults may differ, as they do while a new release is
+    rolled out.
+    """
+
+    vocab_size: int
+    renderer: str
+    tokenizer: str  # SHA-256 of its file; "": there is none
+
+    @classmethod
+    def of(cls, card: ModelDeploymentCard) -> CardKind:
+        """Return the kind of a card."""
+        return cls(card.vocab_size, card.renderer, card.files.get(_TOKENIZER, ""))
+
+
+class ChosenCard(NamedTuple):
+    """The card that frontends use for a model, and the least context that decode workers need."""
+
+    card: ModelDeploymentCard
+    kind: CardKind
+    min_context_length: int  # of decode and aggregated instances
+
+    def requires_same(self, other: ChosenCard) -> bool:
+        """Return whether the same instances fit another card."""
+        return (self.kind, self.min_context_length) == (other.kind, other.min_context_length)
+
+    def mismatch(self, instance: Instance) -> str:
+        """Return why the card of an instance of this model does not fit; "" if it fits.
+
+        The context length of prefill workers may be shorter: they reject prompts that are too long
+        for them.
+        """
+        card = instance.card
+        kind = CardKind.of(card)
+        for field, own, chosen in zip(CardKind._fields, kind, self.kind, strict=True):
+            if own != chosen:
+                name = f"files.{_TOKENIZER}" if field == "tokenizer" else field
+                return _mismatch(name, own or "missing", chosen or "missing")
+        is_too_short = card.context_length < self.min_context_length
+        if is_too_short and instance.role is not Role.PREFILL:
+            return _mismatch("context_length", card.context_length, self.min_context_length)
+        return ""
+
+
+def _mismatch(field: str, own: object, chosen: object) -> str:
+    return (
+        f"card.{field} is {own}, and {chosen} in the card in use, which most instances of the model"
+        " have; start all workers of a model with the same files and flags, or with another"
+        " --served-model-name"
+    )
+
+
+class _Votes:
+    """The instances that have one card or one kind of card, by key, in the order of their writes.
+
+    The values are the numbers of the writes.
+    """
+
+    def __init__(self) -> None:
+        self.all: dict[str, int] = {}
+        self.decode: dict[str, int] = {}  # decode and aggregated instances
+
+    @property
+    def first_write(self) -> int:
+        """The number of the oldest record: of a decode instance, if there is one."""
+        return next(iter((self.decode or self.all).values()))
+
+
+class _Kind:
+    """The cards of one kind."""
+
+    def __init__(self) -> None:
+        self.votes = _Votes()
+        self.cards: dict[bytes, tuple[ModelDeploymentCard, _Votes]] = {}  # by their encoding
+
+
+class ModelCards:
+    """The cards of the instances of one model.
+
+    The chosen card is that of the most instances, among the cards of the kind that most instances
+    have. If several have as many, the chosen one stays; otherwise, it is the one whose oldest
+    record was written first. The card of a decode or aggregated instance is preferred, because its
+    context length limits prompt and output.
+    """
+
+    def __init__(self) -> None:
+        self.instances: dict[str, Instance] = {}  # by key, in the order of their records' writes
+        self.chosen: ChosenCard | None = None
+        self._kinds: dict[CardKind, _Kind] = {}
+        # What had instances ever since it was chosen.
+        self._lasting_kind: CardKind | None = None
+        self._lasting_card: bytes | None = None
+
+    def put(self, key: str, instance: Instance, number: int) -> None:
+        """Add an instance whose record was written just now. `number`: of the write."""
+        self.discard(key)
+        self.instances[key] = instance
+        kind = self._kinds.setdefault(CardKind.of(instance.card), _Kind())
+        _, votes = kind.cards.setdefault(encode(instance.card), (instance.card, _Votes()))
+        for voters in (kind.votes, votes):
+            voters.all[key] = number
+            if instance.role is not Role.PREFILL:
+                voters.decode[key] = number
+
+    def discard(self, key: str) -> None:
+        """Remove an instance if it is there."""
+        instance = self.instances.pop(key, None)
+        if instance is None:
+            return
+        card_kind = CardKind.of(instance.card)
+        encoded = encode(instance.card)
+        kind = self._kinds[card_kind]
+        _, votes = kind.cards[encoded]
+        for voters in (kind.votes, votes):
+            del voters.all[key]
+            voters.decode.pop(key, None)
+        if not votes.all:
+            del kind.cards[encoded]
+            if encoded == self._lasting_card:
+                self._lasting_card = None
+        if not kind.votes.all:
+            del self._kinds[card_kind]
+            if card_kind == self._lasting_kind:
+                self._lasting_kind = None
+
+    def choose(self) -> ChosenCard:
+        """Choose the card again. There must be an instance."""
+        kind = max(self._kinds, key=self._rank_of_kind)
+        cards = self._kinds[kind].cards
+
+        def rank(encoded: bytes) -> tuple[bool, int, bool, int]:
+            _, votes = cards[encoded]
+            is_chosen = encoded == self._lasting_card
+            return bool(votes.decode), len(votes.all), is_chosen, -votes.first_write
+
+        chosen = max(cards, key=rank)
+        card, votes = cards[chosen]
+        min_context_length = card.context_length if votes.decode else 0
+        self._lasting_kind = kind
+        self._lasting_card = chosen
+        self.chosen = ChosenCard(card, kind, min_context_length)
+        return self.chosen
+
+    def _rank_of_kind(self, kind: CardKind) -> tuple[int, bool, int]:
+        votes = self._kinds[kind].votes
+        return len(votes.all), kind == self._lasting_kind, -votes.first_write
