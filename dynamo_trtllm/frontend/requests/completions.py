@@ -71,20 +71,28 @@ class CompletionBuilder:
         self._include_usage = body.stream_options.include_usage
         # One request for each choice of the response. The candidates of a prompt differ only in
         # their seeds, so the first one stands for all that are returned.
-        returned: list[ChoiceRequest] = []
+        self._returned: list[ChoiceRequest] = []
         for first in plan.choices[:: plan.candidates]:
-            returned += [first] * plan.keep
-        end = {"usage": None} if self._include_usage else {}
-        self._choices = [
-            choice(index, choice_request, self._base, end)
-            for index, choice_request in enumerate(returned)
-        ]
+            self._returned += [first] * plan.keep
+        self._choice = choice
         # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
         self._counts: list[list[int]] | None = None
         if body.stream_options.continuous_usage_stats:
             self._counts = [
-                [len(choice_request.request.token_ids), 0] for choice_request in returned
+                [len(choice_request.request.token_ids), 0] for choice_request in self._returned
             ]
+
+    @functools.cached_property
+    def _choices(self) -> list[_TextChoice]:
+        """The choices. They are created when the first one begins: 128 choices take 80 KB.
+
+        A thousand requests may wait in the queue.
+        """
+        end = {"usage": None} if self._include_usage else {}
+        return [
+            self._choice(index, choice_request, self._base, end)
+            for index, choice_request in enumerate(self._returned)
+        ]
 
     # --- complete ---------------------------------------------------------------------------------
 

@@ -186,15 +186,18 @@ def prepare_conversation(
     make_parser = functools.partial(
         renderer.chat_parser, forced_ids=constraints.forced_ids, hidden=hidden
     )
+    # The choices share them: a request may have many.
+    hidden_token_ids = _hidden_token_ids(requested, served)
+    names = {**options.names, "guided": constraints.field}
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=renderer,
             make_parser=make_parser,
             options=options,
-            hidden_token_ids=_hidden_token_ids(requested, served),
+            hidden_token_ids=hidden_token_ids,
             content_logprobs_only=True,
-            names={**options.names, "guided": constraints.field},
+            names=names,
             prompt_logprobs=request.sampling.prompt_logprobs,
         )
         for request in _requests(calls, call)
@@ -259,17 +262,22 @@ def prepare_text(
         budget = _output_budget(most, len(ids), served, options)
         calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
     echoes = _echoes(body, whole, prompts, served)
-    hidden = _no_text_ids(requested, served, options)
+    make_parser = functools.partial(
+        served.renderer.text_parser, _no_text_ids(requested, served, options)
+    )
+    # The choices share them: a request may have many.
+    hidden_token_ids = _hidden_token_ids(requested, served)
+    names = {**options.names, "guided": options.name("response_format")}
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=served.renderer,
-            make_parser=functools.partial(served.renderer.text_parser, hidden),
+            make_parser=make_parser,
             options=options,
-            hidden_token_ids=_hidden_token_ids(requested, served),
+            hidden_token_ids=hidden_token_ids,
             content_logprobs_only=False,
             shows_logprobs=body.logprobs is not None,
-            names={**options.names, "guided": options.name("response_format")},
+            names=names,
             echo=echo,
             echo_logprobs=body.logprobs if body.echo else None,
             prompt_logprobs=body.prompt_logprobs,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
+from dynamo_trtllm.frontend.api.chat import ChatRequest
+from dynamo_trtllm.frontend.api.request_model import parse
+from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.api.sampling import SamplingFields
 from dynamo_trtllm.frontend.requests import preprocess
+from dynamo_trtllm.frontend.requests.completions import CHAT
 from dynamo_trtllm.frontend.requests.conversation import GenerationOptions
 from dynamo_trtllm.frontend.requests.preprocess import prepare_conversation
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message
@@ -55,6 +61,32 @@ def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedM
     assert len({id(parser) for parser in parsers}) == 3
     assert (plan.candidates, plan.keep) == (3, 3)
     assert {choice.request.sampling.seed for choice in chat(harmony, n=3).choices} == {None}
+
+
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_many_choices_take_little_memory_while_they_wait(harmony: ServedModel) -> None:
+    """A thousand requests may wait for their permits, with 128 choices each."""
+
+    def waiting(n: int) -> object:
+        body = parse(ChatRequest, orjson.dumps(CHAT_BODY | {"n": n}))
+        plan = chat(harmony, n=n)
+        return plan, CHAT.builder(ResponseMeta(id="", model="m", created=0), body, plan)
+
+    def size(n: int) -> int:
+        waiting(n)  # fills caches
+        before, _ = tracemalloc.get_traced_memory()
+        request = waiting(n)
+        after, _ = tracemalloc.get_traced_memory()
+        del request
+        return after - before
+
+    tracemalloc.start()
+    try:
+        assert (size(128) - size(1)) / 127 < 600
+    finally:
+        tracemalloc.stop()
 
 
 def test_choices_with_too_long_prompts_are_rejected_by_n(
