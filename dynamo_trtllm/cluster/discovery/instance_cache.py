@@ -93,7 +93,7 @@ class InstanceCache:
                 changes.rejections.append(Rejected(shown, None))
         for key in [key for key in self._records if key not in listed]:
             removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
-            # Nobody uses an instance that does not fit, so it needs no time to register again.
+            # An instance that does not fit is not in use, so it needs no time to register again.
             if removed_at_s <= now_s or key not in self._added:
                 self._forget(key, changes)
         self._needs_list = False
