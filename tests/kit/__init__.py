@@ -42,6 +42,7 @@ Processes, as a user starts them
     etcd_client: reads and writes keys of etcd as another program would
     hub_server: a Hugging Face Hub
     package_index: a package index for pip and uv
+    containerfiles: the instructions of the Containerfiles
 
 For all tests
     transfer_keys: files of KV transfer keys, and a clock that a test moves
