@@ -82,6 +82,7 @@ def test_dry_run_prints_entries_and_builds_nothing(repository: Repository) -> No
         "dynamo_trtllm-1.2.3-py3-none-any.whl",
         "dynamo_trtllm-1.2.3.tar.gz",
         "sbom.cdx.json",
+        "THIRD_PARTY_LICENSES.txt",
         "SHA256SUMS",
     ):
         assert f"  {name}\n" in said
