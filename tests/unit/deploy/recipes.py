@@ -116,10 +116,13 @@ def gpus(pod: Pod) -> int:
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Of matchLabels, or of a Service's plain labels."""
-    return all(
-        labels.get(key) == value for key, value in selector.get("matchLabels", selector).items()
-    )
+    """Of matchLabels and labels that must exist, or of a Service's plain labels."""
+    plain = dict(selector)
+    for expression in plain.pop("matchExpressions", []):
+        assert expression["operator"] == "Exists"
+        if expression["key"] not in labels:
+            return False
+    return all(labels.get(key) == value for key, value in plain.get("matchLabels", plain).items())
 
 
 def everything() -> dict[str, list[Doc]]:
