@@ -40,6 +40,11 @@ def test_service_when_read_then_pinned_supervised_and_closed(name: str) -> None:
     assert "latest" not in tag
     assert service["restart"] == "unless-stopped"
     assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]  # and the default seccomp profile
+    if name != "dcgm-exporter":
+        assert "cap_add" not in service
+        assert service["read_only"] is True
+        assert not service["user"].startswith("0:")
     # the exporter's image has nothing that could ask
     assert service["healthcheck"].get("disable", False) is (name == "dcgm-exporter")
     if not service["healthcheck"].get("disable"):
@@ -55,6 +60,9 @@ def test_files_when_mounted_then_they_are_there_or_made() -> None:
             if not source.startswith("./"):
                 assert source in COMPOSE["volumes"]
                 continue
+            if source.startswith("./compose/data/"):  # deploy/make_secrets creates those
+                assert (target, mode) == ("/data", [])
+                continue
             assert target.startswith("/")
             assert mode == ["ro"]
             if not source.startswith("./compose/secrets/"):  # deploy/make_secrets writes those
@@ -62,7 +70,9 @@ def test_files_when_mounted_then_they_are_there_or_made() -> None:
 
 
 def test_container_state_is_in_volumes() -> None:
-    for name in ("etcd", "nats", "prometheus", "grafana"):
+    for name in ("etcd", "nats"):
+        assert f"./compose/data/{name}:/data" in SERVICES[name]["volumes"]
+    for name in ("prometheus", "grafana"):
         assert any(volume.split(":")[0] == f"{name}-data" for volume in SERVICES[name]["volumes"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import stat
 import subprocess
@@ -49,13 +50,19 @@ def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> 
     assert channel_credentials(config) is not None
     environ = pairs(tmp_path / ".env")
     assert environ["NATS_PASSWORD"] in config.nats_server
-    assert {name for value in environ for name in [value]} == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}
+    user = environ.pop("DYNAMO_USER")
+    assert user == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
+    for path in (secrets / "server.key", tmp_path / "compose/data/etcd"):
+        assert str(path.stat().st_uid) == user.partition(":")[0]
+    assert environ.keys() == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}
     assert all(re.fullmatch(r"p[0-9a-f]{40}", value) for value in environ.values())
     environ = pairs(secrets / "client.env")
     assert len(read_keys(Path(environ["DYN_TRTLLM_KV_TRANSFER_KEY_FILE"]))) == 1
     assert not (secrets / "ca.key").exists()  # with it more certificates could be made
     for path in [tmp_path / ".env", *secrets.iterdir()]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for name in ("etcd", "nats"):
+        assert stat.S_IMODE((tmp_path / "compose/data" / name).stat().st_mode) == 0o700
     before = (tmp_path / ".env").read_text()
     assert "exists" in made("compose", "--folder", str(tmp_path)).stdout
     assert (tmp_path / ".env").read_text() == before
