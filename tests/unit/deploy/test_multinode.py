@@ -5,6 +5,7 @@ called.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -125,6 +126,20 @@ def test_worker_when_started_then_only_the_groups_key_may_come(environ: dict[str
     )
     assert Path(allowed).read_text() == "ssh-ed25519 AAAA\n"
     assert "PasswordAuthentication=no" in words
+
+
+def test_leader_connects_to_hosts_with_the_groups_key_alone(environ: dict[str, str]) -> None:
+    assert run(environ, "worker").returncode == 0
+    assert run(environ, "leader", "python3", "-m", "dynamo_trtllm").returncode == 0
+    served, *calls = recorded(environ)
+    assert served[0] == "sshd"
+    key = Path(served[served.index("-h") + 1])
+    assert key.read_text() == "key\n"  # of the Secret
+    for words in calls:
+        line = " ".join(words)
+        assert "StrictHostKeyChecking=yes -o HostKeyAlias=multinode" in line
+        (known,) = re.findall(r"UserKnownHostsFile=(\S+)", line)
+        assert Path(known).read_text() == "multinode ssh-ed25519 AAAA\n"
 
 
 def test_drain_when_nothing_serves_then_it_returns(environ: dict[str, str]) -> None:
