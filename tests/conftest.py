@@ -228,6 +228,14 @@ def memory_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def permissive_umask() -> Iterator[None]:
+    """Let new files have any mode, as under `umask 000`."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def etcd_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

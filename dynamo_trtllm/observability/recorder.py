@@ -394,7 +394,7 @@ def check_owner(folder: Path) -> None:
     status = folder.stat()
     if folder.lstat().st_uid != owner or status.st_uid != owner:
         raise PermissionError(f"{folder} belongs to another user")
-    if status.st_mode & stat.S_IWOTH:
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"other users may write to {folder}; use chmod 700")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_launcher_makes_a_transfer_key_for_its_own_servers(
     assert given is not None
     assert len(read_keys(Path(given))) == 1
     assert Path(given).stat().st_mode & 0o777 == 0o600
+
+
+def test_records_of_other_users_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "dynamo-launch-a"
+    folder.mkdir()
+    record = launcher.LaunchRecord(pid=os.getpid(), namespace="n")
+    (folder / "deployment.json").write_bytes(msgspec.json.encode(record))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launcher.launch_records() == [record]
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    assert launcher.launch_records() == []
 
 
 async def test_process_serves_only_when_it_answers_so() -> None:

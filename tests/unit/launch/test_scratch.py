@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,12 @@ def test_folder_when_left_then_gone() -> None:
     with scratch_folder("scratch-test-") as folder:
         (folder / "file").write_text("x")
     assert not folder.exists()
+
+
+def test_folder_is_for_its_user_only(permissive_umask: None) -> None:
+    """It has keys, and the data and logs of etcd and NATS."""
+    with scratch_folder("scratch-test-") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_folder_that_cannot_be_created_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

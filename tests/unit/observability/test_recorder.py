@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -383,8 +384,22 @@ def test_folder_when_it_is_not_set_then_one_of_the_user(memory_path: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_recording_is_for_its_user_only(memory_path: Path, permissive_umask: None) -> None:
+    folder = memory_path / "dynamo_trtllm-1"
+    recording(folder, partial(receive, UNIQUE))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 @pytest.mark.parametrize(
-    "kind", ["link of another user", "folder of another user", "folder in which others may write"]
+    "kind",
+    [
+        "link of another user",
+        "folder of another user",
+        "folder in which others may write",
+        "folder in which the group may write",
+    ],
 )
 def test_folder_of_another_user_is_not_used(
     kind: str, memory_path: Path, caplog: pytest.LogCaptureFixture
@@ -396,8 +411,8 @@ def test_folder_of_another_user_is_not_used(
         folder.symlink_to(target)
     else:
         folder.mkdir(mode=0o700)
-    if kind == "folder in which others may write":
-        folder.chmod(0o777)
+    if kind.endswith("may write"):
+        folder.chmod(0o702 if "others" in kind else 0o720)
     else:
         if os.geteuid() != 0:
             pytest.skip("only root can give a file to another user")
