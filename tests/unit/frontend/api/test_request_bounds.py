@@ -40,6 +40,12 @@ WRONG = True  # no list and no object of the API holds it
 MANY = 3000
 LONGEST = 1 << 20  # strings that may be longer are not tried
 USE = {"type": "tool_use", "id": "c", "name": "f"}
+TURNS = [{"role": "user", "content": "x"}]
+# What a body needs so that no missing field is the first error.
+REQUIRED: dict[type[SamplingFields], dict[str, Any]] = {
+    ChatRequest: {"messages": TURNS},
+    MessagesRequest: {"messages": TURNS, "max_tokens": 5},
+}
 BOUNDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
 
 
@@ -239,7 +245,7 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"schema": {"enum": ["DEEP"]}},
+                    "json_schema": {"name": "s", "schema": {"enum": ["DEEP"]}},
                 }
             },
         ),
@@ -248,9 +254,11 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
 def test_deep_nesting_then_refused_wherever_it_is(
     model: type[SamplingFields], fields: dict[str, Any]
 ) -> None:
-    body = orjson.dumps(fields | {"model": "m"}).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
-    with pytest.raises(InvalidRequest):
+    whole = REQUIRED.get(model, {}) | fields | {"model": "m"}
+    body = orjson.dumps(whole).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
+    with pytest.raises(InvalidRequest) as refused:
         parse(model, body)
+    assert "is required" not in refused.value.message
 
 
 def test_unknown_fields_of_a_large_body_are_compared_in_part() -> None:
