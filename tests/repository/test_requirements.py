@@ -4,6 +4,7 @@ metadata.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,21 @@ def test_project_beside_an_image_replaces_no_package(
     assert {name: chosen[name] for name in release["image"] if name in chosen}.items() <= release[
         "image"
     ].items()
+
+
+@pytest.mark.parametrize("release", RECORDED)
+def test_locked_packages_fit_beside_an_image(index: Path, release: Mapping[str, Any]) -> None:
+    """deploy/container/install_beside installs those that the image lacks."""
+    text = (ROOT / "constraints" / "beside.txt").read_text()
+    locked = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+    missing = {
+        name: version
+        for name, version in locked.items()
+        if name not in release["image"] and version in PACKAGES[name]
+    }
+    assert {"fastokens", "nats-py", "orjson"} & missing.keys()
+    chosen = beside(index, {**release, "image": {**release["image"], **missing}})
+    assert missing.items() <= chosen.items()
 
 
 @pytest.mark.parametrize("requirement", ["pydantic>=2.14", "xxhash>=4", "openai-harmony>=0.0.8"])

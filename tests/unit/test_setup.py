@@ -18,7 +18,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = TABLES["project"]
+BUILD = TABLES["build-system"]
 EXTRAS = PROJECT["optional-dependencies"]
 TOOLS = {
     "pytest",
@@ -64,6 +66,8 @@ def test_constraints_of_the_demo_match_the_tests() -> None:
     demo = pins("demo.txt")
     dev = pins("dev.txt")
     assert demo.items() <= dev.items()
+    for image in ("build.txt", "frontend.txt", "bench.txt", "beside.txt"):
+        assert pins(image).items() <= dev.items()
     assert TOOLS & dev.keys() == TOOLS
     assert TOOLS & demo.keys() == set()
     assert [name for name in dev if re.match(r"(torch|triton|nvidia-(?!ml-py)|cuda-)", name)] == []
@@ -74,14 +78,23 @@ def test_constraints_of_the_demo_match_the_tests() -> None:
     [
         ("demo.txt", ("torch", "nixl", "local", "cli", "hub")),
         ("dev.txt", ("bench", "dev")),
-        ("smollm2.txt", ()),
+        ("frontend.txt", ("hub",)),
+        ("bench.txt", ("hub", "bench")),
+        ("beside.txt", ()),
     ],
 )
 def test_constraints_satisfy_pyproject(name: str, extras: tuple[str, ...]) -> None:
-    wanted = [
-        *(PROJECT["dependencies"] if extras else EXTRAS["smollm2"]),
-        *(needed for key in extras for needed in EXTRAS[key]),
-    ]
+    wanted = [*PROJECT["dependencies"], *(needed for key in extras for needed in EXTRAS[key])]
+    check_pins(name, wanted)
+
+
+def test_constraints_of_smollm2_and_builds_satisfy_pyproject() -> None:
+    check_pins("smollm2.txt", EXTRAS["smollm2"])
+    check_pins("build.txt", BUILD["requires"])
+
+
+def check_pins(name: str, wanted: list[str]) -> None:
+    """Check that a file has a version in the range of each requirement."""
     found = pins(name)
     for requirement in map(Requirement, wanted):
         if requirement.name != "torch":  # chosen for the machine
