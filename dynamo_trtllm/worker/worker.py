@@ -71,7 +71,7 @@ from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from dynamo_trtllm.worker.sleep import WorkerSleep, drain
+from dynamo_trtllm.worker.started_worker import StartedWorker, drain
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Worker(Lifecycle):
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._tasks = BackgroundTasks(self._background_failed)
-        self._worker_sleep: WorkerSleep | None = None
+        self._started_worker: StartedWorker | None = None
         self._owns_process = False  # True: nothing but this worker runs in the process
         self._system_port: int | None = None  # of the health server, once it listens
 
@@ -282,7 +282,7 @@ class Worker(Lifecycle):
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
-            service, worker_sleep = started
+            service, started_worker = started
             self._note_ready()
             log.info(
                 "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
@@ -294,11 +294,11 @@ class Worker(Lifecycle):
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
-                await self._drain(worker_sleep)
+                await self._drain(started_worker)
                 raise
-            await self._drain(worker_sleep)
+            await self._drain(started_worker)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, WorkerSleep]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, StartedWorker]:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
         checked = await asyncio.to_thread(_check_worker_settings, self._config, self._engine_kind)
@@ -341,7 +341,7 @@ class Worker(Lifecycle):
         # Last, because requests come from now on.
         register = partial(discovery.register, instance)
         registration = await register()
-        worker_sleep = WorkerSleep(
+        started_worker = StartedWorker(
             engine=engine,
             model=instance.card.name,
             serving=serving,
@@ -352,10 +352,10 @@ class Worker(Lifecycle):
             tasks=self._tasks,
             timing=self._timing,
         )
-        self._worker_sleep = worker_sleep
-        stack.push_async_callback(worker_sleep.aclose)
+        self._started_worker = started_worker
+        stack.push_async_callback(started_worker.aclose)
         self._health.phase = "serving"
-        return service, worker_sleep
+        return service, started_worker
 
     def _transfer_keys(self) -> TransferKeys | None:
         """Return the keys that sign this worker's KV transfers. None: it has no key file.
@@ -390,8 +390,8 @@ class Worker(Lifecycle):
             return self._metrics.render(asdict(engine.stats()))
 
         verbs = {
-            "/sleep": partial(self._begin_change, WorkerSleep.sleep),
-            "/wake": partial(self._begin_change, WorkerSleep.wake),
+            "/sleep": partial(self._begin_change, StartedWorker.sleep),
+            "/wake": partial(self._begin_change, StartedWorker.wake),
         }
         access = AccessControl(config)
         access.count = lambda name, label: self._metrics.child(name, label).inc()
@@ -500,15 +500,15 @@ class Worker(Lifecycle):
         )
         return instance, {digests[name]: path for name, path in files.items()}
 
-    async def _drain(self, worker_sleep: WorkerSleep) -> None:
+    async def _drain(self, started_worker: StartedWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await worker_sleep.aclose()
-        await drain(worker_sleep.engine, worker_sleep.serving, worker_sleep.drain_timeout_s)
+        await started_worker.aclose()
+        await drain(started_worker.engine, started_worker.serving, started_worker.drain_timeout_s)
         self._health.phase = "stopped"
 
-    def _begin_change(self, begin: Callable[[WorkerSleep], str]) -> str:
+    def _begin_change(self, begin: Callable[[StartedWorker], str]) -> str:
         """Begin to sleep or wake. Return why that is not possible; "" if it has begun."""
-        if self._worker_sleep is None:
+        if self._started_worker is None:
             return f"the worker is {self._health.phase}; retry later"
-        return begin(self._worker_sleep)
+        return begin(self._started_worker)

@@ -78,7 +78,7 @@ def _left(engine: Engine, serving: PlaneServer) -> str:
 
 
 @dataclass
-class WorkerSleep:
+class StartedWorker:
     """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
 
     | phase    | registered | what happens                                     | next phase        |

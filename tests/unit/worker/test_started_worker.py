@@ -26,7 +26,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
-from dynamo_trtllm.worker.sleep import WorkerSleep
+from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.kit.generator_streams import ChunkEngine, call_stream
 from tests.kit.memory_http import asgi
@@ -105,7 +105,7 @@ class Bench:
         engine: Any = self.engine
         register = self.registered.register
         self.tasks = BackgroundTasks()
-        self.worker_sleep = WorkerSleep(
+        self.started_worker = StartedWorker(
             engine,
             "m",
             serving,
@@ -121,7 +121,9 @@ class Bench:
         self, path: str, client: str = "127.0.0.1", headers: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
         app = health_app(
-            self.health, bytes, {"/sleep": self.worker_sleep.sleep, "/wake": self.worker_sleep.wake}
+            self.health,
+            bytes,
+            {"/sleep": self.started_worker.sleep, "/wake": self.started_worker.wake},
         )
         transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
@@ -156,7 +158,7 @@ async def opened(
     bench = Bench(SleepingEngine(), drain_timeout_s, timing)
     await bench.start()
     yield bench
-    await bench.worker_sleep.aclose()
+    await bench.started_worker.aclose()
     await bench.plane.aclose()
     assert bench.registered.open == 0
 
@@ -239,7 +241,7 @@ async def test_wake_when_the_engine_hangs_then_the_worker_ends() -> None:
 
 async def test_sleep_twice_at_once_sleeps_once() -> None:
     async with opened() as bench:
-        assert (bench.worker_sleep.sleep(), bench.worker_sleep.sleep()) == (
+        assert (bench.started_worker.sleep(), bench.started_worker.sleep()) == (
             "",
             "the worker is draining; retry later",
         )
