@@ -1,4 +1,4 @@
-"""Drain a worker before it stops or sleeps, put its engine to sleep, and wake it again.
+"""Drain, sleep, wake and close a worker that has started.
 
 An engine that sleeps has freed its GPU memory.
 """
@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Registration
@@ -23,185 +22,197 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.worker.health import Health
+from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 3.0
 _QUIET_DRAIN_S = 0.1  # a shorter drain logs no progress
-_PROMPT = range(16)
-_ANSWER_TOKENS = 4
-_ANSWER_S = 120.0
-
-
-async def drain(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
-    """Wait until running requests and pending KV transfers have ended.
-
-    Args:
-        engine: the engine to drain.
-        serving: the server of its requests; it rejects new ones from now on.
-        timeout_s: longest wait in seconds, which ends with a warning.
-    """
-    serving.is_accepting = False
-    try:
-        is_drained = await wait_for_first(
-            _finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s
-        )
-        if is_drained:
-            log.info("drained")
-        else:
-            text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
-            log.warning(text, timeout_s, _left(engine, serving))
-    except DynamoError as exc:
-        log.warning("drain failed (%s): %s", exc.code, exc.message)
-
-
-async def _finish(engine: Engine, serving: PlaneServer) -> bool:
-    # This includes requests that have not reached the engine yet.
-    await serving.finished()
-    await engine.drain()
-    return True
-
-
-async def _log_progress(engine: Engine, serving: PlaneServer, timeout_s: float) -> None:
-    spent_s = _QUIET_DRAIN_S
-    await asyncio.sleep(_QUIET_DRAIN_S)
-    while True:
-        log.info("draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving))
-        await asyncio.sleep(_LOG_EVERY_S)
-        spent_s += _LOG_EVERY_S
-
-
-def _left(engine: Engine, serving: PlaneServer) -> str:
-    num_transfers = engine.stats().pending_kv_transfers
-    return f"running requests: {serving.running}, pending KV transfers: {num_transfers}"
+# The engine answers this prompt before and after a sleep.
+_CHECK_PROMPT = range(16)
+_CHECK_TOKENS = 4
+_CHECK_LIMIT_S = 120.0
 
 
 @dataclass
 class StartedWorker:
-    """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
+    """A worker that has started: it serves and sleeps in turn, until it is drained and closed.
 
     | phase    | registered | what happens                                     | next phase        |
     |----------|------------|--------------------------------------------------|-------------------|
     | serving  | yes        | requests                                         | draining          |
     | draining | no         | running requests end; if they take too long, the | asleep or serving |
-    |          |            | worker stays                                     |                   |
+    |          |            | worker does not sleep                            |                   |
     | asleep   | no         | nothing; GPU memory is free                      | waking            |
-    | waking   | no         | the engine restores its memory and gives a known | serving           |
-    |          |            | answer again                                     |                   |
+    | waking   | no         | the engine restores its memory, and must answer  | serving           |
+    |          |            | a fixed prompt as it did before the sleep        |                   |
 
-    An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in
-    an unknown state. The change is then a failed task of `tasks`.
+    Only one change between serving and asleep runs at a time. It is a task of `tasks`. If the
+    engine fails, or answers the fixed prompt differently, its memory is in an unknown state: the
+    task fails, and the worker ends.
 
     Args:
-        engine: the started engine.
-        model: served name of the model.
-        serving: the server of its requests.
+        service: the worker's service of its engine.
+        server: receives the requests for the service.
         registration: the worker's registration.
-        register: registers the worker again.
+        register: registers the worker again, after a sleep.
         health: health of the worker.
         drain_timeout_s: longest wait for running requests.
-        tasks: owner of the changes.
+        tasks: watches the tasks of the worker.
         timing: how long the worker waits.
     """
 
-    engine: Engine
-    model: str
-    serving: PlaneServer
+    service: WorkerService
+    server: PlaneServer
     registration: Registration
     register: Callable[[], Awaitable[Registration]]
     health: Health
     drain_timeout_s: float
     tasks: BackgroundTasks
     timing: WorkerTiming = TIMING
-    _answer: list[int] = field(init=False, default_factory=list)  # before the sleep
+    _answer_before_sleep: list[int] = field(init=False, default_factory=list)
     _change: asyncio.Task[None] | None = field(init=False, default=None)
+
+    @property
+    def _engine(self) -> Engine:
+        return self.service.engine
 
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep.
 
-        Return why it can't, as text; "" if it can.
+        Return the reason if it can't; "" if it can.
         """
-        engine = self.engine
+        engine = self._engine
         if not isinstance(engine, Sleeps):
             return "this engine can't sleep"
-        obstacle = engine.sleep_obstacle
-        if obstacle or self.health.phase == "asleep":
-            return obstacle
-        return self._begin("serving", "draining", partial(self._fall_asleep, engine))
+        if engine.sleep_obstacle:
+            return engine.sleep_obstacle
+        if self.health.phase == "asleep":
+            return ""
+        if self.health.phase != "serving":
+            return self._busy()
+        self._start_change("draining", self._fall_asleep(engine))
+        return ""
 
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake.
 
-        Return why it can't, as text; "" if it can.
+        Return the reason if it can't; "" if it can.
         """
         if self.health.phase == "serving":
             return ""
-        engine = self.engine
+        engine = self._engine
         if not isinstance(engine, Sleeps):
             return "this engine can't sleep"
-        return self._begin("asleep", "waking", partial(self._wake_up, engine))
+        if self.health.phase != "asleep":
+            return self._busy()
+        self._start_change("waking", self._wake_up(engine))
+        return ""
+
+    async def drain(self) -> None:
+        """Reject new requests, and wait until running ones and pending KV transfers have ended.
+
+        The wait ends with a warning after `drain_timeout_s`.
+        """
+        self.server.is_accepting = False
+        try:
+            # The log of the progress never ends by itself.
+            is_drained = await wait_for_first(
+                self._finish_requests(), self._log_drain(), timeout_s=self.drain_timeout_s
+            )
+            if is_drained:
+                log.info("drained")
+            else:
+                text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
+                log.warning(text, self.drain_timeout_s, self._unfinished())
+        except DynamoError as exc:
+            log.warning("drain failed (%s): %s", exc.code, exc.message)
 
     async def aclose(self) -> None:
         """End the change in progress, and deregister. Idempotent."""
         await self.tasks.cancel(self._change)
         await self.registration.aclose()
 
-    def _begin(
-        self, phase: str, next_phase: str, change: Callable[[], Coroutine[Any, Any, None]]
-    ) -> str:
-        if self.health.phase != phase:
-            return f"the worker is {self.health.phase}; retry later"
-        self.health.phase = next_phase
-        self._change = self.tasks.start(self._run(change()), "worker-sleep")
-        return ""
+    # --- drain ------------------------------------------------------------------------------------
+
+    async def _finish_requests(self) -> bool:
+        # This includes requests that have not reached the engine yet.
+        await self.server.finished()
+        await self._engine.drain()
+        return True
+
+    async def _log_drain(self) -> None:
+        spent_s = _QUIET_DRAIN_S
+        await asyncio.sleep(_QUIET_DRAIN_S)
+        while True:
+            text = "draining for %.0f s (up to %g s): %s"
+            log.info(text, spent_s, self.drain_timeout_s, self._unfinished())
+            await asyncio.sleep(_LOG_EVERY_S)
+            spent_s += _LOG_EVERY_S
+
+    def _unfinished(self) -> str:
+        """Return how much work is not finished, as text for the log."""
+        num_transfers = self._engine.stats().pending_kv_transfers
+        return f"running requests: {self.server.running}, pending KV transfers: {num_transfers}"
+
+    # --- sleep and wake ---------------------------------------------------------------------------
+
+    def _busy(self) -> str:
+        return f"the worker is {self.health.phase}; retry later"
+
+    def _start_change(self, phase: str, change: Coroutine[Any, Any, None]) -> None:
+        self.health.phase = phase
+        self._change = self.tasks.start(self._run(change), "worker-sleep")
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
         await change
+        # A task of `tasks` that ends otherwise counts as failed.
         if self._change is not None:
             self.tasks.release(self._change)
 
     async def _fall_asleep(self, engine: Sleeps) -> None:
         await self.registration.aclose()
-        await drain(self.engine, self.serving, self.drain_timeout_s)
-        if self.serving.running:
+        await self.drain()
+        if self.server.running:
             log.warning(
                 "not put to sleep: requests still run after --drain-timeout-s %g s",
                 self.drain_timeout_s,
             )
-            await self._serve()
+            await self._serve_again()
             return
-        self._answer = await self._sample()
+        self._answer_before_sleep = await self._answer_check_prompt()
         await self._within_limit(engine.sleep(), "fall asleep")
         self.health.phase = "asleep"
         log.info("asleep: GPU memory was released; POST /wake restores it")
 
     async def _wake_up(self, engine: Sleeps) -> None:
         await self._within_limit(engine.wake(), "wake up")
-        answer = await self._sample()
-        if answer != self._answer:
+        answer = await self._answer_check_prompt()
+        if answer != self._answer_before_sleep:
             raise EngineFailed(
-                f"the engine answers {answer} after its sleep and answered {self._answer} before"
+                f"the engine answers {answer} after its sleep and answered"
+                f" {self._answer_before_sleep} before"
             )
-        await self._serve()
+        await self._serve_again()
         log.info("awake")
 
-    async def _serve(self) -> None:
-        self.serving.is_accepting = True
+    async def _serve_again(self) -> None:
+        self.server.is_accepting = True
         self.registration = await self.register()
         self.health.phase = "serving"
 
-    async def _sample(self) -> list[int]:
-        """Return the greedy answer to a fixed prompt."""
+    async def _answer_check_prompt(self) -> list[int]:
+        """Return the engine's greedy answer to a fixed prompt."""
         request = GenerateRequest(
             request_id="sleep-check",
-            model=self.model,
-            token_ids=token_ids(_PROMPT),
-            sampling=Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + _ANSWER_S,
+            model=self.service.instance.card.name,
+            token_ids=token_ids(_CHECK_PROMPT),
+            sampling=Sampling(max_tokens=_CHECK_TOKENS, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + _CHECK_LIMIT_S,
         )
         answer: list[int] = []
-        async with aclosing(as_stream(self.engine, request)) as chunks:
+        async with aclosing(as_stream(self._engine, request)) as chunks:
             async for chunk in chunks:
                 answer += chunk.token_ids
         return answer

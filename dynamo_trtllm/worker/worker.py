@@ -1,6 +1,6 @@
 """Run a worker: start, serve, drain, close.
 
-It registers at the end of start and deregisters at the start of drain.
+A worker registers at the end of its start, and deregisters at the beginning of its drain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -71,7 +70,7 @@ from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
-from dynamo_trtllm.worker.started_worker import StartedWorker, drain
+from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
@@ -85,9 +84,11 @@ SWITCH_S = 0.0005
 _GC_THRESHOLDS = (50_000, 20, 100)
 _MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks, see `WorkerAdmission`
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
-_FILES = 8192  # open files: one per KV transfer, and about 128 others
+# The limit of open files. Each KV transfer takes one; everything else takes about 128.
+_MAX_OPEN_FILES = 8192
+# Components of endpoints. Decode and aggregated workers have that of their engine.
 _PREFILL_COMPONENT = "prefill"
-_COMPONENT = "backend"  # of decode and aggregated workers with an engine of another package
+_OUTSIDE_ENGINE_COMPONENT = "backend"
 
 
 def endpoint_of(config: WorkerConfig, engine: str) -> records.EndpointId:
@@ -101,7 +102,7 @@ def endpoint_of(config: WorkerConfig, engine: str) -> records.EndpointId:
     elif engine in BUILT_IN:
         component = BUILT_IN[engine].component
     else:
-        component = _COMPONENT
+        component = _OUTSIDE_ENGINE_COMPONENT
     return records.EndpointId(config.namespace, component, "generate")
 
 
@@ -209,12 +210,13 @@ class Worker(Lifecycle):
                 field="engine",
             )
         self._config = config
-        # None: found at the start
+        # None: `start` finds the engine of `config.engine`.
         self._engine_kind = None if engine is None else engine_kind(engine)
-        name = config.engine or DEFAULT_ENGINE
-        if self._engine_kind is not None:
-            name = self._engine_kind.name
-        self._endpoint = endpoint_of(config, name)
+        if self._engine_kind is None:
+            engine_name = config.engine or DEFAULT_ENGINE
+        else:
+            engine_name = self._engine_kind.name
+        self._endpoint = endpoint_of(config, engine_name)
         self._timing = timing
         self.instance_id = secrets.randbits(_ID_BITS)
         self._metrics = WorkerMetrics()
@@ -248,7 +250,7 @@ class Worker(Lifecycle):
         self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)
-        allow_files(_FILES, " for more concurrent KV transfers")
+        allow_files(_MAX_OPEN_FILES, " for more concurrent KV transfers")
         uvloop.run(self._run_with_signals())
 
     def _background_failed(self, reason: str) -> None:
@@ -278,40 +280,43 @@ class Worker(Lifecycle):
             started = await wait_for_first(
                 self._start(stack), self._stop_event.wait(), self._tasks.until_failed()
             )
-            # Else the wait for `stop` ended first.
-            if not isinstance(started, tuple):
+            if not isinstance(started, StartedWorker):
+                # `stop` was called before the worker had started.
                 log.info("stopped during start-up")
                 return
-            service, started_worker = started
             self._note_ready()
             log.info(
                 "serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode
             )
             try:
                 await wait_for_first(
-                    self._stop_event.wait(), service.until_failed(), self._tasks.until_failed()
+                    self._stop_event.wait(),
+                    started.service.until_failed(),
+                    self._tasks.until_failed(),
                 )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
-                await self._drain(started_worker)
+                await self._drain(started)
                 raise
-            await self._drain(started_worker)
+            await self._drain(started)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, StartedWorker]:
+    async def _start(self, stack: AsyncExitStack) -> StartedWorker:
         """Start the parts of the worker, which `stack` closes."""
         self._start_recorder(stack)
         checked = await asyncio.to_thread(_check_worker_settings, self._config, self._engine_kind)
-        config = self._config = checked.config
+        config = checked.config
+        self._config = config
         engine = checked.kind.create(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         keys = self._transfer_keys()
         addresses = None
         if config.disaggregation_mode is Role.DECODE:
             addresses = PrefillAddresses(stay_s=config.kv_transfer_ttl_s)
-        count = self._metrics.transfer_rejected
+        count_rejected = self._metrics.transfer_rejected
         if isinstance(engine, GuardsKvTransfers):
-            engine.use_transfer_guard(TransferGuard(keys, addresses=addresses, count=count))
+            guard = TransferGuard(keys, addresses=addresses, count=count_rejected)
+            engine.use_transfer_guard(guard)
         await self._serve_health(engine, stack)
         plane = await self._connect(stack)
         discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
@@ -330,32 +335,29 @@ class Worker(Lifecycle):
             self._admission(info),
             files=files,
             metrics=self._metrics,
-            signer=TransferSigner(self.instance_id, keys, count=count),
+            signer=TransferSigner(self.instance_id, keys, count=count_rejected),
             kv_events=self._publish_kv_events(engine, plane, instance, stack),
             cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
             timing=self._timing,
         )
-        serving = await plane.serve(instance.subject, service, service.load_report)
-        stack.push_async_callback(serving.aclose)
+        server = await plane.serve(instance.subject, service, service.load_report)
+        stack.push_async_callback(server.aclose)
         self._start_broadcasts(service, plane, stack)
-        # Last, because requests come from now on.
-        register = partial(discovery.register, instance)
-        registration = await register()
-        started_worker = StartedWorker(
-            engine=engine,
-            model=instance.card.name,
-            serving=serving,
-            registration=registration,
-            register=register,
+        started = StartedWorker(
+            service=service,
+            server=server,
+            # Last, because requests come from now on.
+            registration=await discovery.register(instance),
+            register=partial(discovery.register, instance),
             health=self._health,
             drain_timeout_s=config.drain_timeout_s,
             tasks=self._tasks,
             timing=self._timing,
         )
-        self._started_worker = started_worker
-        stack.push_async_callback(started_worker.aclose)
+        self._started_worker = started
+        stack.push_async_callback(started.aclose)
         self._health.phase = "serving"
-        return service, started_worker
+        return started
 
     def _transfer_keys(self) -> TransferKeys | None:
         """Return the keys that sign this worker's KV transfers. None: it has no key file.
@@ -389,10 +391,7 @@ class Worker(Lifecycle):
         def render_metrics() -> bytes:
             return self._metrics.render(asdict(engine.stats()))
 
-        verbs = {
-            "/sleep": partial(self._begin_change, StartedWorker.sleep),
-            "/wake": partial(self._begin_change, StartedWorker.wake),
-        }
+        verbs = {"/sleep": self._sleep, "/wake": self._wake}
         access = AccessControl(config)
         access.count = lambda name, label: self._metrics.child(name, label).inc()
         if config.api_keys_file is not None:
@@ -500,15 +499,24 @@ class Worker(Lifecycle):
         )
         return instance, {digests[name]: path for name, path in files.items()}
 
-    async def _drain(self, started_worker: StartedWorker) -> None:
+    async def _drain(self, started: StartedWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await started_worker.aclose()
-        await drain(started_worker.engine, started_worker.serving, started_worker.drain_timeout_s)
+        await started.aclose()
+        await started.drain()
         self._health.phase = "stopped"
 
-    def _begin_change(self, begin: Callable[[StartedWorker], str]) -> str:
-        """Begin to sleep or wake. Return why that is not possible; "" if it has begun."""
+    def _sleep(self) -> str:
+        """Begin to fall asleep. Return the reason if that can't be; "" if it has begun."""
         if self._started_worker is None:
-            return f"the worker is {self._health.phase}; retry later"
-        return begin(self._started_worker)
+            return self._not_started()
+        return self._started_worker.sleep()
+
+    def _wake(self) -> str:
+        """Begin to wake up. Return the reason if that can't be; "" if it has begun."""
+        if self._started_worker is None:
+            return self._not_started()
+        return self._started_worker.wake()
+
+    def _not_started(self) -> str:
+        return f"the worker is {self._health.phase}; retry later"

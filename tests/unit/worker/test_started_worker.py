@@ -15,6 +15,7 @@ import pytest
 
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.engines.capabilities import Sleeps
+from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -26,9 +27,11 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.health import Health, health_app
+from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 from tests.kit.generator_streams import ChunkEngine, call_stream
+from tests.kit.instances import make_instance
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
 
@@ -100,21 +103,21 @@ class Bench:
         self._timing = timing
 
     async def start(self) -> None:
-        serving = await self.plane.serve(SUBJECT, self.engine)
-        registration = await self.registered.register()
         engine: Any = self.engine
-        register = self.registered.register
+        registration: Any = await self.registered.register()
+        register: Any = self.registered.register
         self.tasks = BackgroundTasks()
         self.started_worker = StartedWorker(
-            engine,
-            "m",
-            serving,
-            registration,
-            register,
-            self.health,
-            self._drain_timeout_s,
-            self.tasks,
-            self._timing,
+            service=WorkerService(
+                engine, make_instance(1), WorkerAdmission(), files={}, metrics=WorkerMetrics()
+            ),
+            server=await self.plane.serve(SUBJECT, self.engine),
+            registration=registration,
+            register=register,
+            health=self.health,
+            drain_timeout_s=self._drain_timeout_s,
+            tasks=self.tasks,
+            timing=self._timing,
         )
 
     async def post(
