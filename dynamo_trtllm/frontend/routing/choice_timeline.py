@@ -26,9 +26,8 @@ class ChoiceTimeline:
     """The workers and timings of a choice, filled while it runs.
 
     The router calls a method for each event, which also writes it to the flight recorder. The flow
-    sets the instances and stats, which are those of the last attempt, and counts retries and
-    migrations. `RequestTimeline` sets the times of tokens when they arrive. Times are of
-    `time.monotonic()`.
+    sets the instances and stats, which are those of the last attempt. `RequestTimeline` sets the
+    times of tokens when they arrive. Times are of `time.monotonic()`.
     """
 
     prefill_instance: int | None = None
@@ -60,6 +59,21 @@ class ChoiceTimeline:
             spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
         self._attempt_span = len(spans)
         self._enter("select")
+
+    def reset_calls(self) -> None:
+        """Drop the instances and stats of the attempt before: another one has workers now."""
+        self.prefill_instance = None
+        self.decode_instance = None
+        self.prefill_stats = None
+        self.decode_stats = None
+
+    def count_retry(self) -> None:
+        """Count an attempt that failed before a token of the choice was sent."""
+        self.retries += 1
+
+    def count_migration(self) -> None:
+        """Count an attempt that failed after a token of the choice was sent."""
+        self.migrations += 1
 
     def placed_by_cost(
         self, request: GenerateRequest, selection: WorkerSelection, mode: str

@@ -1,10 +1,10 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`request_router` passes events to `GenerationFlow.on` and is the driver that it calls. Only this
-module knows that a request is a prefill call and a decode call, and how it continues after a failed
-call. It is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and
-output so far become the prompt of the rest. A greedy engine then generates the same tokens as
-without the failure.
+`request_router` passes events to `GenerationFlow.handle` and is the driver that it calls. Only this
+module knows that a request is a prefill call and a decode call, and how a request continues after a
+call has failed. A request is retried if none of its tokens was sent to the client. Otherwise it
+migrates: prompt and output so far become the prompt of the rest. A greedy engine then generates the
+same tokens as without the failure.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ class _Attempt:
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
     worker: Instance  # the one that was called last: a failure is attributed to it
-    request: GenerateRequest  # the decode call, once there is one
+    # The request without a phase; then the decode call, once there are KV transfer parameters.
+    request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # Tokens after which the call of a suspect has settled (see `suspects`); 0 once it has.
+    # How many tokens a suspect's call has when it has settled (see `suspects`). 0: it has settled,
+    # or the request is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
@@ -88,8 +90,8 @@ class GenerationFlow:
 
     ```
     state      waits for                      next state
-    NEW        the start                      the first one of an attempt
-    WAITING    other workers, or its limit    the first one of an attempt
+    NEW        the start                      the first state of an attempt, see below
+    WAITING    other workers, or its limit    the first state of an attempt
     RESERVING  a decode slot                  PREFILL
     PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
     DECODE     tokens                         ENDED with the last one; DECODE or REISSUING if the
@@ -111,15 +113,17 @@ class GenerationFlow:
     slot that no decode call has used, and sends a release of KV that none has fetched.
 
     Some prefill workers ignore that release, and free KV only when it is fetched. After a cancel,
-    the driver has it fetched. After an error of the decode call, it does not: the call may have
-    fetched the KV, and another fetch might wait for KV that is gone. There, the library's timeout
-    frees it.
+    the driver lets a decode worker fetch that KV. After an error of the decode call, no worker
+    fetches it again: the call may have fetched the KV, and another fetch might wait for KV that is
+    gone. The library's timeout frees it then.
 
     Args:
         driver: does what the flow decides.
+        request: the request of the client, with its whole prompt.
         timeline: filled while the request runs.
-        selection: run one attempt on these workers, without recovery: a probe, whose caller records
-            success.
+        options: limits of retries, migrations and waits.
+        selection: the workers of a probe. A probe is one attempt, which is not retried. Its caller
+            records its success. None: the request is no probe.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class GenerationFlow:
     ) -> None:
         self.state = State.NEW
         self.request = request
-        self._driver = driver  # until the end
+        self._driver = driver  # deleted at the end
         self._timeline = timeline
         self._options = options
         self._fixed_selection = selection
@@ -148,7 +152,8 @@ class GenerationFlow:
         # Failures that do not use up retries and migrations: another request ended the worker.
         self._num_explained = 0
         self._num_rounds = 0  # how often all instances were tried again
-        self._has_waited = False  # the time limit of the wait for other workers has passed
+        # The wait for other workers has timed out, and no attempt or round has begun since.
+        self._wait_timed_out = False
         # The last call had hardly begun when its worker died: see `suspects`.
         self.is_prime_suspect = False
         # As a prime suspect, it waits for workers that run no other suspect.
@@ -176,7 +181,7 @@ class GenerationFlow:
                 self.awaits_turn = False  # it runs beside other suspects
                 return self._select()
             case Signal.WAIT_TIMED_OUT:
-                self._has_waited = True
+                self._wait_timed_out = True
                 return self._select(is_last_resort=True)
             case Signal.SLOT_RESERVED:
                 self._call_prefill()
@@ -230,8 +235,8 @@ class GenerationFlow:
             self.state = State.WAITING
             self._driver.wait_for_workers(limit_s)
             return None
-        if self._has_waited and self._excluded:
-            self._has_waited = False
+        if self._wait_timed_out and self._excluded:
+            self._wait_timed_out = False
             self._excluded.clear()
             self._num_rounds += 1
             return self._select()
@@ -253,7 +258,9 @@ class GenerationFlow:
             return hold_s
         if self._num_rounds >= retries:
             return None
-        pause_s: float = hold_s * 2**self._num_rounds / (2**retries - 1)
+        # hold_s is the sum of all pauses: 1, 2, 4, … 2**(retries-1) times the shortest one.
+        shortest_s = hold_s / (2**retries - 1)
+        pause_s: float = shortest_s * 2**self._num_rounds
         return pause_s
 
     # --- calls ------------------------------------------------------------------------------------
@@ -263,11 +270,8 @@ class GenerationFlow:
         decode = selection.decode
         request = self._remaining()
         self._num_attempts += 1
-        self._has_waited = False
-        self._timeline.prefill_instance = None
-        self._timeline.decode_instance = None
-        self._timeline.prefill_stats = None
-        self._timeline.decode_stats = None
+        self._wait_timed_out = False
+        self._timeline.reset_calls()
         attempt = _Attempt(
             prefill,
             decode,
@@ -294,10 +298,11 @@ class GenerationFlow:
         num_sent = len(self._sent_ids)
         if num_sent == 0:
             return self.request
-        most = sampling.max_tokens - num_sent
-        least = max(0, sampling.min_tokens - num_sent)
         rest = msgspec.structs.replace(
-            sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None
+            sampling,
+            max_tokens=sampling.max_tokens - num_sent,
+            min_tokens=max(0, sampling.min_tokens - num_sent),
+            prompt_logprobs=None,
         )
         return msgspec.structs.replace(
             self.request,
@@ -333,15 +338,13 @@ class GenerationFlow:
         self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
         if attempt.tokens_to_settle and self.progress().call >= attempt.tokens_to_settle:
             attempt.tokens_to_settle = 0
-            # The first chunk may settle it at once: then, what follows lets the next ones pass.
-            self._passes_tokens = attempt.has_begun
             self._driver.record_settled()
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             attempt.has_begun = True
-            self._passes_tokens = not attempt.tokens_to_settle
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
                 self._driver.record_transfer(attempt.pair)
+        self._passes_tokens = not attempt.tokens_to_settle
         return chunk if chunk.finish_reason is None else self._end(chunk)
 
     def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> StreamEvent | None:
@@ -375,7 +378,7 @@ class GenerationFlow:
         attempt = self._attempt
         assert attempt is not None
         if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
-            attempt.reservation_id = None  # there is none
+            attempt.reservation_id = None  # the worker has reserved no slot
         if self.state is State.CHECKING:
             return self._on_prefill_dead(attempt, error)
         if self.state is not State.DECODE or attempt.prefill is None:
@@ -434,7 +437,9 @@ class GenerationFlow:
         self._free()
         if self._fixed_selection is not None:
             return self._end(error)
-        final = self._given_up(error, attempt) or self._final_error(error, attempt)
+        final = self._record_death(error, attempt)
+        if final is None:
+            final = self._count_failure(error, attempt)
         self._driver.record_failure(attempt.worker, error, "retrying" if final is None else "")
         if final is not None:
             return self._end(final)
@@ -448,10 +453,10 @@ class GenerationFlow:
             return self._end(Chunk(finish_reason=FinishReason.LENGTH))
         return self._select()
 
-    def _given_up(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _record_death(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Record the death of the worker, if it died.
 
-        Return the error that ends the request if it is given up.
+        Return the error that ends the request, if the request is given up because of this death.
         """
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
@@ -459,7 +464,8 @@ class GenerationFlow:
         if self._driver.is_death_explained(attempt.worker):
             self._num_explained += 1
         unexplained = self._timeline.suspicion.unexplained()
-        is_charged = any(death.instance_id == attempt.worker.id for death in unexplained)
+        charged_worker_ids = {death.instance_id for death in unexplained}
+        is_charged = attempt.worker.id in charged_worker_ids
         has_just_begun = is_charged and self.progress().call < SETTLED_TOKENS
         self.is_prime_suspect = has_just_begun or len(unexplained) > 1
         self.awaits_turn = self.is_prime_suspect
@@ -467,37 +473,38 @@ class GenerationFlow:
             given_up.__cause__ = error
         return given_up
 
-    def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _count_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure.
 
         Return the error that ends the request; None if it is retried or migrated.
         """
         if not error.retryable:
             return error
-        counts = not errors.is_not_accepted(error)
+        # The worker had the call: others are not counted (see `RouterOptions`).
+        was_accepted = not errors.is_not_accepted(error)
         if not self._sent_ids:
-            if counts:
-                self._timeline.retries += 1
+            if was_accepted:
+                self._timeline.count_retry()
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
-            most = self._options.retries + self._num_explained
-            if self._timeline.retries > most or self._num_transfer_failures > 1:
+            max_retries = self._options.retries + self._num_explained
+            if self._timeline.retries > max_retries or self._num_transfer_failures > 1:
                 return error
             return None
-        history = _token_dependence(self.request.sampling)
-        if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
+        feature = _feature_with_state(self.request.sampling)
+        if feature is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
             return _migration_failed(
-                error, f"its engine cannot resume {history}; retry, or send the request without"
+                error, f"its engine cannot resume {feature}; retry, or send the request without"
             )
-        if counts:
-            self._timeline.migrations += 1
-        most = self._options.migrations + self._num_explained
-        return error if self._timeline.migrations > most else None
+        if was_accepted:
+            self._timeline.count_migration()
+        max_migrations = self._options.migrations + self._num_explained
+        return error if self._timeline.migrations > max_migrations else None
 
     def _start_kv_collection(self) -> bool:
-        """Let the driver fetch the KV of a cancelled request, if only a fetch frees it.
+        """Let a decode worker fetch the KV of a cancelled request, if nothing else frees that KV.
 
-        Return True if it does.
+        Return True if a decode worker will fetch it.
         """
         attempt = self._attempt
         if (
@@ -520,7 +527,8 @@ class GenerationFlow:
         attempt = self._attempt
         if attempt is not None and not attempt.has_begun:
             self._free_slot(attempt)
-            self._free_kv(attempt, ReleaseOutcome.ABORTED)  # the call may never have arrived
+            # A decode call that was sent may not have arrived, so its worker would not free the KV.
+            self._free_kv(attempt, ReleaseOutcome.ABORTED)
 
     def _free_slot(self, attempt: _Attempt) -> None:
         reservation_id = attempt.reservation_id
@@ -535,8 +543,8 @@ class GenerationFlow:
             self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
 
     def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
-        # The driver refers to this flow, and an error to frames. If the flow referred to them, the
-        # cycle would keep the request.
+        # The driver refers to this flow. An error refers to frames, and these to this flow. So if
+        # the flow referred to the driver or to an error, a cycle would keep the request in memory.
         self.state = State.ENDED
         self._attempt = None
         self._error = None
@@ -544,10 +552,10 @@ class GenerationFlow:
         return event
 
 
-def _token_dependence(sampling: Sampling) -> str | None:
-    """Return which sampling field needs state beyond the tokens so far; None if none does.
+def _feature_with_state(sampling: Sampling) -> str | None:
+    """Return the name of a sampling feature with state that the tokens so far do not determine.
 
-    It is a text for people.
+    None: the request has no such feature. The name is for error messages.
     """
     if sampling.guided is not None:
         return "structured output"

@@ -65,9 +65,9 @@ _REISSUE_TIMEOUT_S = 2.0
 # Expiry of a slot, in case this frontend dies. An expired slot does no harm: the decode call is
 # then queued.
 _RESERVED_S = 60.0
-# Overloaded workers can make thousands of calls fail in a second. So many lines are written in each
-# period, in seconds; the others are counted.
-_FAILURE_LINES = 100
+# Overloaded workers can make thousands of calls fail in a second. Each period has at most
+# _MAX_FAILURE_LINES log lines about them, and a line with the number of the others.
+_MAX_FAILURE_LINES = 100
 _FAILURE_LINES_PERIOD_S = 10.0
 
 
@@ -82,8 +82,13 @@ class RequestRouter:
     """Routes requests to prefill and decode workers. Close it after the last stream.
 
     Args:
+        view: the known workers.
+        plane: carries the calls to them.
+        options: limits and fallbacks.
         breakers: record the KV transfers; the breaker of a failing pair opens.
-        placement: selects workers by cost.
+        placement: selects workers by cost; None: they are selected round robin or at random.
+        on_kv_collected: called with the outcome of each collection of KV, see `KvCollector`.
+        suspects: finds requests that end workers.
     """
 
     view: ClusterView
@@ -105,7 +110,7 @@ class RequestRouter:
             decode_fallback=options.decode_fallback,
         )
         self.failure_lines = LineLimit(
-            _FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
+            _MAX_FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )
         self.background_control = BackgroundControl(self.plane.client)
         self.kv_collector = KvCollector(
@@ -128,9 +133,12 @@ class RequestRouter:
         call failed and is not retried.
 
         Args:
+            request: the request of the client, with its whole prompt.
             timeline: filled while the request runs.
-            selection: run one attempt on these workers, without recovery: a probe. Its caller
-                records whether the pair works; a failed KV transfer is recorded here.
+            on_event: receives the events of the stream.
+            selection: the workers of a probe. A probe is one attempt, which is not retried. Its
+                caller records whether the pair works; a failed KV transfer is recorded here. None:
+                the request is no probe.
         """
         return RoutedRequest(self, request, timeline, on_event, selection)
 
@@ -148,7 +156,7 @@ class RoutedRequest(Stream):
 
     __slots__ = (
         "_attempt",
-        "_begun_s",
+        "_attempt_begun_s",
         "_call",
         "_context",
         "_flow",
@@ -172,14 +180,14 @@ class RoutedRequest(Stream):
         self._router = router
         self._timeline = timeline
         self._flow = GenerationFlow(self, request, timeline, router.options, selection)
-        # The context of log lines: events come in the context of a transport.
+        # Log lines have the ids of this context. Events come in the context of a transport.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
         self._tracked_call = TrackedCall(timeline.suspicion, self._flow.progress)
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
-        self._attempt = -1  # the number of the attempt to which the next two belong
-        self._begun_s = 0.0
-        self._round_robin_index = 0
+        self._attempt = -1  # number of the current attempt
+        self._attempt_begun_s = 0.0
+        self._round_robin_index = 0  # of the current attempt
         self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
         asyncio.get_running_loop().call_soon(self._handle, Signal.START)
 
@@ -219,7 +227,7 @@ class RoutedRequest(Stream):
         placement = self._router.placement
         if attempt != self._attempt:
             self._attempt = attempt
-            self._begun_s = time.monotonic()
+            self._attempt_begun_s = time.monotonic()
             self._timeline.attempt_began()
             self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
         self._end_placed()
@@ -228,6 +236,7 @@ class RoutedRequest(Stream):
         try:
             self._router.suspects.check(request)
             if is_last_resort:
+                # Requests may test the model's new pairs, which were not probed yet.
                 self._router.breakers.admit(self._router.view.model(request.model))
             selection = self._select_workers(excluded, avoid)
         except DynamoError as exc:
@@ -249,14 +258,14 @@ class RoutedRequest(Stream):
         if self._flow.awaits_turn:
             # Workers on which other suspects are tried are not free for this one.
             excluded |= router.suspects.workers_of_other_trials(suspicion)
-        # The prompt's other choices share the suspicion, and with it the selection.
-        selection = suspicion.selection if suspicion.is_shared else None
         selector = router.selector
         now = time.monotonic()
-        if selection is not None and not selector.is_usable(
-            selection, now, excluded=excluded, avoid=avoid
-        ):
-            selection = None
+        # All choices of a prompt have one suspicion. The first of them that selects workers stores
+        # its selection there, and the others use it.
+        selection = suspicion.selection if suspicion.is_shared else None
+        if selection is not None:
+            is_usable = selector.is_usable(selection, now, excluded=excluded, avoid=avoid)
+            selection = selection if is_usable else None
         if selection is None:
             selection = selector.select(
                 self._flow.request,
@@ -280,12 +289,15 @@ class RoutedRequest(Stream):
     def wait_for_workers(self, limit_s: float) -> None:
         router = self._router
         request = self._flow.request
-        left_s = min(self._begun_s + limit_s - time.monotonic(), request.deadline - time.time())
+        wait_left_s = self._attempt_begun_s + limit_s - time.monotonic()
+        request_left_s = request.deadline - time.time()
+        left_s = min(wait_left_s, request_left_s)
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._handle, Signal.WAIT_TIMED_OUT)
             return
-        quarantined = router.view.model(request.model).first_pair_of(router.breakers.quarantined)
-        self._timeline.waiting_for_workers(request, quarantined)
+        model_view = router.view.model(request.model)
+        quarantined_pair = model_view.first_pair_of(router.breakers.quarantined)
+        self._timeline.waiting_for_workers(request, quarantined_pair)
         self._run(_wait(router.view.changed, left_s))
 
     def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
@@ -307,7 +319,8 @@ class RoutedRequest(Stream):
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._handle
-        self._call = None  # the one before has ended, and if `generate` raises there is no other
+        # The call before has ended. If `generate` raises, no call is in progress.
+        self._call = None
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
         self._call = self._router.plane.client.generate(worker.subject, request, on_event)
@@ -345,10 +358,9 @@ class RoutedRequest(Stream):
         self._router.health.record_unreachable(worker.id, error, time.monotonic())
         self._router.suspects.end(self._tracked_call)
         request = self._flow.request
-        self._timeline.call_failed(request, worker, error, goes_on=bool(next_step))
-        if not next_step:
-            return
-        if self._router.failure_lines.admits():
+        goes_on = next_step != ""
+        self._timeline.call_failed(request, worker, error, goes_on=goes_on)
+        if goes_on and self._router.failure_lines.admits():
             log.warning(
                 "request %s: call to worker %x failed, %s (%s): %s",
                 short_id(request.request_id),
