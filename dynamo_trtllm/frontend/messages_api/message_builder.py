@@ -289,7 +289,7 @@ class MessagesAdapter:
     endpoint = "messages"
     id_prefix = "msg_"
     body = MessagesRequest
-    prompt = frozenset({"messages", "system", "tools"})
+    prompt_fields = frozenset({"messages", "system", "tools"})
     ping = PING
 
     async def resolve(

@@ -53,7 +53,7 @@ class ApiAdapter(Protocol[B]):
     endpoint: str  # the value of the metric label `endpoint`
     id_prefix: str
     body: type[B]
-    prompt: frozenset[str]  # the body's fields that are not needed any more after planning
+    prompt_fields: frozenset[str]  # the body's fields that are not needed any more after planning
     ping: bytes  # the event of a silent stream; b"": a comment
 
     async def resolve(

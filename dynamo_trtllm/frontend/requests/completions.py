@@ -550,7 +550,7 @@ class CompletionAdapter(Generic[B]):
     endpoint: str
     id_prefix: str
     body: type[B]
-    prompt: frozenset[str]
+    prompt_fields: frozenset[str]
     prepare: Callable[[B, ServedModel, GenerateRequest], GenerationPlan]
     choice: type[_TextChoice]
     ping: bytes = b""
@@ -571,7 +571,7 @@ CHAT = CompletionAdapter(
     endpoint="chat_completions",
     id_prefix="chatcmpl-",
     body=ChatRequest,
-    prompt=frozenset({"messages", "tools"}),
+    prompt_fields=frozenset({"messages", "tools"}),
     prepare=prepare_chat,
     choice=_ChatChoice,
 )
@@ -579,7 +579,7 @@ TEXT = CompletionAdapter(
     endpoint="completions",
     id_prefix="cmpl-",
     body=CompletionRequest,
-    prompt=frozenset({"prompt"}),
+    prompt_fields=frozenset({"prompt"}),
     prepare=prepare_text,
     choice=_TextChoice,
 )

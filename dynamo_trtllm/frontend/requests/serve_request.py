@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 V = TypeVar("V")
 
-# Sends the response of a request, and raises any error, which the client does not have then.
+# Sends the response of a request. If it raises an error, it has not sent that error to the client.
 Serve: TypeAlias = Callable[[Exchange, RequestTimeline, RequestAdmission], Awaitable[None]]
 
 _MAX_SESSION_ID = 256
@@ -76,7 +76,8 @@ async def serve_request(
         admission: holds what the request takes, until its end.
 
     Raises:
-        DynamoError: the request was not served. If its stream has begun, the client has a part.
+        DynamoError: the request failed. If its stream has begun, the client has a part of the
+            answer.
         ClientDisconnected: the client has disconnected.
     """
     request, response = exchange
@@ -90,12 +91,14 @@ async def serve_request(
     plan = await plan_request(api, body, received, request, state)
     ignored = state.ignored_fields.report(unknown, plan.ignored, request)
     admission.release_body()
-    body = body.model_copy(update=dict.fromkeys(api.prompt))  # frees the text of the prompt
+    # Planning has tokenized the prompt. Its text, which may be large, is freed.
+    body = body.model_copy(update=dict.fromkeys(api.prompt_fields))
     response.deadline = plan.deadline
     if not body.stream:
         check_answer(plan)
     timeline.planned(plan)
-    response.headers |= admission.charge_key(plan)
+    rate_limit_headers = admission.charge_key(plan)
+    response.headers |= rate_limit_headers
 
     # Admit it: wait until all of its choices have permits, then create them.
     admission.check_choices(len(plan.choices))
@@ -111,7 +114,7 @@ async def serve_request(
 
         # Route its choices to workers, and answer with what they generate.
         facts = timeline.facts
-        with state.running.track(answer, facts.owner or facts.client, facts.owner):
+        with state.running.track(answer, facts.client_id, facts.owner):
             running = RunningChoices(answer, response, sender, timeline, places, state)
             async with running as deltas:
                 if answer.is_streamed:
@@ -159,18 +162,17 @@ async def plan_request(
 
 
 def _of_tenant(call: GenerateRequest, tenant: Tenant, served: ServedModel) -> GenerateRequest:
-    """Return a call with the salt and the conversation of its API key.
+    """Return a call whose cache salt and conversation belong to its API key.
 
-    So the requests of different keys share no prefix cache, whose hits would reveal prompts, and no
-    conversation, even if the clients send the same names.
+    Requests of different keys share neither a prefix cache nor a conversation, even if their
+    clients send the same names. Hits in a shared prefix cache would reveal prompts.
     """
-    has_salts = "cache_salt" not in served.card.unsupported_features
-    return replace(
-        call,
-        # A salt that the engine does not support is rejected later.
-        cache_salt=tenant.scoped(call.cache_salt or "") if has_salts else call.cache_salt,
-        conversation_id=call.conversation_id and tenant.scoped(call.conversation_id),
-    )
+    # A salt that the engine does not support is rejected later.
+    if "cache_salt" not in served.card.unsupported_features:
+        call = replace(call, cache_salt=tenant.scoped(call.cache_salt or ""))
+    if call.conversation_id:
+        call = replace(call, conversation_id=tenant.scoped(call.conversation_id))
+    return call
 
 
 async def tokenize(
@@ -256,7 +258,7 @@ def _new_answer(
         wants_stats=timeline.facts.wants_stats,
         nvext_fields=frozenset(body.nvext.extra_fields),
         ignored=ignored,
-        on_complete=partial(api.on_complete, builder, facts.owner or facts.client),
+        on_complete=partial(api.on_complete, builder, facts.client_id),
     )
 
 
@@ -298,12 +300,12 @@ async def handle_request(
 
 
 async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str | DynamoError:
-    """Serve a request. Return "ok" or its error, which the client does not have yet.
+    """Serve a request. Return "ok", or the error that was not sent to the client yet.
 
-    The error is returned, so that no `except` block of the caller waits. If such a wait were
-    cancelled, Python would make the error the context of the cancellation. An error of a time limit
-    refers to the task, and the task to the cancellation: a cycle that would keep the body in
-    memory.
+    The error is returned and not raised, because the caller has to wait when it sends the error. In
+    an `except` block, a cancellation of that wait would get the error as its context. An error of a
+    time limit refers to the task, and the task to the cancellation. This cycle would keep the body
+    in memory.
 
     Raises ClientDisconnected.
     """

@@ -41,6 +41,11 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
         """The name of the API key, to which what is stored belongs; "": there are no keys."""
         return "" if self.tenant is None else self.tenant.key.name
 
+    @property
+    def client_id(self) -> str:
+        """The name of the API key; the network of the client if there are no keys."""
+        return self.owner or self.client
+
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a request has ended."""

@@ -319,7 +319,7 @@ class ResponsesAdapter:
 
     endpoint = "responses"
     body = ResponseRequest
-    prompt = frozenset({"input"})
+    prompt_fields = frozenset({"input"})
     ping = b""
 
     def __init__(self, store: ResponseStore) -> None:
