@@ -1,8 +1,6 @@
-"""Pass received frames to the streams of a caller.
+"""Check the numbers of received frames, and pass the frames to the streams of a caller.
 
-Their numbers are checked, and tokens that arrive together are merged.
-
-The module does no I/O.
+Tokens of a stream that arrive together are merged. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ FRAMES_PER_CHECK = 8  # frames between two looks at the clock
 # Frames are merged only if at least this many arrive together. Fewer are passed on in half a
 # millisecond.
 MERGED_FRAMES = 64
-# They are merged only if at least this many arrive together per open stream. Fewer also do so if
-# this process was briefly busy.
+# Frames are merged only if at least this many arrive together per open stream. Fewer do not show
+# that this process is behind: it may have been busy for a moment.
 MERGED_PER_STREAM = 4
 
 
@@ -47,8 +45,8 @@ class StreamReceiver(TaskStream):
         on_event: receives the events.
         tasks: running tasks of the owner; the task that opens the stream is one.
         on_end: called once.
-        send_cancel: tells the worker that this caller did not receive the terminal chunk, and
-            whether it still awaits that chunk, which describes the KV of a prefill call.
+        send_cancel: tells the worker to cancel the call. With `awaits_kv`, the worker still sends
+            the terminal chunk, which describes the KV of a prefill call.
     """
 
     __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
@@ -64,8 +62,8 @@ class StreamReceiver(TaskStream):
         self._on_end = on_end
         self._send_cancel = send_cancel
         self._next_number = 0
-        # number of the last ping, to any worker, that was sent before the worker acknowledged the
-        # stream
+        # Number of the last ping, to any worker, that was sent before the worker acknowledged the
+        # stream. None: the worker has not acknowledged it.
         self.last_ping_before_ack: int | None = None
         self.waiting: list[Frame] = []  # received, not yet fed
 
@@ -109,10 +107,11 @@ class StreamReceiver(TaskStream):
         """Feed the tokens of the frames before `next_number`, if there are any."""
         if next_number == self._next_number:
             return
-        # The merged frame has the number of its last one, so the next one follows it.
-        self._next_number = next_number - 1
+        # The merged frame has the number of the last of its frames.
+        number = next_number - 1
+        self._next_number = number
         chunk = Chunk(token_ids=ids, logprobs=tuple(logprobs))
-        self.feed(Frame(0, self._next_number, chunk))
+        self.feed(Frame(0, number, chunk))
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
@@ -141,7 +140,8 @@ class StreamReceiver(TaskStream):
             self.emit(frame.failure.error())
         elif isinstance(chunk, Chunk):
             self._next_number = number + 1
-            if chunk.finish_reason is None:  # `emit` would do the same, one call later
+            # `emit` would do the same, but this saves a function call for each chunk.
+            if chunk.finish_reason is None:
                 on_event(chunk)
             else:
                 self.emit(chunk)
@@ -205,7 +205,8 @@ class StreamReceiver(TaskStream):
     def stop(self) -> bool:
         """See `StreamHandle.stop`.
 
-        False before the worker has acknowledged the call: it may not have it yet.
+        Return False before the worker has acknowledged the call, because the worker may not have
+        received it.
         """
         if self.has_ended or self.last_ping_before_ack is None:
             return False
@@ -226,13 +227,14 @@ class StreamDemux(dict[int, StreamReceiver]):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # of those that arrived together, not passed on yet
+        # The frames of each message that has arrived and is not passed on yet.
         self._messages: deque[list[Frame]] = deque()
-        # streams with waiting frames, each once
-        self._new: deque[StreamReceiver] = deque()  # the first of their frames waits
+        # Each stream with waiting frames is in one of these: in `_new` if its first frame waits.
+        self._new: deque[StreamReceiver] = deque()
         self._backlog: deque[StreamReceiver] = deque()
-        self._until_s: float | None = None  # the end of this iteration's time; None: no limit
-        self._is_scheduled = False
+        # When the time of this iteration ends. None: there are so few frames that it has no limit.
+        self._end_s: float | None = None
+        self._is_scheduled = False  # `_feed_waiting` is
 
     def add(self, frames: list[Frame]) -> None:
         """Take the frames of one message, until `pass_on`."""
@@ -246,9 +248,9 @@ class StreamDemux(dict[int, StreamReceiver]):
         messages = self._messages
         num_frames = sum(map(len, messages))
         is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
-        self._until_s = None
+        self._end_s = None
         if num_frames > FRAMES_PER_CHECK:
-            self._until_s = self._clock() + PASSING_S
+            self._begin_time()
         try:
             while messages:
                 frames = messages.popleft()
@@ -259,13 +261,22 @@ class StreamDemux(dict[int, StreamReceiver]):
         finally:
             if messages:  # a bug in one stream's receiver must not lose other streams' messages
                 asyncio.get_running_loop().call_soon(self.pass_on)
+            # If it is scheduled, it feeds the deferred frames in the next iteration.
             if is_behind and not self._is_scheduled:
-                self._run_once()
+                self._feed_waiting()
+
+    def _begin_time(self) -> None:
+        """Begin the time for which this iteration passes frames on."""
+        self._end_s = self._clock() + PASSING_S
+
+    def _is_time_over(self) -> bool:
+        return self._end_s is not None and self._clock() >= self._end_s
 
     def _feed(self, frames: list[Frame]) -> None:
         """Pass the frames of one message on while there is time, and let the rest wait."""
         for first in range(0, len(frames), FRAMES_PER_CHECK):
-            if self._is_scheduled or (self._until_s is not None and self._clock() >= self._until_s):
+            # Frames behind waiting ones wait, too.
+            if self._is_scheduled or self._is_time_over():
                 self._defer(frames[first:])
                 self._schedule()
                 return
@@ -275,6 +286,7 @@ class StreamDemux(dict[int, StreamReceiver]):
                     receiver.feed(frame)
 
     def _defer(self, frames: list[Frame]) -> None:
+        """Let frames wait at their streams."""
         for frame in frames:
             receiver = self.get(frame.stream)
             if receiver is None:
@@ -287,18 +299,18 @@ class StreamDemux(dict[int, StreamReceiver]):
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run_once)
+            asyncio.get_running_loop().call_soon(self._feed_waiting)
 
-    def _run_once(self) -> None:
+    def _feed_waiting(self) -> None:
         """Feed the streams that wait while there is time."""
         self._is_scheduled = False
-        until_s = self._clock() + PASSING_S
+        self._begin_time()
         try:
             while self._new or self._backlog:
                 for queue in (self._new, self._backlog):
                     if queue:
                         queue.popleft().catch_up()
-                if self._clock() >= until_s:
+                if self._is_time_over():
                     break
         finally:  # a bug in one stream's receiver must not stop all streams
             if self._new or self._backlog:
