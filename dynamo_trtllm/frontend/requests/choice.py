@@ -1,7 +1,7 @@
 """Run one choice of a response: convert its chunks to deltas for the client.
 
-Stop strings, the finish and the usage belong to that.
-This module knows neither HTTP nor JSON.
+It looks for stop strings, decides on the finish reason, and counts tokens. It knows neither HTTP
+nor JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -61,19 +62,63 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 
+class _Match(NamedTuple):
+    """Where a stop string is in a text."""
+
+    begin: int
+    end: int
+
+
+class _StopSearch:
+    """The search for one stop string in streamed text (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self._borders = _borders(stop)
+        # How many characters of the stop string the text ends with.
+        self.num_matched = 0
+
+    def end_in(self, text: str) -> int | None:
+        """Return the position after the stop string in the next part of the text.
+
+        None: the stop string does not end in this part.
+        """
+        stop = self.stop
+        matched = self.num_matched
+        position = 0
+        while position < len(text):
+            if not matched:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            while matched and stop[matched] != text[position]:
+                matched = self._borders[matched - 1]
+            if stop[matched] == text[position]:
+                matched += 1
+            position += 1
+            if matched == len(stop):
+                return position
+        self.num_matched = matched
+        return None
+
+
+class KvTransferStats(NamedTuple):
+    """How the KV of a choice was transferred."""
+
+    num_bytes: int
+    backend: str
+
+
 class StopStrings:
     """A search for the first stop string in streamed text.
 
-    It holds back text that could be the start of one.
-
-    Each character is read once (Knuth-Morris-Pratt), however the text is divided into deltas.
+    It holds back text that could be the start of a stop string. Each character is read once,
+    however the text is divided into deltas.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = tuple((stop, _borders(stop)) for stop in stops)
-        # The length of each stop string's prefix with which the text ends.
-        self._matched = [0] * len(stops)
-        self._pending = ""
+        self._searches = [_StopSearch(stop) for stop in stops]
+        self._pending = ""  # the text that is held back
         first_chars = "".join({stop[0] for stop in stops})
         self._find_start = re.compile(f"[{re.escape(first_chars)}]").search
         self.found: str | None = None  # the stop string that ended the text
@@ -83,51 +128,32 @@ class StopStrings:
         # Most text has no character with which a stop string begins. One search shows that for all.
         if not self._pending and self._find_start(text) is None:
             return text, False
-        ends = [self._end(index, text) for index in range(len(self._stops))]
+        num_pending = len(self._pending)
+        matches: list[_Match] = []
+        for search in self._searches:
+            end_in_text = search.end_in(text)
+            if end_in_text is not None:
+                end = num_pending + end_in_text
+                matches.append(_Match(end - len(search.stop), end))
         text = self._pending + text
-        before = len(self._pending)
-        hits = [
-            (before + end, -len(stop))
-            for end, (stop, _) in zip(ends, self._stops, strict=True)
-            if end is not None
-        ]
-        if hits:
-            # The one that ends first; of those that end together, the longest.
-            end, negative_size = min(hits)
-            begin = end + negative_size
+        if matches:
+            # The match that ends first; of those that end together, the longest.
+            first = min(matches, key=lambda match: (match.end, match.begin))
             self._pending = ""
-            self.found = text[begin:end]
-            return text[:begin], True
-        keep = max(self._matched)
-        self._pending = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+            self.found = text[first.begin : first.end]
+            return text[: first.begin], True
+        num_pending = max(search.num_matched for search in self._searches)
+        num_shown = len(text) - num_pending
+        self._pending = text[num_shown:]
+        return text[:num_shown], False
 
     def flush(self) -> str:
-        """Return the text that is still held back. No stop string spans this place."""
+        """Return the text that is held back. A stop string that began in it does not go on."""
         pending = self._pending
         self._pending = ""
-        self._matched = [0] * len(self._stops)
+        for search in self._searches:
+            search.num_matched = 0
         return pending
-
-    def _end(self, index: int, text: str) -> int | None:
-        """Return the position after the stop string; None if it does not end in this text."""
-        stop, borders = self._stops[index]
-        matched = self._matched[index]
-        position = 0
-        while position < len(text):
-            if not matched:
-                position = text.find(stop[0], position)
-                if position < 0:
-                    break
-            while matched and stop[matched] != text[position]:
-                matched = borders[matched - 1]
-            if stop[matched] == text[position]:
-                matched += 1
-            position += 1
-            if matched == len(stop):
-                return position
-        self._matched[index] = matched
-        return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,9 +174,9 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class Choice:
-    """One choice of a request, as long as the request lives.
+    """One choice of a request: its stream, parser, timeline and finish reason.
 
-    It holds its stream, text, workers, times and finish.
+    It exists until the request has ended.
     """
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
@@ -169,10 +195,11 @@ class Choice:
         self._in_content = False
         self._text_channel = Channel.CONTENT  # of the text so far
         self._is_plain = choice_request.is_plain
-        # The text may end the output before its last token. Then `_ids` has the tokens so far.
-        self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
-        self._ids = token_ids()
-        # The answer has a format, and there was no text of it yet.
+        # A stop string or a second tool call may end the output within a step. To find the token
+        # that ended it, all tokens of earlier steps are needed.
+        self._may_end_within_step = self._stops is not None or not self._options.parallel_tool_calls
+        self._earlier_ids = token_ids()
+        # The client wants an answer in a format, and the output has no text of the answer yet.
         self._awaits_answer = self._options.output_format is not None
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
@@ -254,13 +281,16 @@ class Choice:
                 self._saw_tool_call = True
             return ChoiceDelta(index=self._index, tokens=tokens, deltas=step.deltas)
         deltas: list[Delta] = []
-        scored = NO_LOGPROBS
+        prompt_logprobs = NO_LOGPROBS
         if self._awaits_prompt_logprobs:
-            scored = self._add_prompt_logprobs(deltas)
+            prompt_logprobs = self._take_prompt_logprobs(deltas)
         if self._choice_request.is_prompt_only:
             self.finish = "length"
             return ChoiceDelta(
-                index=self._index, deltas=tuple(deltas), finish="length", prompt_logprobs=scored
+                index=self._index,
+                deltas=tuple(deltas),
+                finish="length",
+                prompt_logprobs=prompt_logprobs,
             )
         ids = self._push_shown(chunk, deltas)
         self.num_tokens += len(ids)
@@ -271,11 +301,11 @@ class Choice:
         return ChoiceDelta(
             index=self._index,
             tokens=len(ids),
-            deltas=tuple(deltas) if len(deltas) < 2 else joined(deltas),
+            deltas=joined(deltas),
             token_ids=ids if self._options.returns_token_ids else (),
             finish=self.finish,
             stop=None if self._stops is None else self._stops.found,
-            prompt_logprobs=scored,
+            prompt_logprobs=prompt_logprobs,
         )
 
     @property
@@ -287,12 +317,12 @@ class Choice:
         return self._logprob_sum / max(1, self.num_tokens)
 
     @property
-    def transfer(self) -> tuple[int, str]:
-        """The bytes of the KV transfer and the name of its transfer backend."""
+    def kv_transfer(self) -> KvTransferStats:
+        """The KV transfer of the choice, as far as its workers have reported it."""
         prefill = self.timeline.prefill_stats or PhaseTimings()
         decode = self.timeline.decode_stats or PhaseTimings()
         kv_bytes = decode.kv_bytes if decode.kv_bytes else prefill.kv_bytes
-        return kv_bytes, decode.transport or prefill.transport
+        return KvTransferStats(kv_bytes, decode.transport or prefill.transport)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -319,27 +349,32 @@ class Choice:
             reasoning_tokens=self._reasoning_tokens,
         )
 
-    def _add_prompt_logprobs(self, deltas: list[Delta]) -> tuple[TokenLogprob, ...]:
-        """Add the log-probabilities of the prompt for `logprobs` of the choice.
+    def _take_prompt_logprobs(self, deltas: list[Delta]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of the prompt for the field `prompt_logprobs`.
 
-        Return those for their own field. They all arrive before the first chunk. Called once.
+        With `echo`, the prompt is part of the text. Then, add a delta with its log-probabilities.
+
+        Call this once, with the first chunk: all log-probabilities of the prompt arrive before.
         """
         self._awaits_prompt_logprobs = False
-        scored = self.timeline.prompt_logprobs
-        wanted = len(self._choice_request.request.token_ids)
-        if len(scored) != wanted:
-            raise StreamIncomplete(
-                f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens;"
-                " upgrade it"
-            )
         choice_request = self._choice_request
-        echoed = _likeliest(scored, choice_request.echo_logprobs)
+        logprobs = self.timeline.prompt_logprobs
+        num_prompt = len(choice_request.request.token_ids)
+        if len(logprobs) != num_prompt:
+            raise StreamIncomplete(
+                f"the worker returned log-probabilities of {len(logprobs)} of {num_prompt} prompt"
+                " tokens; upgrade it"
+            )
+        echoed = _with_alternatives(logprobs, choice_request.echo_logprobs)
         if echoed:
             deltas.append(Delta(channel=self._text_channel, logprobs=echoed))
-        return _likeliest(scored, choice_request.prompt_logprobs)
+        return _with_alternatives(logprobs, choice_request.prompt_logprobs)
 
     def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
-        """Add the output of the chunk. Return its tokens up to the end of the output."""
+        """Add the output of the chunk. Return its tokens up to the end of the output.
+
+        A stop token that is hidden belongs to the output.
+        """
         ids = chunk.token_ids
         shown = ids
         is_stopped = chunk.finish_reason is FinishReason.STOP
@@ -348,18 +383,18 @@ class Choice:
         if self._shows_logprobs:
             return self._push_scored(ids, shown, chunk.logprobs, deltas)
         step = self._parse(shown)
-        num_reasoning = self._reasoning_tokens
-        self._count(step)
-        self._look_for_answer(step)
+        reasoning_before = self._reasoning_tokens
+        self._note_step(step)
         if self._stops is None and not step.num_calls and self._options.shows_reasoning:
             deltas += step.deltas
         else:
             self._add(step.deltas, deltas)
-        if self._is_bounded:
-            if self.finish is not None and len(ids) > 1:
-                self._reasoning_tokens = num_reasoning
+        if self._may_end_within_step:
+            has_ended = self.finish is not None
+            if has_ended and len(ids) > 1:
+                self._reasoning_tokens = reasoning_before
                 return shown[: self._num_used(shown)]
-            self._ids.extend(shown)
+            self._earlier_ids.extend(shown)
         return ids
 
     def _push_scored(
@@ -367,9 +402,8 @@ class Choice:
     ) -> TokenIds:
         """Parse token by token, to decide for each log-probability whether it belongs to text."""
         for index in range(len(shown)):
-            step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
-            self._count(step)
-            self._look_for_answer(step)
+            step = self._parse(shown[index : index + 1])
+            self._note_step(step)
             parsed = step.deltas
             if index < len(logprobs):
                 parsed = self._scored(step, logprobs[index])
@@ -381,26 +415,27 @@ class Choice:
     def _num_used(self, ids: TokenIds) -> int:
         """Return how many tokens of the last step belong to the output, and count their reasoning.
 
-        The parser does not report to which token a text belongs. So the output is parsed again,
-        this step token by token. That happens at most once; other steps are parsed at once.
+        The parser does not report to which token a text belongs. So another choice parses the
+        output again: the earlier tokens in one call, and those of the last step one by one. This
+        happens at most once for a choice.
         """
-        again = Choice(self._choice_request)
-        again._add(again._parse(self._ids).deltas, [])
+        replay = Choice(self._choice_request)
+        unused: list[Delta] = []
+        earlier = replay._parse(self._earlier_ids)
+        replay._add(earlier.deltas, unused)
         num_used = 0
-        while num_used < len(ids) and again.finish is None:
-            step = again._parse(ids[num_used : num_used + 1])
+        while num_used < len(ids) and replay.finish is None:
+            step = replay._parse(ids[num_used : num_used + 1])
             self._reasoning_tokens += step.reasoning_tokens
-            again._add(step.deltas, [])
+            replay._add(step.deltas, unused)
             num_used += 1
         return num_used
 
-    def _count(self, step: StepOutput) -> None:
+    def _note_step(self, step: StepOutput) -> None:
+        """Count reasoning tokens, and note whether there was a tool call or text of the answer."""
         self._reasoning_tokens += step.reasoning_tokens
         if step.num_calls:
             self._saw_tool_call = True
-
-    def _look_for_answer(self, step: StepOutput) -> None:
-        """Note whether the step has text of an answer, if one in a format is still awaited."""
         if self._awaits_answer:
             self._awaits_answer = not any(
                 delta.text and delta.channel in _ANSWER for delta in step.deltas
@@ -425,10 +460,10 @@ class Choice:
                         self.finish = "stop"
                 if delta.text or delta.logprobs:
                     deltas.append(delta)
-            elif self._options.parallel_tool_calls or not delta.call_index:
-                deltas.append(delta)
+            elif delta.call_index > 0 and not self._options.parallel_tool_calls:
+                self.finish = "tool_calls"  # without this call, and all that follows
             else:
-                self.finish = "tool_calls"
+                deltas.append(delta)
             if self.finish is not None:
                 return
 
@@ -443,8 +478,7 @@ class Choice:
     def _end(self, reason: FinishReason, deltas: list[Delta]) -> None:
         """Add the output that the parser withheld, and set `finish`."""
         step = self._finish_parser()
-        self._count(step)
-        self._look_for_answer(step)
+        self._note_step(step)
         self._add(step.deltas, deltas)
         if self.finish is not None:
             return
@@ -473,7 +507,7 @@ class Choice:
         for index, delta in enumerate(step.deltas):
             if delta.channel is not _REASONING and delta.channel is not _CALL:
                 last = index
-        if not self._counts(step, logprob.token_id, has_text=last >= 0):
+        if not self._belongs_to_text(step, logprob.token_id, has_text=last >= 0):
             return step.deltas
         if last < 0:
             return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
@@ -481,24 +515,40 @@ class Choice:
         scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
         return (*step.deltas[:last], scored, *step.deltas[last + 1 :])
 
-    def _counts(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
+    def _belongs_to_text(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
+        """Return whether the log-probability of a token is shown.
+
+        Args:
+            step: what the token gave.
+            token_id: the token.
+            has_text: the step has text that is shown.
+        """
         if not self._choice_request.content_logprobs_only:
             return True
         if step.deltas or step.reasoning_tokens:
             self._in_content = has_text
             return has_text
-        # The token gave no text: part of a character inside content counts, a marker does not.
+        # The token gave no text. It belongs to the text if it is a part of a character of the
+        # content, and not if it is a marker.
         if not self._in_content:
             return False
         text = self._choice_request.renderer.decode(token_ids((token_id,)))
         return "\ufffd" in text
 
 
-def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities with at most so many alternatives; none of them for None."""
-    if most is None:
+def _with_alternatives(
+    logprobs: Sequence[TokenLogprob], max_alternatives: int | None
+) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities, each with at most `max_alternatives` alternative tokens.
+
+    None: return no log-probabilities.
+    """
+    if max_alternatives is None:
         return NO_LOGPROBS
-    return tuple(TokenLogprob(token.token_id, token.logprob, token.top[:most]) for token in scored)
+    return tuple(
+        TokenLogprob(token.token_id, token.logprob, token.top[:max_alternatives])
+        for token in logprobs
+    )
 
 
 def pick_best_of(
@@ -506,7 +556,10 @@ def pick_best_of(
 ) -> Iterator[ChoiceDelta]:
     """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
 
-    `likelihood` returns that of the candidate at an index of the plan.
+    Args:
+        deltas: those of all candidates.
+        plan: its choices are the candidates, those of one prompt after each other.
+        likelihood: returns the likelihood of the candidate with an index.
     """
     by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
     for delta in deltas:
@@ -521,11 +574,11 @@ def pick_best_of(
 
 
 def share_suspicions(choices: Sequence[Choice], candidates: int) -> None:
-    """Give all choices of a prompt one suspicion, so that they are charged together.
+    """Give all choices of a prompt one suspicion: each death of a worker is charged to all of them.
 
     Args:
         choices: those of one request.
-        candidates: consecutive choices that have the same prompt. Others may have it, too.
+        candidates: how many consecutive choices have the same prompt. Prompts may repeat.
     """
     by_prompt: dict[bytes, Suspicion] = {}
     for first in range(0, len(choices), candidates):

@@ -328,8 +328,7 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
 
     They run in parallel; the phases are those of the last one.
     """
-    transfers = [choice.transfer for choice in choices]
-    _, transport = transfers[0]
+    transfers = [choice.kv_transfer for choice in choices]
     last = last_of(choices)
     # A choice may end without a token.
     first_tokens_s = [
@@ -340,8 +339,8 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
     return {
         "prefill_instance": joined_ids(choice.timeline.prefill_instance for choice in choices),
         "decode_instance": joined_ids(choice.timeline.decode_instance for choice in choices),
-        "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
-        "transport": transport,
+        "kv_bytes": sum(transfer.num_bytes for transfer in transfers),
+        "transport": transfers[0].backend,
         "queued_s": phases.get("frontend_queue", 0.0),
         "ttft_s": first_token_s - timeline.begun_s,
         "tokens_per_s": tokens_per_s(choices),
