@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.requests.choice import Choice, StopStrings
+from dynamo_trtllm.frontend.requests.choice import Choice
+from dynamo_trtllm.frontend.requests.stop_strings import StopStrings
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.messages import PhaseTimings
 from tests.kit.generation_plans import chat
