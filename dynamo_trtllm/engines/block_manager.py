@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
 from dynamo_trtllm.protocol.messages import TokenIds
 
-_Key = tuple[int | str | None, bytes]  # hash of the block before, or the cache salt; the tokens
+# What a block is found by: the hash of the block before it, or the cache salt for the first block;
+# and the tokens of the block.
+_Key = tuple[int | str | None, bytes]
 
 
 class CachedBlock:
@@ -37,17 +40,29 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []  # of its blocks, in the order of its tokens
-        # The blocks of the cache with the content of its first blocks, as far as it has them. If
-        # another request has stored the same content, such a block has another number.
+        # Cached blocks with the same content as the first blocks of the request. If another request
+        # has stored a block with this content before, its number is not that in `numbers`.
         self.chain: list[CachedBlock] = []
-        self.refused_at = -1  # number of the manager's changes when it last refused the request
+        # The manager's `_num_changes` when it last had too few blocks for the request.
+        self.refused_at = -1
 
     def uncached_blocks(self) -> list[int]:
         """Return the numbers of the blocks that the cache does not have."""
-        pairs = zip(self.numbers, self.chain, strict=False)
-        return [number for number, cached in pairs if number != cached.number] + self.numbers[
-            len(self.chain) :
-        ]
+        num_cached = len(self.chain)
+        pairs = zip(self.numbers[:num_cached], self.chain, strict=True)
+        copies = [number for number, cached in pairs if number != cached.number]
+        return copies + self.numbers[num_cached:]
+
+
+class _StoredRun(NamedTuple):
+    """Blocks that `store` has added to the cache and that follow each other in a prompt."""
+
+    parent: int | None  # hash of the block before the first one
+    blocks: list[KvBlock]
+
+    @property
+    def last_hash(self) -> int:
+        return self.blocks[-1].hash
 
 
 class BlockManager:
@@ -73,7 +88,7 @@ class BlockManager:
         # by hash, the least recently used first
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self._last_hash = 0
-        self._changes = 0  # after which a refused request may have enough blocks
+        self._num_changes = 0  # changes after which a refused request may have enough blocks
 
     @property
     def used(self) -> int:
@@ -85,10 +100,11 @@ class BlockManager:
     ) -> bool:
         """Reserve the blocks of a request.
 
-        Those that its prompt begins with are reused, others evicted if needed.
+        Cached blocks with which its prompt begins are reused. Other cached blocks that no request
+        uses are evicted if the request needs their place.
 
-        The first waiting request asks before each step, so a refusal stays until blocks were freed
-        or stored.
+        The first waiting request asks before each step. So after a refusal, nothing is computed
+        until blocks were freed or stored.
 
         Args:
             table: the request's table, without blocks.
@@ -100,14 +116,16 @@ class BlockManager:
         Returns:
             False if too few blocks are free or unused. The table is unchanged then.
         """
-        if table.refused_at == self._changes:
+        if table.refused_at == self._num_changes:
             return False
-        reused = self._match(prompt, salt) if prompt is not None and self._blocks else []
+        reused: list[CachedBlock] = []
+        if prompt is not None and self._blocks:
+            reused = self._match(prompt, salt)
         self._use(reused)
         num_new = num_blocks - len(reused)
         if num_new > len(self._free) + len(self._unused):
             self._release(reused)
-            table.refused_at = self._changes
+            table.refused_at = self._num_changes
             return False
         if num_new > len(self._free):
             self._evict(num_new - len(self._free))
@@ -120,8 +138,9 @@ class BlockManager:
     def store(self, table: BlockTable, tokens: TokenIds, salt: str | None) -> None:
         """Let later requests reuse the full blocks of a request, which continues to use them.
 
-        If a block with the same content is cached, the request uses that one, too, and its own one
-        stays its own.
+        If another request has stored a block with the same content, that block stays in the cache,
+        and this request counts as one of its users. Later requests do not find this request's own
+        block.
 
         Args:
             table: the request's table.
@@ -130,27 +149,27 @@ class BlockManager:
         """
         if not self._has_prefix_cache:
             return
-        self._changes += 1
+        self._num_changes += 1
         size = self._block_tokens
         width = tokens.itemsize
         data = tokens.tobytes()
         chain = table.chain
         parent = table.chain[-1].hash if table.chain else None
         numbers = table.numbers[len(chain) :]
-        # new blocks that follow each other, and the one before
-        runs: list[tuple[int | None, list[KvBlock]]] = []
-        for begin, number in zip(
-            range(len(chain) * size, len(tokens) - size + 1, size), numbers, strict=False
-        ):
-            key = (salt if parent is None else parent, data[begin * width : (begin + size) * width])
+        runs: list[_StoredRun] = []
+        begins = range(len(chain) * size, len(tokens) - size + 1, size)
+        for begin, number in zip(begins, numbers, strict=False):
+            block_data = data[begin * width : (begin + size) * width]
+            key = (salt if parent is None else parent, block_data)
             block = self._blocks.get(key)
             if block is None:
                 self._last_hash += 1
-                block = self._blocks[key] = CachedBlock(self._last_hash, key, number)
+                block = CachedBlock(self._last_hash, key, number)
+                self._blocks[key] = block
                 if self.on_events is not None:
-                    if not runs or runs[-1][1][-1].hash != parent:
-                        runs.append((parent, []))
-                    runs[-1][1].append(KvBlock(block.hash, tokens[begin : begin + size]))
+                    if not runs or runs[-1].last_hash != parent:
+                        runs.append(_StoredRun(parent, []))
+                    runs[-1].blocks.append(KvBlock(block.hash, tokens[begin : begin + size]))
             else:
                 self._use((block,))
             chain.append(block)
@@ -158,26 +177,28 @@ class BlockManager:
         if self.on_events is not None and runs:
             self.on_events(
                 [
-                    BlocksStored(blocks=tuple(run), parent=first, cache_salt=salt)
-                    for first, run in runs
+                    BlocksStored(blocks=tuple(run.blocks), parent=run.parent, cache_salt=salt)
+                    for run in runs
                 ]
             )
 
     def forget(self, table: BlockTable) -> None:
-        """Let no other request begin to reuse the blocks of a request, which continues to use
-        them.
+        """Remove the blocks of a request from the cache, so that no other request reuses them.
+
+        The request itself continues to use them.
         """
-        known = [block for block in table.chain if not block.is_forgotten]
-        for block in known:
+        cached = [block for block in table.chain if not block.is_forgotten]
+        for block in cached:
             block.is_forgotten = True
             del self._blocks[block.key]
-        self._report_removed(known)
+        self._report_removed(cached)
 
     def free(self, table: BlockTable) -> None:
         """End the use of a request's blocks. Repeated calls are allowed."""
         self._free += table.uncached_blocks()
         self._free += self._release(table.chain)
-        self._changes += bool(table.numbers)
+        if table.numbers:
+            self._num_changes += 1
         table.numbers = []
         table.chain = []
 
@@ -206,7 +227,7 @@ class BlockManager:
         Return the numbers of those that are free, because they were forgotten.
         """
         free = []
-        # so that the last ones are evicted first: nothing finds them without the others
+        # The last blocks come first, and are evicted first: they can't be found without the others.
         for block in reversed(chain):
             block.users -= 1
             if block.users:

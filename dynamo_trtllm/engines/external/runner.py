@@ -1,7 +1,7 @@
 """Run the requests of a loaded library.
 
 `ExternalCall` is one request: its call, its deadlines, its KV transfer and its end. `LibraryCalls`
-are those of one engine, and whether the library can serve them.
+holds all calls of one engine, and knows whether the library can serve them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -54,6 +54,13 @@ ANSWER_S = 10.0  # for the last result after an abort
 MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the engine has failed
 
 
+class CallTokens(NamedTuple):
+    """The prompt tokens of a call that are still to compute, and its tokens in the batch."""
+
+    to_compute: int = 0
+    in_batch: int = 0
+
+
 class LibraryCalls:
     """The calls of one engine, and the library that runs them.
 
@@ -65,7 +72,8 @@ class LibraryCalls:
         unavailable: the error of requests before `open`.
     """
 
-    library: Library  # these two are there from `open` on
+    # `open` sets these two.
+    library: Library
     transfers: ExternalTransfers
 
     def __init__(
@@ -129,8 +137,10 @@ class LibraryCalls:
         self._require_available()
 
     def _require_available(self) -> None:
-        if self._unavailable is not None:
-            raise type(self._unavailable)(self._unavailable.message)
+        error = self._unavailable
+        if error is not None:
+            # A copy, because many requests raise it, and each adds its traceback.
+            raise type(error)(error.message)
 
     def fail(self, why: str, cause: BaseException | None = None) -> None:
         """End all streams with an error. The first reason is reported for later requests too."""
@@ -139,6 +149,7 @@ class LibraryCalls:
         self._unavailable = EngineFailed(why)
         if self.is_open:
             self.transfers.close()  # their KV ended with the library
+        # The tasks of the calls that fail, without those of calls that begin while these fail.
         tasks = [task for task in self.tasks if task is not asyncio.current_task()]
         for call in list(self.inflight):
             error = EngineFailed(why)
@@ -194,9 +205,9 @@ class LibraryCalls:
         queued_prefill_tokens = 0
         context_tokens = 0
         for call in self.inflight:
-            tokens_to_compute, tokens_in_batch = call.tokens
-            queued_prefill_tokens += tokens_to_compute
-            context_tokens += tokens_in_batch
+            tokens = call.tokens
+            queued_prefill_tokens += tokens.to_compute
+            context_tokens += tokens.in_batch
         return EngineStats(
             running=num_calls - waiting,
             waiting=waiting,
@@ -232,7 +243,7 @@ class ExternalCall(Stream):
     def __init__(self, calls: LibraryCalls, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, calls)
         self.created_at = time.monotonic()
-        self._started_at = self.created_at  # later: when the first result came
+        self._first_result_at = self.created_at  # set when the first result comes
         self._calls = calls
         self._request = request
         self._has_started = False
@@ -256,10 +267,10 @@ class ExternalCall(Stream):
     async def _run(self) -> None:
         """Prepare and submit the call.
 
-        Until its end or only until its submission: that depends on the library.
+        Some libraries return when they have the call, others when the call has ended.
 
         A decode call that was cancelled before this task began is still submitted if only its fetch
-        frees the KV at the prefill worker. It is aborted as any other one that fetches.
+        frees the KV at the prefill worker. It is aborted after the fetch.
         """
         if self.has_ended and not self._must_fetch_kv:
             return
@@ -300,16 +311,16 @@ class ExternalCall(Stream):
         return collecting_call(self._request, kv_params, deadline=self._request.deadline)
 
     @property
-    def tokens(self) -> tuple[int, int]:
-        """Return the number of prompt tokens to compute, and of tokens in the batch."""
+    def tokens(self) -> CallTokens:
+        """How the call loads the engine now."""
         prompt_tokens = len(self._request.token_ids)
         if self._has_started:
             call = self._call
             generated = 0 if call is None else call.num_generated
-            return 0, prompt_tokens + generated
+            return CallTokens(in_batch=prompt_tokens + generated)
         if self.is_fetching:
-            return 0, 0
-        return prompt_tokens, 0
+            return CallTokens()
+        return CallTokens(to_compute=prompt_tokens)
 
     def stop(self) -> bool:
         """See `StreamHandle.stop`.
@@ -342,7 +353,7 @@ class ExternalCall(Stream):
             self._note_started()
         event: StreamEvent | None = None
         finish: str | None = None
-        has_ended = self._on_event is None
+        has_ended = self.has_ended
         try:
             finish = result.outputs[0].finish_reason
             if not has_ended:
@@ -390,7 +401,7 @@ class ExternalCall(Stream):
 
     def _note_started(self) -> None:
         self._has_started = True
-        self._started_at = time.monotonic()
+        self._first_result_at = time.monotonic()
         if self._request.phase is Phase.DECODE and not self.has_ended:
             RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCHED)
             self._due_at_deadline()
@@ -433,30 +444,30 @@ class ExternalCall(Stream):
         """Return the error for a request that the library ended on its own."""
         name = self._calls.library_name
         if self._request.phase is Phase.DECODE and not self._has_tokens:
-            error = TransferTimeout if finish == "timeout" else TransferFailed
-            return error(
-                f"{name} did not receive the KV of the prompt"
-                f" ({finish}){self._calls.library.transfer_hint}"
-            )
+            hint = self._calls.library.transfer_hint
+            message = f"{name} did not receive the KV of the prompt ({finish}){hint}"
+            if finish == "timeout":
+                return TransferTimeout(message)
+            return TransferFailed(message)
         if finish == "timeout":
             return DeadlineExceeded(f"the request timed out in {name}")
         return MigrationFailed(f"{name} ended request {self._request.request_id} with {finish!r}")
 
     def _timings(self, call: LibraryCall, result: Any) -> PhaseTimings:
-        """Return the timings.
+        """Return the timings of the call until its first result.
 
-        The phases that the library does not report are one, measured outside the library.
+        If the library reports no phases, all of this time is one phase.
         """
         kv_params = self._request.kv_params
-        first_s = self._started_at - self.created_at
+        until_first_s = self._first_result_at - self.created_at
         phases = call.phases(result)
         if phases:
             # A name with a dot is a part of another phase.
             inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)
-            phases["submit"] = max(0.0, first_s - inside_s)
+            phases["submit"] = max(0.0, until_first_s - inside_s)
         else:
             phase = "prefill" if kv_params is None else "kv_transfer"
-            phases = {phase: first_s}
+            phases = {phase: until_first_s}
         cached_tokens = call.cached_tokens if kv_params is None else 0
         return phase_timings(phases, kv_params, cached_tokens=cached_tokens)
 
@@ -545,7 +556,8 @@ class ExternalCall(Stream):
         log.warning("%s: %s", text, self._task.get_name())
         self._end()
         self._task.cancel()
-        self._pass_on(MigrationFailed(text))  # dropped unless the stream was only stopped
+        # A stream that was stopped still waits for its end. A cancelled one drops this event.
+        self._pass_on(MigrationFailed(text))
 
     def _end(self, *, keeps_kv: bool = False) -> None:
         """Forget the call, which the library has ended. Idempotent."""

@@ -58,8 +58,9 @@ class MockStream(TaskStream):
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
         self.phases = CallPhases(request.kv_params)
-        self.queue_waits: dict[str, float] = {}  # of the queue, when the stream was queued
-        # The next three are those of `WaitingRequest`.
+        # How long the queue had waited for each resource when the stream was queued.
+        self.queue_waits: dict[str, float] = {}
+        # The attributes of `WaitingRequest`.
         self.queued_s = 0.0
         self.is_overdue = False
         self.recorded_wait = ""
@@ -166,6 +167,7 @@ class MockScheduler:
         stream.prefill_left = 0
         if stream in self._running:
             del self._running[stream]
+            # After the first output token, `_generate` has stored the prompt already.
             if stream.num_output > 1:
                 self.store(stream)
             self.free(stream.block_table)
@@ -184,9 +186,9 @@ class MockScheduler:
         self._note_idle()
 
     def store(self, stream: MockStream) -> None:
-        """Let the prefix cache have the full blocks of a stream.
+        """Store the full blocks of a stream in the prefix cache.
 
-        Its last output token has no KV yet.
+        The last output token of the stream has no KV yet.
         """
         if self._args.enable_prefix_caching:
             output = token_ids(map(stream.token, range(stream.num_output - 1)))
@@ -285,7 +287,11 @@ class MockScheduler:
         budget = self._args.prefill_tokens_per_step - to_prefill
         while self._waiting:
             promote_overdue(self._waiting)
-            lacking = "slots" if budget <= 0 else self._lacking()
+            if budget <= 0:
+                # The running prefills take all tokens of a step.
+                lacking = "slots"
+            else:
+                lacking = self._reserve_for_first()
             if lacking:
                 break
             stream = self._waiting.popleft()
@@ -306,10 +312,10 @@ class MockScheduler:
             stream.phases.end("queue")
             stream.phases.seconds |= self._queue_waits.since(stream.queue_waits)
 
-    def _lacking(self) -> str:
-        """Reserve what the first waiting request needs.
+    def _reserve_for_first(self) -> str:
+        """Reserve what the first waiting request needs to start.
 
-        Return what it lacks; "" if it can start.
+        Return the resource that it lacks; "" if it can start.
         """
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
@@ -322,8 +328,9 @@ class MockScheduler:
         )
         if not is_reserved:
             return "kv_blocks"
-        stream.phases.cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
-        stream.prefill_left -= stream.phases.cached_tokens
+        cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
+        stream.phases.cached_tokens = cached_tokens
+        stream.prefill_left -= cached_tokens
         return ""
 
     def _step(self, seconds: float) -> None:
@@ -339,6 +346,7 @@ class MockScheduler:
                 prefill_tokens += taken
                 stream.prefill_left -= taken
                 computed_tokens = prompt_tokens - stream.prefill_left
+                # Each of these tokens attends to all before it: on average, half of these.
                 attention_pairs += taken * (computed_tokens - taken / 2)
             elif stream.wanted > 0:
                 num_decoding += 1
