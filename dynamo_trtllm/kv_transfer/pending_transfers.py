@@ -88,7 +88,7 @@ class PendingTransfers:
             kv_bytes: size of the KV.
             on_end: called once, at the end of the transfer.
         """
-        # Only who has the parameters can name the transfer, to release it or to read its KV.
+        # The id is secret: a worker that knows it can release the transfer and read its KV.
         transfer_id = f"{self.identity.prefill_instance_id:x}-{secrets.token_hex(_ID_BYTES)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
@@ -134,13 +134,12 @@ class PendingTransfers:
             )
         return kv_params
 
-    def release(
-        self, transfer_id: str, outcome: ReleaseOutcome | None = ReleaseOutcome.FETCHED
-    ) -> None:
-        """End a transfer.
+    def release(self, transfer_id: str, outcome: ReleaseOutcome = ReleaseOutcome.FETCHED) -> None:
+        """End a transfer. Unknown and ended transfers are ignored."""
+        self._end(transfer_id, outcome)
 
-        Unknown and ended transfers are ignored. `outcome`: None if it has expired.
-        """
+    def _end(self, transfer_id: str, outcome: ReleaseOutcome | None) -> None:
+        """End a transfer, if it is pending. `outcome`: None if it has expired."""
         ended = self._pending.pop(transfer_id, None)
         if ended is None:
             return
@@ -159,7 +158,7 @@ class PendingTransfers:
             transfer_id,
             self._ttl_s,
         )
-        self.release(transfer_id, None)
+        self._end(transfer_id, None)
 
 
 def _require_equal(kv_params: KvTransferParams, name: str, ours: int) -> None:
@@ -238,6 +237,7 @@ class KvTransfers(PendingTransfers):
         kv_bytes = sum(region.num_bytes for region in regions)
 
         def on_end(_: ReleaseOutcome | None) -> None:
+            # `add` has returned: a transfer ends later.
             self._begin_unpublish(kv_params.transfer_id, on_unpublished)
 
         kv_params = self.add(request, first, kv_bytes, on_end)
@@ -245,7 +245,7 @@ class KvTransfers(PendingTransfers):
             offer = await self.backend.publish(kv_params.transfer_id, regions, ready=ready)
         except BaseException:
             # Also if this call was cancelled: the backend may have published the memory.
-            self.release(kv_params.transfer_id)
+            self.release(kv_params.transfer_id, ReleaseOutcome.ABORTED)
             raise
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)
         return msgspec.structs.replace(kv_params, engine_state=offer)
@@ -311,6 +311,6 @@ class KvTransfers(PendingTransfers):
     async def aclose(self) -> None:
         """End all transfers, then close the backend."""
         for transfer_id in list(self._pending):
-            self.release(transfer_id)
+            self.release(transfer_id, ReleaseOutcome.ABORTED)
         await asyncio.gather(*self._unpublishing)
         await self.backend.aclose()
