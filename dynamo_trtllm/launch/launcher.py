@@ -200,7 +200,7 @@ class Launcher:
         self._mapped: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(self.deployment.restart, self.output.say)
-        self.output.on_failure = self._supervisor.stop
+        self.output.on_failure(self._supervisor.stop)
         self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
         self._record_path: Path
 

@@ -39,7 +39,7 @@ class ProcessOutput:
     fields; any other line becomes the `message` of an object.
 
     Lines are lost while the disk is full. If the reader of the output has exited, `failure` is set,
-    `on_failure` is called once, and nothing is written any more.
+    and nothing is written any more.
 
     Args:
         stream: stream to write to.
@@ -59,7 +59,11 @@ class ProcessOutput:
         self._panel: StartPanel | None = None
         self._is_full = False
         self.failure: OSError | None = None
-        self.on_failure: Callable[[], None] | None = None
+        self._on_failure: Callable[[], None] | None = None
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Call `call` once, when the reader of the output has exited."""
+        self._on_failure = call
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -129,8 +133,8 @@ class ProcessOutput:
         except OSError as exc:
             if exc.errno not in _FULL:
                 self.failure = exc
-                if self.on_failure is not None:
-                    self.on_failure()
+                if self._on_failure is not None:
+                    self._on_failure()
             elif not self._is_full:
                 self._is_full = True
                 with suppress(OSError):

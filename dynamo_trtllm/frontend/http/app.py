@@ -101,7 +101,7 @@ def build_app(
     before = hooks.before if hooks else None
     added: list[Route] = []
     if hooks:
-        hooks.on_failure = lambda code: metrics.child("hook_failures_total", code).inc()
+        hooks.count_failures(lambda code: metrics.child("hook_failures_total", code).inc())
         added = hooks.route_list(routes, partial(_open_body, app_state))
     guard = _guard(config, access)
     origins = config.allowed_origins

@@ -99,7 +99,7 @@ class FrontendRequest:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The headers by name in lower case. Of a repeated one, the first value counts."""
+        """The headers by name in lower case. A repeated header has its first value."""
         if self._headers is None:
             pairs = self._request.headers.pairs()
             self._headers = {
@@ -129,8 +129,8 @@ class FrontendRequest:
 class FrontendResponse:
     """A response of middleware or of a route."""
 
-    body: bytes = b""  # the whole of it
-    status: int = 200  # not one that has no body: 1xx, 204, 205 and 304
+    body: bytes = b""
+    status: int = 200  # of a response with a body: not 1xx, 204, 205 or 304
     content_type: str = "application/json"  # of the body
     headers: Mapping[str, str] = field(default_factory=dict)  # further ones
 
@@ -181,8 +181,7 @@ class Hooks:
         self._routes = dict(routes or {})
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[object]] = set()  # of the calls that run
-        # Called with the error code of each call that fails.
-        self.on_failure: Callable[[str], None] = lambda code: None
+        self._count_failure: Callable[[str], None] = lambda code: None
         for hook in self._middleware:
             _check_hook(hook, "middleware")
         for given, handler in self._routes.items():
@@ -191,6 +190,10 @@ class Hooks:
 
     def __bool__(self) -> bool:
         return bool(self._middleware or self._routes)
+
+    def count_failures(self, count: Callable[[str], None]) -> None:
+        """Call `count` with the error code of each call that fails from now on."""
+        self._count_failure = count
 
     def route_list(self, others: Sequence[Route], open_body: OpenBody) -> list[Route]:
         """Return the routes for the frontend's router.
@@ -249,7 +252,10 @@ class Hooks:
     async def _call(
         self, hook: Callable[..., Any], view: FrontendRequest, response: HttpResponse
     ) -> object:
-        """Return the result of a hook. One that ignores its cancellation is not waited for."""
+        """Return the result of a hook.
+
+        A hook that takes too long is cancelled. It may ignore that, so this does not wait for it.
+        """
         task = asyncio.get_running_loop().create_task(_run(hook, view), name=f"hook {_name(hook)}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -261,7 +267,7 @@ class Hooks:
                 return self._result(hook, task)
         finally:
             task.cancel()
-        self.on_failure(HookTimeout.code)
+        self._count_failure(HookTimeout.code)
         log.error("hook %s did not return within %g s", _name(hook), self._timeout_s)
         raise HookTimeout(
             f"{_name(hook)} of this server did not return within {self._timeout_s:g} s; try again"
@@ -283,13 +289,13 @@ class Hooks:
     def _failed(
         self, hook: Callable[..., Any], problem: str, cause: BaseException | None = None
     ) -> HookFailed:
-        """Log and count a failed call, and return its error, which does not say why to clients."""
-        self.on_failure(HookFailed.code)
+        """Log and count a failed call. Return its error, which tells clients no details."""
+        self._count_failure(HookFailed.code)
         log.error("hook %s %s", _name(hook), problem, exc_info=cause)
         return HookFailed(f"{_name(hook)} of this server failed; the server's log says why")
 
     def _send(self, hook: Callable[..., Any], result: object, response: HttpResponse) -> None:
-        """Send the response of a hook. Raises HookFailed if it is none."""
+        """Send the response of a hook. Raises HookFailed if `result` is not a response."""
         problem = _response_problem(result)
         if problem:
             raise self._failed(hook, problem)
@@ -319,7 +325,9 @@ class Hooks:
             log.error("%s ignores its cancellation and still runs", task.get_name())
 
     def names(self) -> dict[str, Any]:
-        """Return what `import_hooks` of another process takes.
+        """Return the names of the hooks, and their time limit.
+
+        In another process, `import_hooks` imports the hooks by these names.
 
         Raises:
             ConfigError: another process can't import a hook.
@@ -332,7 +340,10 @@ class Hooks:
 
 
 def import_hooks(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Frontend` of which another process has the names.
+    """Import the hooks of another process. Return them as arguments of `Frontend`.
+
+    Args:
+        names: what `Hooks.names` has returned in the other process.
 
     Raises:
         ConfigError: a hook can't be imported.
