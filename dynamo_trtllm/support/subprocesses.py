@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from dynamo_trtllm.protocol.errors import ConfigError
 
@@ -256,6 +256,13 @@ class RestartLimits(Protocol):
         """Seconds before the second restart within the window, doubled with each further one."""
 
 
+class Restart(NamedTuple):
+    """How a program is started again."""
+
+    text: str  # for the log
+    pause_s: float  # before the start
+
+
 def decide(
     limits: RestartLimits,
     status: int,
@@ -263,10 +270,8 @@ def decide(
     now: float,
     *,
     is_status_2_final: bool = True,
-) -> tuple[str, float]:
+) -> Restart:
     """Decide whether to restart a process that has ended.
-
-    Return the text for the log and the pause before, in seconds.
 
     Args:
         limits: limits of restarts.
@@ -287,7 +292,7 @@ def decide(
 
 def decide_after(
     limits: RestartLimits, ended: str, restarts: Sequence[float], now: float
-) -> tuple[str, float]:
+) -> Restart:
     """Decide whether to start a program again, as `decide` does, after any end or failed start.
 
     Args:
@@ -312,7 +317,7 @@ def decide_after(
         f"{ended}; starting it again{when} ({num_recent + 1} of {limits.max_restarts} in"
         f" {limits.window_s:g} s)"
     )
-    return text, pause_s
+    return Restart(text, pause_s)
 
 
 class _Stopped(Exception):

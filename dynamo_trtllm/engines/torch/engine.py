@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -76,6 +76,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class _Prepared(NamedTuple):
+    """The scheduler of a loaded model, and what the engine reports of itself."""
+
+    scheduler: Scheduler
+    info: EngineInfo
+
+
 class TorchEngine(
     Engine,
     TransfersKv,
@@ -93,7 +100,8 @@ class TorchEngine(
     def __init__(
         self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None
     ) -> None:
-        self._args = args = engine_arguments(config, TorchArgs, "torch")
+        args = engine_arguments(config, TorchArgs, "torch")
+        self._args = args
         self._model_path = config.model_path
         self._model_name = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
@@ -118,7 +126,7 @@ class TorchEngine(
     async def start(self) -> EngineInfo:
         """Load the model, start the scheduler and run one request. See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
-        info, scheduler = self._prepare(model)
+        scheduler, info = self._prepare(model)
         self._info = info
         self._scheduler = scheduler
         if self._backend is not None:
@@ -146,7 +154,7 @@ class TorchEngine(
 
         return load(self._model_path, self._args)
 
-    def _prepare(self, model: LoadedModel) -> tuple[EngineInfo, Scheduler]:
+    def _prepare(self, model: LoadedModel) -> _Prepared:
         from dynamo_trtllm.engines.torch import load
 
         args = self._args
@@ -179,7 +187,7 @@ class TorchEngine(
             limits=msgspec.structs.replace(model.info.limits, kv_blocks=plan.num_blocks),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
         )
-        return info, scheduler
+        return _Prepared(scheduler, info)
 
     def progress(self) -> str:
         """See `ReportsProgress.progress`."""
@@ -201,14 +209,20 @@ class TorchEngine(
         if self._backend is not None:
             self._backend.check()
 
-    def _ready(self) -> tuple[Scheduler, EngineInfo]:
+    def _ready(self) -> _Prepared:
+        """Return the scheduler and what the engine reports.
+
+        Raises:
+            EngineFailed: the engine has failed or was closed.
+            EngineNotReady: it was not started.
+        """
         if self._ended is not None:
             raise EngineFailed(self._ended.message)
         if self._scheduler is None or self._info is None:
             raise EngineNotReady("the torch engine has not been started")
         if not self._scheduler.thread.is_alive():
             raise EngineFailed("the torch engine's thread has ended; restart the worker")
-        return self._scheduler, self._info
+        return _Prepared(self._scheduler, self._info)
 
     async def drain(self) -> None:
         await self._idle.wait()
@@ -306,7 +320,7 @@ class TorchEngine(
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `PublishesKvEvents.start_kv_events`."""
-        scheduler, _ = self._ready()
+        scheduler = self._ready().scheduler
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
@@ -349,7 +363,7 @@ class TorchEngine(
 
         Once the copies of all regions into the pool are queued, continue the sequence.
         """
-        scheduler, _ = self._ready()
+        scheduler = self._ready().scheduler
         assert self.kv_connector is not None
         scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
         begun_s = time.monotonic()

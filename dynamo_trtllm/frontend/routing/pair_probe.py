@@ -63,6 +63,13 @@ class _Due(NamedTuple):
     pair: Pair
 
 
+class _ProbeResult(NamedTuple):
+    """The outcome of a probe."""
+
+    code: str  # for the metric
+    reason: str = ""  # of a failure
+
+
 @dataclass(eq=False)
 class PairProbes:
     """The probes of all pairs of workers. The owner runs `run` in a task.
@@ -242,15 +249,11 @@ class PairProbes:
             self._record_failure(pair, text, is_wrong=code == "mismatch")
         return code
 
-    async def _compare(
-        self, selection: WorkerSelection, timeline: ChoiceTimeline
-    ) -> tuple[str, str]:
+    async def _compare(self, selection: WorkerSelection, timeline: ChoiceTimeline) -> _ProbeResult:
         """Compare the pair's answer to a prompt with that of its decode worker alone.
 
         An aggregated instance, and a pair whose decode worker can't run aggregated requests, only
         have to answer.
-
-        Return the code for the metric, and the reason of a failure.
         """
         for _ in range(_MAX_PROMPTS):
             prompt = random_prompt(selection)
@@ -260,20 +263,21 @@ class PairProbes:
                 expected = await self._ask(timeline, alone, prompt)
             tokens = await self._ask(timeline, selection, prompt)
             if len(tokens) != ANSWER_TOKENS:
-                return "failed", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
+                text = f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
+                return _ProbeResult("failed", text)
             if selection.prefill is None:
-                return _PASSED, ""
+                return _ProbeResult(_PASSED)
             if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
                 text = "the decode worker answered a probe without reading the prefill worker's KV"
-                return "failed", text
+                return _ProbeResult("failed", text)
             if expected is None or tokens == expected:
-                return _PASSED, ""
+                return _ProbeResult(_PASSED)
         text = (
             f"its answers to {_MAX_PROMPTS} prompts differ from those of the decode worker alone:"
             " KV arrives changed, stale or not at all; check that both workers have the same build,"
             " model files and KV settings, and check the transport between them"
         )
-        return "mismatch", text
+        return _ProbeResult("mismatch", text)
 
     async def _ask(
         self, timeline: ChoiceTimeline, selection: WorkerSelection, prompt: TokenIds
@@ -286,9 +290,7 @@ class PairProbes:
             DynamoError: the request failed.
             TimeoutError: it took too long.
         """
-        timeline.prefill_instance = None
-        timeline.decode_instance = None
-        timeline.decode_stats = None
+        timeline.reset_calls()
         request = GenerateRequest(
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
