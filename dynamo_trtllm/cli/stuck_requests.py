@@ -149,9 +149,10 @@ def silent_processes(recordings: Recordings) -> list[SilentProcess]:
     for process in recordings.processes:
         if process.is_over and not _was_just_killed(process):
             continue
-        reasons = (_why_silent(process) or _why_unconnected(process), _why_misdated(process))
-        reason = "; ".join(filter(None, reasons))
-        if reason:
+        why_silent = _why_silent(process) or _why_unconnected(process)
+        reasons = [why for why in (why_silent, _why_misdated(process)) if why]
+        if reasons:
+            reason = "; ".join(reasons)
             silent.append(SilentProcess(process.title, process.header.pid, reason, process.is_over))
     for title, reason in recordings.unanswered.values():
         silent.append(SilentProcess(title, None, reason, is_over=False))
@@ -165,7 +166,7 @@ def _was_just_killed(process: ProcessRecording) -> bool:
 
 
 def _why_unconnected(process: ProcessRecording) -> str:
-    """Return that a running process waits for etcd; "" if it does not."""
+    """Return why a running process can't work: etcd does not answer it. "" if etcd does."""
     waits_s = process.waits_for_etcd_s
     if waits_s < _SLOW_S:
         return ""
@@ -173,7 +174,7 @@ def _why_unconnected(process: ProcessRecording) -> str:
 
 
 def _why_misdated(process: ProcessRecording) -> str:
-    """Return that the clock of a running process is wrong; "" if it is not."""
+    """Return how the date of a running process is wrong; "" if it is right."""
     if process.is_over or abs(process.ahead_s) <= _WRONG_DATE_S:
         return ""
     side = "ahead of" if process.ahead_s > 0 else "behind"
@@ -308,7 +309,8 @@ def _blocked_in_worker(
         frontend: the caller.
         instance_id: the worker.
         steps: the call's steps in the worker.
-        without_steps: the reason of the worker if there are none; "": the call has not arrived.
+        without_steps: why the worker holds the request if there are no steps. "": it does not hold
+            it, because the call has not arrived.
     """
     worker = recordings.instance(instance_id)
     if worker is None:

@@ -121,7 +121,8 @@ def _check(
         if presence is Presence.ABSENT:
             _reject(key, release, where)
         if presence is Presence.NOT_READ:
-            seen = f" (it is {places})" if (places := _known_places(release.library, key)) else ""
+            places = _known_places(release.library, key)
+            seen = f" (it is {places})" if places else ""
             library = f"{release.library.name} {release.title}"
             why = f"its schema in {library} is unknown"
             if _is_missing(release, key):

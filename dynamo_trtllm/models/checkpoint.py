@@ -58,10 +58,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    index_bytes: int | None = (
-        # total of all tensors, from the safetensors index or the file sizes; None without weights
-        None
-    )
+    # total of all tensors, from the safetensors index or the file sizes; None without weights
+    index_bytes: int | None = None
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, by name
 
     @property
@@ -204,7 +202,8 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return SamplingDefaults()
     try:
         values = dict(_read_json(path))
-        if isinstance(top_k := values.get("top_k"), float) and top_k.is_integer():
+        top_k = values.get("top_k")
+        if isinstance(top_k, float) and top_k.is_integer():
             values["top_k"] = int(top_k)
         return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as exc:
@@ -348,11 +347,10 @@ def read_eos_token_ids(
     """
     path = folder / GENERATION_CONFIG
     source = _Fields(folder / CONFIG, config)
-    if (
-        path.is_file()
-        and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None
-    ):
-        source = generation
+    if path.is_file():
+        generation = _Fields(path, _read_json(path))
+        if generation.get("eos_token_id") is not None:
+            source = generation
     found = source.get("eos_token_id")
     if found is None:
         return ()
@@ -377,10 +375,14 @@ def _index_bytes(folder: Path) -> int | None:
 
 
 _KNOWN = msgspec.yaml.decode(Path(__file__).with_name("known_models.yaml").read_bytes())
+
+
+def _decode_path(kind: type[Path], value: str) -> Path:
+    return kind(value)
+
+
 SHAPES: Mapping[str, Checkpoint] = {
-    name: msgspec.convert(
-        {**shape, "folder": name}, Checkpoint, dec_hook=lambda kind, value: kind(value)
-    )
+    name: msgspec.convert({**shape, "folder": name}, Checkpoint, dec_hook=_decode_path)
     for name, shape in _KNOWN.items()
 }
 

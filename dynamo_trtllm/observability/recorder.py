@@ -85,7 +85,7 @@ class RecordedEvent(IntEnum):
     TOKENIZED = 33
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks, 0: none
     PLACED = 36  # a: prefill instance or 0, b: decode instance
-    # a, b: prefill instance or 0, and decode instance, of a quarantined pair; 0, 0: none is
+    # a: prefill instance or 0, b: decode instance; of a quarantined pair; both 0: there is none
     WAITING_FOR_WORKERS = 37
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
@@ -213,7 +213,7 @@ class Recorder:
             return
         if not self._handles_forks:
             self._handles_forks = True
-            os.register_at_fork(after_in_child=self._leave_to_parent)
+            os.register_at_fork(after_in_child=self._stop_in_child)
         self.record_process(RecordedEvent.STARTED)
         self._tick()
 
@@ -232,7 +232,8 @@ class Recorder:
         """Return these bytes of the file; b"" if nothing is recorded."""
         return b"" if self._ring is None else self._ring.memory[begin:end]
 
-    def _leave_to_parent(self) -> None:
+    def _stop_in_child(self) -> None:
+        """Stop recording in a forked process: the file is that of the parent."""
         self._close()
         self._path = None
 
@@ -279,7 +280,7 @@ class Recorder:
         hashes = block_hashes(token_ids)
         first_hash = hashes[0] if hashes else 0
         self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, first_hash)
-        # Each further event has three hashes; after the last one, it has zeros.
+        # Each further event has three hashes. Zeros fill the last event.
         padded = [*hashes, 0, 0]
         for first in range(1, len(hashes), 3):
             self.record(

@@ -518,7 +518,8 @@ def decode(data: bytes | memoryview, wanted: type[T]) -> T:
     """
     decoder = _decoders.get(wanted)
     if decoder is None:
-        decoder = _decoders[wanted] = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)
+        decoder = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)
+        _decoders[wanted] = decoder
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     # the last: nested too deeply

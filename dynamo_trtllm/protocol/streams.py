@@ -24,7 +24,7 @@ from dynamo_trtllm.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-_KEPT_CHUNKS = 32_768  # of 200 bytes
+_MAX_TOKEN_CHUNKS = 32_768  # they take 6.5 MB
 
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream.
@@ -53,7 +53,7 @@ class _TokenChunks(dict[int, Chunk]):
     """
 
     def __missing__(self, token_id: int) -> Chunk:
-        if len(self) >= _KEPT_CHUNKS:
+        if len(self) >= _MAX_TOKEN_CHUNKS:
             self.clear()
         return self.setdefault(token_id, Chunk(token_ids=token_ids((token_id,))))
 
@@ -76,8 +76,8 @@ class StreamHandle(Protocol):
 
         Its terminal event follows: an error, or KV that was computed by then.
 
-        Return False if the source can't do this, or if a cancel frees its KV. In both cases the
-        caller calls `cancel`.
+        Return False if the source can't do this, or need not do it because `cancel` frees its KV.
+        The caller then calls `cancel`.
         """
 
     @property
@@ -119,7 +119,7 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         DynamoError: the error that ended the stream.
         Exception: an exception of `on_chunk`, which cancels the stream.
     """
-    # True: ended by the stream itself
+    # True: the stream has ended with its last chunk. False: `on_chunk` has ended it before.
     future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()
 
     def on_event(event: StreamEvent) -> None:
@@ -131,8 +131,11 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         try:
             goes_on = on_chunk(event)
         except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
-            # a future accepts no StopIteration
-            future.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
+            if isinstance(exc, StopIteration):
+                # A future does not accept StopIteration.
+                future.set_exception(RuntimeError(repr(exc)))
+            else:
+                future.set_exception(exc)
             return
         if event.finish_reason is not None or not goes_on:
             future.set_result(event.finish_reason is not None)
@@ -145,7 +148,7 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
     finally:
         if not is_received:
             handle.cancel()  # nothing happens if the stream has ended in an error
-        # its error refers to this frame: a cycle that would keep the request in memory
+        # Its error refers to this frame: a cycle that would keep the request in memory.
         future = None
 
 
@@ -166,8 +169,8 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
                 try:
                     raise event
                 finally:
-                    # its traceback refers to this frame: a cycle that would keep the request in
-                    # memory
+                    # Its traceback refers to this frame: a cycle that would keep the request in
+                    # memory.
                     del event
             has_ended = event.finish_reason is not None
             yield event
@@ -227,7 +230,7 @@ class Stream:
             ):
                 self._kv_holder.release(event.kv_params.transfer_id, ReleaseOutcome.ABORTED)
             return
-        # tests the class of most events first
+        # Most events are chunks without a finish reason. Two tests show that.
         if not isinstance(event, Chunk) or event.finish_reason is not None:
             self._on_event = None
             if isinstance(event, Chunk) and event.kv_params is not None:
@@ -288,7 +291,7 @@ class TaskStream(Stream):
         self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None
     ) -> None:
         super().__init__(on_event, kv_holder)
-        # of log lines: an engine's step runs in another one
+        # Log lines have the ids of this context. An engine's step runs in another context.
         self._context = contextvars.copy_context()
         self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
@@ -300,9 +303,10 @@ class TaskStream(Stream):
         A cancel cancels the task.
         """
         self._work = work
-        task = self._task = asyncio.get_running_loop().create_task(
+        task = asyncio.get_running_loop().create_task(
             self._await_work(work), name=name, context=self._context
         )
+        self._task = task
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
@@ -316,24 +320,27 @@ class TaskStream(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
-        # so that the end of the stream does not cancel this task, which is done
+        # The end of the stream would cancel `self._task`, but the work of this task is done.
         task = self._task
         self._task = None
         try:
-            if task is not None and self.has_ended:  # by a cancel that the work did not see
+            # The stream was cancelled, and the work has ended without noticing it.
+            if task is not None and self.has_ended:
                 self._free()
             if event is not None:
                 self.emit(event)
         finally:
-            # its traceback refers to this frame: a cycle that would keep the request in memory
+            # Its traceback refers to this frame: a cycle that would keep the request in memory.
             event = None
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if self._task is not task:
             return
-        self._task = None  # it was cancelled
-        if self._work is not None:  # before it began
+        # The task was cancelled: otherwise, `_await_work` has set `_task`.
+        self._task = None
+        if self._work is not None:
+            # It was cancelled before it began.
             self._work.close()
         if self.has_ended:
             self._free()
@@ -348,7 +355,7 @@ class TaskStream(Stream):
         if self._task is None:
             self._free()
         else:
-            # `_free` follows when it has ended, because it may write to the request's memory
+            # `_free` follows when the task has ended: until then, it may write to the memory.
             self._task.cancel()
 
     def _free(self) -> None:

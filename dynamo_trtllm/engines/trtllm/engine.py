@@ -175,7 +175,8 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `PublishesKvEvents.start_kv_events`."""
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
-        poller = self._kv_events = KvEventPoller(get_events, self._facts.block_tokens)
+        poller = KvEventPoller(get_events, self._facts.block_tokens)
+        self._kv_events = poller
         self._readers.append(poller.stop)
         poller.start(on_events)
 
@@ -216,7 +217,8 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         Raises:
             ConfigError: its block size is not the one that the user set.
         """
-        block_tokens = library.block_tokens = check_block_size(self._facts, reported)
+        block_tokens = check_block_size(self._facts, reported)
+        library.block_tokens = block_tokens
         self._facts = replace(self._facts, running_block_tokens=block_tokens)
         layout = msgspec.structs.replace(info.layout, block_tokens=block_tokens)
         transfers = self.calls.transfers
@@ -279,9 +281,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         Called on a thread.
         """
         calls = list(self.calls.inflight)
-        contexts = [call.tokens[1] for call in calls if call.tokens[1]]
+        tokens = [call.tokens for call in calls]
+        contexts = [one.in_batch for one in tokens if one.in_batch]
         mean_context = sum(contexts) / max(1, len(contexts))
-        longest_prompt = max((sum(call.tokens) for call in calls), default=0)
+        # A call has either tokens to compute or tokens in the batch.
+        longest_prompt = max((one.to_compute + one.in_batch for one in tokens), default=0)
         return mean_context, longest_prompt
 
     def _build(self) -> tuple[TrtllmBindings, Any]:

@@ -253,7 +253,8 @@ class TrtllmCall:
     ) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
-        self.num_generated = self.cached_tokens = 0
+        self.num_generated = 0
+        self.cached_tokens = 0
         self._library = library
         self._request_id = request.request_id
         self._converted = converted
@@ -273,11 +274,13 @@ class TrtllmCall:
         arguments = library.bindings.arguments(
             self._converted, self._disagg, vocab_size=library.model_limits.info.vocab_size
         )
-        if self._disagg is not None and (endpoint := self._disagg.get("ctx_info_endpoint")):
+        endpoint = None if self._disagg is None else self._disagg.get("ctx_info_endpoint")
+        if endpoint:
             await library.probe.check(endpoint)
         try:
             with library.calls.note("generate_async"):
-                result = self._result = library.llm.generate_async(**arguments)
+                result = library.llm.generate_async(**arguments)
+                self._result = result
             results = aiter(result) if self._converted.keywords["streaming"] else None
         except Exception as exc:
             raise library.submit_error(exc) from exc
@@ -292,7 +295,8 @@ class TrtllmCall:
                 break
             except Exception as exc:
                 raise library.result_error(exc, receiver) from exc
-            library.last_result_at = self._ended_at = time.monotonic()
+            self._ended_at = time.monotonic()
+            library.last_result_at = self._ended_at
             receiver.on_result(result)
             if results is None:
                 break

@@ -268,9 +268,8 @@ class EndpointProbe:
             return  # not an address of TCP
         probe = self._probes.get(endpoint)
         if probe is None:
-            probe = self._probes[endpoint] = asyncio.create_task(
-                _connect(address.hostname, address.port)
-            )
+            probe = asyncio.create_task(_connect(address.hostname, address.port))
+            self._probes[endpoint] = probe
             probe.add_done_callback(lambda _: self._forget_later(endpoint))
         try:
             await asyncio.shield(probe)

@@ -76,8 +76,7 @@ async def serve_request(
         admission: holds what the request takes, until its end.
 
     Raises:
-        DynamoError: the request failed. If its stream has begun, the client has a part of the
-            answer.
+        DynamoError: the request failed, maybe after a part of its stream was sent.
         ClientDisconnected: the client has disconnected.
     """
     request, response = exchange
@@ -97,8 +96,7 @@ async def serve_request(
     if not body.stream:
         check_answer(plan)
     timeline.planned(plan)
-    rate_limit_headers = admission.charge_key(plan)
-    response.headers |= rate_limit_headers
+    response.headers |= admission.charge_key(plan)
 
     # Admit it: wait until all of its choices have permits, then create them.
     admission.check_choices(len(plan.choices))

@@ -140,9 +140,12 @@ class WorkerSelector:
         instance_ids = {decode_id} if prefill_id is None else {prefill_id, decode_id}
         if avoid in instance_ids:
             return False
+        if not instance_ids.issubset(self.view.ids()):
+            return False
         unusable = excluded | self.health.cooling_down(now)
-        is_there = instance_ids <= self.view.ids() and not instance_ids & unusable
-        return is_there and not self.health.breakers.is_open((prefill_id, decode_id))
+        if not instance_ids.isdisjoint(unusable):
+            return False
+        return not self.health.breakers.is_open((prefill_id, decode_id))
 
     def select_other_decode(
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int], now: float
@@ -249,13 +252,14 @@ def _select_prefill(
     prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
     if avoid is not None:
         prefills = excluding(prefills, (avoid,)) or prefills
-    # How many requests the decodes of this pairing key had before. With two keys of one decode
-    # each, the requests 0, 2, 4 of the model are 0, 1, 2 of the first key: its prefills take turns.
+    # How many requests had decode instances of this pairing key before this one. With two keys of
+    # one decode instance each, the requests 0, 2, 4 of the model are 0, 1, 2 of the first key, so
+    # its prefill instances take turns.
     num_peers = len(group.decode)
     num_cycles = round_robin_index // len(usable.paired)
     index_in_key = num_cycles * num_peers + position(group.decode, decode.id)
-    # After each full cycle of decodes and prefills, shift by one. Without the shift, two of each
-    # would use two of their four pairs: 0-0, 1-1, 0-0, 1-1. With it: 0-0, 1-1, 0-1, 1-0.
+    # After each full cycle of decode and prefill instances, shift by one. Without the shift, two of
+    # each would use two of their four pairs: 0-0, 1-1, 0-0, 1-1. With it: 0-0, 1-1, 0-1, 1-0.
     shift = index_in_key // math.lcm(num_peers, len(prefills))
     return prefills[(index_in_key + shift) % len(prefills)]
 
@@ -283,8 +287,10 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        # Usually fewer are open, and a look at the number is enough. The one more is `avoid`.
-        if len(partners) + 1 < len(group.prefill):
+        # Usually fewer breakers are open than there are prefill instances, so their number shows
+        # that one is usable.
+        num_unusable = len(partners) + 1  # with `avoid`
+        if num_unusable < len(group.prefill):
             continue
         if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
             blocked.add(decode_id)
@@ -326,8 +332,7 @@ class FieldSupport(NamedTuple):
 
     # They do not support its priority or its data-parallel rank, and would ignore it.
     incapable: frozenset[int]
-    # The field, as the client's request names it, without whose support a role has no instance; "":
-    # all roles have one.
+    # The field of the client's request that no instance of a role supports. "": there is none.
     rejected_field: str
 
 

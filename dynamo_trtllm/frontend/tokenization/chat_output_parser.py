@@ -129,9 +129,10 @@ class _Output:
         self._reason(reasoning)
         self.is_inside = False
         self.is_over = True
-        while not (rest := rest.lstrip()):
+        rest = rest.lstrip()
+        while not rest:
             yield
-            rest = self._rest()
+            rest = self._rest().lstrip()
         self.text = rest
         self.at = 0
 

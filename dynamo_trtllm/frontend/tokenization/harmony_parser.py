@@ -195,8 +195,8 @@ class HarmonyParser:
             self._end_header()
         elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
             self._header.append(token_id)
-        # a new message; the model may omit the end marker or the start marker
         elif token_id in (START, CHANNEL):
+            # A new message. The model may omit the end marker or the start marker.
             self._end_message()
             self._position = _Position.HEADER
             self._header = [token_id]
@@ -210,16 +210,19 @@ class HarmonyParser:
         Text with a new line, too many words or too many tokens is not a header.
         """
         newest = self._token_bytes(self._header[-1])
-        self._blanks += newest.startswith(b" ")
+        if newest.startswith(b" "):
+            self._blanks += 1
         if (
             b"\n" in newest
             or self._blanks > _MAX_HEADER_BLANKS
             or len(self._header) > _MAX_HEADER_TOKENS
         ):
             return False
-        # A token has at least one byte. So this many have more bytes than `_RECIPIENT`, and the
-        # text up to an earlier token has begun with it.
-        if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
+        if self._header[0] >= FIRST_SPECIAL:
+            return True
+        # A token has at least one byte, so the text of these tokens is longer than `_RECIPIENT`.
+        # That it begins with `_RECIPIENT` was checked at an earlier token.
+        if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
         return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
@@ -254,7 +257,7 @@ class HarmonyParser:
             if token_id < FIRST_SPECIAL:
                 parts[control].append(token_id)
                 continue
-            # The sender's part begins without it.
+            # `parts` has the sender's part from the beginning, because START may be missing.
             if token_id == START:
                 continue
             if token_id in parts:
@@ -268,17 +271,21 @@ class HarmonyParser:
         sent, addressed, content_type = (
             words.get(control, []) for control in (START, CHANNEL, CONSTRAIN)
         )
-        role = sent.pop(0) if sent and self._header[0] == START else ASSISTANT
-        channel = addressed.pop(0) if addressed else ""
+        role = ASSISTANT
+        if sent and self._header[0] == START:
+            role = sent.pop(0)
+        channel = ""
+        if addressed:
+            channel = addressed.pop(0)
         recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
         others = [word for word in addressed if not _is_recipient(word)]
         if not all(map(_is_recipient, sent)) or _is_recipient(channel):
             return None
         if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
             return None
-        # Each has at most one word.
+        # Each of the three has at most one word.
         recipient = next(iter(recipients), "")
-        type_name = next(iter(content_type or others), "")
+        type_name = next(iter(content_type), "") or next(iter(others), "")
         return Header(role, channel, recipient, type_name)
 
     def _is_cut_header(self) -> bool:
@@ -292,7 +299,7 @@ class HarmonyParser:
         return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
-        """Emit the withheld header as final text. That goes on up to the next control token."""
+        """Emit the withheld header as final text, which may continue until a control token."""
         shown = self._header[self._num_forced_in_header :]
         self._clear_header()
         self._position = _Position.FINAL

@@ -191,7 +191,8 @@ class ChatTemplateRenderer:
         # by name: `default`, and `tool_use` for requests with tools
         self._templates: dict[str, jinja2.Template] = {}
         self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
-        environment = self._environment = _BoundedEnvironment()
+        environment = _BoundedEnvironment()
+        self._environment = environment
         for name, source in _template_sources(files.get(CHAT_TEMPLATE), config).items():
             try:
                 self._templates[name] = environment.from_string(source)

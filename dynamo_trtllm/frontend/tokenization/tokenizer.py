@@ -220,7 +220,8 @@ class _Segments:
 
         A long one is never joined with what surrounds it, because it may come in other prompts.
         """
-        begin = last = 0
+        begin = 0
+        last = 0
         found = (
             match.start() for match in self._pattern.finditer(text) if match[0] in self._starts
         )

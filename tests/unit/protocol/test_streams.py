@@ -303,7 +303,7 @@ async def test_chunks_without_end_raise_an_error(
 
 
 def test_chunk_of_a_token_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_KEPT_CHUNKS", 2)
+    monkeypatch.setattr(streams, "_MAX_TOKEN_CHUNKS", 2)
     chunks = type(streams.TOKEN_CHUNKS)()
     assert chunks[7] is chunks[7]
     assert [list(chunks[number].token_ids) for number in range(100)] == [

@@ -117,7 +117,8 @@ class StepReader:
         self._cut = 0.0
         self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
         self._context = 0.0  # the last mean
-        self._longest = self._longest_now = 0  # prompt, of the last two polls and of the last one
+        self._longest = 0  # the longest prompt of the last two polls
+        self._longest_now = 0  # that of the last one
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
         self._ended: float | None = None  # the step before it
         self._decode_s = 0.0  # the last decode step; 0: not known
@@ -151,9 +152,12 @@ class StepReader:
             return
         if last is not None and (new.number != last.number + 1 or new.begun <= last.begun):
             self._restart()
-        elif last is not None and (overlaps := self._overlap(last, new)) is not self._overlaps:
+        elif last is not None:
+            overlaps = self._overlap(last, new)
+            has_changed = overlaps is not self._overlaps
             self._overlaps = overlaps
-            if len(self._pending) > 1:  # or the executor's first two rows say it
+            # The executor's first two rows show the state for the first time: that is no change.
+            if has_changed and len(self._pending) > 1:
                 self._restart()
         self._pending.append(new)
         while len(self._pending) > (3 if self._overlaps else 1):
