@@ -37,8 +37,9 @@ _KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
 _KEY_BYTES = 32
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
-# A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit,
-# up to so many times ready_timeout_s: a busy machine may need longer than for the first start.
+# A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit:
+# a busy machine may need longer than for the first start. The limit is at most _MAX_LIMIT_FACTOR
+# times ready_timeout_s.
 _MAX_LIMIT_FACTOR = 8
 
 

@@ -28,7 +28,7 @@ from dynamo_trtllm.protocol.number_types import Count, Number
 
 log = logging.getLogger(__name__)
 
-MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
+MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads them in about 2 ms
 _MAX_REMOVALS = 256 << 10  # of blocks, not published yet
 _MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
 _EARLY_S = 0.001  # a timer of uvloop may end so much before its time

@@ -152,10 +152,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     max_tokens: Count  # longest output
-    min_tokens: Count = 0  # no stop before so many output tokens
+    min_tokens: Count = 0  # shortest output: stop tokens do not end it before
     temperature: _Temperature = 1.0  # divides the logits; 0: greedy
     top_p: _TopP = 1.0  # keep the most probable tokens with this total probability
-    top_k: _TopK = 0  # keep so many of the most probable tokens; 0: all
+    top_k: _TopK = 0  # number of most probable tokens to keep; 0: all
     min_p: _Probability = 0.0  # drop tokens less probable than min_p times the most probable one
     frequency_penalty: _Penalty = 0.0  # subtracted from a logit for each occurrence in the output
     presence_penalty: _Penalty = 0.0  # subtracted once if the token is in the output

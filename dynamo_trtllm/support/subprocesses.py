@@ -457,7 +457,7 @@ class Supervisor:
         return pause_s
 
     async def _pause(self, pause_s: float) -> None:
-        """Wait so many seconds, or until `stop` is called."""
+        """Wait `pause_s` seconds, or until `stop` is called."""
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._stopping.wait()

@@ -251,8 +251,9 @@ class _Piece(NamedTuple):
         return self.us + _run_us(self.before) + (_run_us(self.after) if self.is_split else 0)
 
     def variable(self, times: int = 1) -> _Piece:
-        """Return a part whose length varies: so many copies, or fewer. xgrammar compiles the copies
-        of a group once.
+        """Return a part with at most `times` copies of this part.
+
+        xgrammar compiles the copies of a group once.
         """
         copies = _copies(times)
         if self.is_split:  # a literal in each copy ends the run of that copy
@@ -263,8 +264,9 @@ class _Piece(NamedTuple):
         return _Piece(self.total_us(), self.states, weight, weight, weight)
 
     def repeated(self, times: int) -> _Piece:
-        """Return so many copies of this part after each other. xgrammar compiles the copies of a
-        group once.
+        """Return a part with `times` copies of this part after each other.
+
+        xgrammar compiles the copies of a group once.
         """
         if times == 0:
             return _Piece()
@@ -276,7 +278,7 @@ class _Piece(NamedTuple):
 
 
 def _copies(times: int) -> float:
-    """Return what so many copies of a group weigh, in comparison with one."""
+    """Return what `times` copies of a group weigh, in comparison with one."""
     return max(1.0, _COPY_WEIGHT * times)
 
 

@@ -45,7 +45,8 @@ from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_id
 from dynamo_trtllm.protocol.phases import QueueWaits
 
 log = logging.getLogger(__name__)
-_MAX_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
+# The engine fails when this many requests within _NON_FINITE_S seconds had NaN or infinity.
+_MAX_NON_FINITE = 3
 _NON_FINITE_S = 60.0
 # Prompt tokens per step whose log-probabilities are requested: each takes logits of its own.
 _MAX_SCORED = 256

@@ -68,7 +68,7 @@ class TorchSequence(TaskStream):
         self.output_ids: TokenIds = token_ids()
         self.phases = CallPhases(request.kv_params)
         self.queue_waits: dict[str, float] = {}  # of the queue, when the sequence was queued
-        # The next three are those of `WaitingRequest`.
+        # The attributes of `WaitingRequest`.
         self.queued_s = 0.0
         self.is_overdue = False
         self.recorded_wait = ""

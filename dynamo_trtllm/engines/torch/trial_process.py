@@ -154,7 +154,7 @@ def _stack_bytes() -> int:
 
 
 def _read(trial: socket.socket, count: int) -> bytes:
-    """Return so many bytes from the worker.
+    """Return `count` bytes from the worker.
 
     End this process if the worker has closed the socket.
     """

@@ -73,7 +73,7 @@ def _fill(name: str, weight: Any) -> bool:
 
 
 def _deviation(name: str, inputs: int) -> float:
-    """Return the standard deviation of a matrix with so many inputs."""
+    """Return the standard deviation of a matrix. `inputs`: its number of inputs."""
     if "embed" in name:
         return 1.0
     scale = _SHARPER if "qkv" in name else 1.0
@@ -99,7 +99,7 @@ class WorkerExtension:
     model_runner: Any  # of vLLM's worker
 
     def dynamo_run_pass(self, tokens: int) -> None:
-        """Run one pass of the model with so many tokens, which compiles the kernels for it."""
+        """Run one pass of the model with `tokens` tokens, which compiles the kernels for it."""
         self.model_runner._dummy_run(tokens, skip_eplb=True)
 
     def dynamo_count_compilations(self, begins: bool) -> int:

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=RequestModel)
 _BODY_WAIT_S = 5.0
 EVICTION_AGE_S = 1.0  # no younger body is evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-# After so many bytes were in use, their memory is returned to the system.
+# Memory is returned to the system after bodies have used this much of it.
 _RETURNED_BYTES = 64 << 20
 _RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
@@ -42,7 +42,7 @@ _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
 TURN_BYTES = 16 << 10
 # Of text without words, which takes up to twenty times as long to tokenize.
 _MAX_INLINE_UNSPACED_BYTES = 48 << 10
-_SAMPLE_STRIDE = 61  # one byte of so many is looked at
+_SAMPLE_STRIDE = 61  # each 61st byte is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 

@@ -64,7 +64,7 @@ class TimelineSubscribers:
     def __init__(self) -> None:
         self.received: list[Callable[[RequestTimeline], None]] = []
         self.planned: list[Callable[[RequestTimeline, GenerationPlan], None]] = []
-        # The wait for permits has ended, with or without them, after so many seconds.
+        # The wait for permits has ended, with or without them. The number is its seconds.
         self.left_queue: list[Callable[[RequestTimeline, float], None]] = []
         self.started: list[Callable[[RequestTimeline], None]] = []
         # The flag says whether it is the first token of the request.

@@ -49,7 +49,8 @@ class FlowDriver(Protocol):
         """Return the workers of an attempt, or the error that says why there are none.
 
         Args:
-            attempt: its number; the same one again: the selection before found no workers.
+            attempt: number of the attempt. It is the same as before if the selection before found
+                no workers.
             excluded: instances that failed this request.
             avoid: a prefill instance whose KV transfer failed; it is used only if there is no
                 other.
@@ -69,16 +70,16 @@ class FlowDriver(Protocol):
         """Reserve a slot for the decode call."""
 
     def reissue_params(self, prefill: Instance, message: ReissueKvParams) -> None:
-        """Have KV transfer parameters signed again, for another decode instance."""
+        """Request KV transfer parameters that are signed for another decode instance."""
 
     def check_worker(self, worker: Instance) -> None:
-        """Check whether the process of a worker has ended: then, the error is WorkerDied."""
+        """Check whether the process of a worker has ended. The error is WorkerDied if it has."""
 
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         """Start a call."""
 
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
-        """Have the KV of a cancelled request fetched after the end: nothing else frees it.
+        """Let a decode worker fetch the KV of a cancelled request, because nothing else frees it.
 
         Args:
             prefill: the worker that holds it, or may hold it soon.
@@ -93,13 +94,15 @@ class FlowDriver(Protocol):
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
         """Record that the KV of a pair arrived, or that its transfer failed.
 
-        (None, id): an aggregated worker.
+        Args:
+            pair: (None, id) is an aggregated worker.
+            error: the failure; None: the KV arrived.
         """
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
         """Record that the current call failed because a worker died.
 
-        Return an error to give the request up.
+        Return the error with which the request is given up; None if it continues.
         """
 
     def is_death_explained(self, worker: Instance) -> bool:

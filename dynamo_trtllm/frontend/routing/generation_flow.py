@@ -61,7 +61,7 @@ class State(Enum):
 class _Attempt:
     """One prefill call and the decode call of its KV, or one call of an aggregated worker.
 
-    A decode worker that does not take its call is replaced: then, there are several decode calls.
+    A decode worker that does not take its call is replaced, so there may be several decode calls.
     """
 
     prefill: Instance | None  # None: `decode` is an aggregated worker
@@ -196,9 +196,10 @@ class GenerationFlow:
         return None
 
     def try_forward(self, chunk: Chunk) -> bool:
-        """Count the tokens of a chunk as sent if it is only passed on, as nearly all are.
+        """Count the tokens of a chunk as sent, if the chunk has nothing to decide about.
 
-        Return True if so: then, `handle` must not be called with it.
+        Return True for such a chunk, as nearly all chunks are. The caller then sends it to the
+        client, and does not call `handle` with it.
         """
         if not self._passes_tokens or chunk.finish_reason is not None or chunk.stats is not None:
             return False

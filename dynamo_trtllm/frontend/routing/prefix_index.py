@@ -25,7 +25,7 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MAX_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-# A number of blocks, and the mask of the instances that have at least so many.
+# A number of blocks, and the mask of the instances that have at least this number.
 Level: TypeAlias = tuple[int, int]
 
 

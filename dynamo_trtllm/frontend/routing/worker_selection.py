@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
-_MAX_PAIRS_EXPLAINED = 100  # an error names the reasons of so many
+_MAX_PAIRS_EXPLAINED = 100  # in one error, with their reasons
 
 
 @dataclass(eq=False)

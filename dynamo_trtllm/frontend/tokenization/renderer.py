@@ -10,7 +10,7 @@ from dynamo_trtllm.frontend.tokenization.output import OutputParser
 from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 NO_FORCED_IDS = token_ids()
-# `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
+# `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for a text of this size.
 INLINE_BYTES: Final = 128 << 10
 
 

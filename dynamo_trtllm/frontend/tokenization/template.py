@@ -142,7 +142,7 @@ _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 with a simple template
-# a text or list counts as one more step for each so many characters or entries
+# Number of characters of a text, or entries of a list, that count as one more step.
 _LENGTH_OF_A_STEP: Final = 4096
 # in all tool calls of a conversation; each value is an object in memory
 MAX_ARGUMENT_VALUES: Final = 100_000
