@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dynamo_trtllm import models as demo_models
+from dynamo_trtllm import models as bundled_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
@@ -190,8 +190,8 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     name = config.model
     path = os.path.expanduser(name)  # pathlib's raises if there is no such user
     is_folder = os.path.isdir(path)
-    is_bundled = name in demo_models.BUNDLED
-    is_hub_name = demo_models.HUB_NAME.fullmatch(name) is not None
+    is_bundled = name in bundled_models.BUNDLED
+    is_hub_name = bundled_models.HUB_NAME.fullmatch(name) is not None
     is_on_hub = is_hub_name and not is_bundled and not is_folder
     if config.revision is not None and not is_on_hub:
         raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it")
@@ -205,7 +205,7 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
         checkpoint = read_checkpoint(hub_model.folder)
         facts = replace(facts, path=str(hub_model.folder))
         return hub_model, _with_weights(facts, checkpoint, hub_model.weight_bytes)
-    folder = demo_models.locate(name)
+    folder = bundled_models.locate(name)
     if folder is None:
         return None, replace(facts, weight_bytes=4 * _TINY_VALUES, torch_values=_TINY_VALUES)
     file = model_file(folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import models as demo_models
+from dynamo_trtllm import models as bundled_models
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Discovery, Synced
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.capabilities import ReportsProgress, RunsPreflight
@@ -47,7 +47,10 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     """
     if config.generation_config == "none":
         return SamplingDefaults()
-    return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
+    bundled = bundled_models.sampling_defaults(model)
+    if bundled is not None:
+        return bundled
+    return read_sampling_defaults(Path(config.model_path))
 
 
 def without_unsupported(
@@ -58,13 +61,13 @@ def without_unsupported(
     They would make each request fail. Log a warning about dropped defaults that have an effect.
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
-    missed = [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]
-    if missed:
+    effective = [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]
+    if effective:
         text = (
             "generation config: %s ignored, this engine does not support it; --generation-config"
             " none turns all off"
         )
-        log.warning(text, ", ".join(missed))
+        log.warning(text, ", ".join(effective))
     return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 
 
@@ -93,6 +96,7 @@ def check_flags(config: WorkerConfig, *, reads_model: bool) -> None:
         # The engine reports an unreadable model.
         return
     renderer = renderer_of(model_type)
+    # Only for their errors: the results are needed when the model is loaded.
     parsers(config, renderer)
     with_template(config, renderer, {})
 
@@ -112,9 +116,9 @@ def _check_template(path: Path) -> None:
 def with_template(
     config: WorkerConfig, renderer: str, files: Mapping[str, Path]
 ) -> dict[str, Path]:
-    """Return the files for frontends by name.
+    """Return the files that frontends fetch, by their names.
 
-    The template of --custom-jinja-template replaces the model's own.
+    The template of --custom-jinja-template replaces that of the model.
 
     Args:
         config: has the flag.
@@ -163,7 +167,7 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
 
 
 _NUMBERS = re.compile(r"[\d.]+")  # the changing part of a stage's text
-_OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+_PEER_ROLES = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
 
 
@@ -182,7 +186,7 @@ async def live_peers(
                 break
             if isinstance(event, Added):
                 instances.append(event.instance)
-    peer_role = _OTHER.get(role)
+    peer_role = _PEER_ROLES.get(role)
     return [peer for peer in instances if peer.card.name == model and peer.role is peer_role]
 
 
@@ -257,7 +261,7 @@ async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TI
 
 
 def freeze_objects() -> None:
-    """Exclude all objects that exist now from garbage collection, after a last one.
+    """Collect garbage once, then exclude all objects that exist now from garbage collection.
 
     An engine's library creates hundreds of thousands of objects that stay until the process ends. A
     collection of the oldest generation looks at each of them and holds the GIL meanwhile, so that
