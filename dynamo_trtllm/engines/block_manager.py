@@ -85,7 +85,7 @@ class BlockManager:
         self._has_prefix_cache = has_prefix_cache
         self._free = list(range(num_blocks))  # the last ones are reserved first
         self._blocks: dict[_Key, CachedBlock] = {}
-        # by hash, the least recently used first
+        # Cached blocks without users, by hash. The least recently used one is the first.
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self._last_hash = 0
         self._num_changes = 0  # changes after which a refused request may have enough blocks

@@ -24,7 +24,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import Generator, OnEvent, StreamHandle
 
-# as the frontend appends it to the unique part of an id
+# The index of a choice. The frontend appends it to the unique part of a request id.
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")
 _DEFAULTS = Sampling(max_tokens=1)
 # Features that an engine may lack, and that `unsupported_features` may name.
@@ -66,7 +66,8 @@ class EngineInfo:
     keeps_unfetched_kv: bool = False
     # "host:port" of each listener to which readers of its KV connect; empty: not known
     kv_addresses: tuple[str, ...] = ()
-    # for frontends, by name: tokenizer.json, tokenizer_config.json, chat_template.jinja
+    # files that frontends fetch, by name: tokenizer.json, tokenizer_config.json,
+    # chat_template.jinja
     files: Mapping[str, Path] = field(default_factory=dict)
     # what is known of the time of its steps before they are measured
     cost_prior: CostModel | None = None

@@ -147,7 +147,7 @@ class ApiManifest:
         self.not_read = frozenset(not_read - self.owners.keys() - self.enums.keys())
         self.not_read |= {f"{owner} in part" for owner in partly & self.owners.keys()}
         self.open_enums = frozenset(partly & self.enums.keys())
-        # properties and methods with unknown types: `CompletionOutput.length`
+        # Properties and methods with unknown types, such as `CompletionOutput.length`.
         self.members = _members(self.enums)
         types = " ".join(field.type for fields in self.owners.values() for field in fields.values())
         self.mentioned = frozenset(re.findall(r"\w+", types))  # every name in the annotations

@@ -52,7 +52,7 @@ class Checkpoint:
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
-    # of KV blocks, for which the weights were calibrated: "fp8", "nvfp4", …
+    # Type of KV blocks for which the weights were calibrated: "fp8", "nvfp4", …
     kv_quantization: str | None = None
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
@@ -420,7 +420,7 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     heads = model.num_attention_heads
     kv_heads = model.num_kv_heads
     experts = model.num_experts
-    # only its experts have biases, and its attention has sinks
+    # The experts of gpt-oss have biases, and its attention has sinks. Other models have neither.
     is_gpt_oss = model.model_type == "gpt_oss"
     # Values of one layer: gate, up and down matrices; query, key, value and output matrices.
     mlp = 3 * hidden * inner * max(1, experts)

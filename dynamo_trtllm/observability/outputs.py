@@ -102,7 +102,7 @@ class Outputs:
             memory = os.memfd_create("lines")
             failed.callback(os.close, memory)
             os.truncate(memory, output_relay.COUNTERS.size)
-            # by the file to which an output leads
+            # Pipes by the file to which an output leads.
             pipes: dict[tuple[int, int], tuple[int, int]] = {}
             for original in originals.values():
                 identity = _identity(original)

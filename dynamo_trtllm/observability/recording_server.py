@@ -35,7 +35,8 @@ _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10
 _MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
-# after an answer; otherwise clients that ask often would take most of the event loop's time
+# Pause after an answer. Without it, clients that ask often would take most of the time of the
+# event loop.
 _PAUSE_S = 0.25
 NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {

@@ -228,7 +228,7 @@ class Recordings:
 
     def __post_init__(self) -> None:
         self.requests: dict[int, RequestRecording] = {}
-        # by the hash of its X-Request-Id
+        # Keys of requests by the hash of their X-Request-Id.
         self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)
         boot = boot_id()
         for process in self.processes:

@@ -74,5 +74,5 @@ def mask_address(value: str) -> str:
         return f"{scheme}{separator}{MASK}@{value.rpartition('@')[2]}"
     host, colon, port = rest.partition(":")
     is_address = rest.startswith("[") or not colon or "," in rest or _PORT.fullmatch(port)
-    # a password without its `@host`
+    # What is not an address may be a user and a password without their `@host`.
     return value if is_address else f"{scheme}{separator}{host}:{MASK}"

@@ -115,7 +115,7 @@ async def wait_for_first(*works: Coroutine[Any, Any, Any], timeout_s: float | No
 
 
 MAX_THREADS: Final = min(4, os.cpu_count() or 1)
-# few: each that tokenizes takes 32 to 110 MiB
+# There are few, because each thread that tokenizes takes 32 to 110 MiB.
 _THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")
 
 

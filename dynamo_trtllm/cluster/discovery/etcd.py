@@ -37,9 +37,10 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-# enough for an etcd that starts at the same moment; a wrong address is reported soon
+# Wait for the first answer of etcd. It is enough for an etcd that starts at the same moment, and a
+# wrong address is reported soon.
 START_TIMEOUT_S = 5.0
-# if etcd has answered before: a restart of this worker would reload its model for minutes
+# Wait if etcd has answered before. A restart of this worker would reload its model for minutes.
 AWAY_TIMEOUT_S = 120.0
 LOG_EVERY_S = 5.0
 _ETCD = "etcd"  # in the flight recorder

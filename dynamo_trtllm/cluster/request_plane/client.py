@@ -362,7 +362,7 @@ def _ack_data(reply: bytes) -> bytes:
 
 
 _TIMEOUT_S = 5.0
-# between attempts; if all fail, the worker frees the resource when it expires
+# Pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
 _PAUSES_S = (0.2, 0.5, 1.0)
 
 

@@ -141,7 +141,7 @@ class PlaneServer:
         )
         # Inboxes that got the load within _LOAD_EVERY_S; True: a message without it followed.
         self._load_reported: dict[str, bool] = {}
-        # inbox and stream, including ended ones
+        # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
         # False: new requests get `Draining`; running streams and control verbs continue

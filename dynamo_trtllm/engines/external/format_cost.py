@@ -57,7 +57,7 @@ _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MAX_LENGTH: Final = 10**9  # larger ones count as this one
 _LEAST_WEIGHT: Final = 0.05  # a part of variable length
 _LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
-# each copy of a group, in comparison with a part that is written several times
+# What a copy of a group weighs, in comparison with a part that is written several times.
 _COPY_WEIGHT: Final = 0.4
 _SPLIT_WEIGHT: Final = 0.5  # the run at an end of a group that contains a literal
 _LENGTH_WEIGHT: Final = 2  # a bounded length in a run, in comparison with one optional character

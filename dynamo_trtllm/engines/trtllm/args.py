@@ -238,7 +238,7 @@ class _ArgumentTranslation(NamedTuple):
                 )
         self._agree(old, new, last not in level or level[last] == value)
         level[last] = value
-        # as YAML writes it
+        # Booleans are shown as YAML writes them.
         shown = str(value).lower() if isinstance(value, bool) else value
         self._note(old, f"{new}: {shown}")
 

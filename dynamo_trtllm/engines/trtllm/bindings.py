@@ -90,7 +90,7 @@ class TrtllmBindings:
 
     def healthy(self, llm: Any) -> bool:
         """Return False if the executor is shut down. True does not prove that it responds."""
-        # trtllm-serve uses it
+        # trtllm-serve uses this private method, too.
         return bool(llm._check_health()) if hasattr(llm, "_check_health") else True
 
     def recorded_failure(self, llm: Any) -> str:
@@ -139,7 +139,7 @@ class TrtllmBindings:
             values: arguments of `LLM`.
         """
         llm = self.classes["LLM"](**values)
-        # of all releases; LLM._check_health asks it, too
+        # All releases have this private attribute. LLM._check_health uses it, too.
         executor = getattr(llm, "_executor", None)
         if executor is not None:
             executor.shutdown = _off_event_loop(executor.shutdown)

@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 # KV has leaked.
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
 _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
-# default attention backend; only its KV can be resharded for another number of ranks
+# The default attention backend. Only its KV can be resharded for another number of ranks.
 _ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -132,7 +132,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         facts = self._facts
         sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
         if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
-            # the model chooses the same size here
+            # The model chooses the same size here.
             facts = replace(facts, running_block_tokens=sizes.pop())
         findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
         return [
@@ -197,7 +197,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
 
         From then on, this process ends if TensorRT-LLM blocks the event loop for good.
         """
-        # which sets self._llm
+        # `_load` sets self._llm.
         bindings = await self._load(self._build, self._args, self._checkpoint)
         info, library = self._serve(bindings)
         # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's

@@ -90,7 +90,7 @@ class TrtllmLibrary:
     model_limits: TrtllmModelLimits
     instance_id: int  # of the worker
     kv_transfer_ttl_s: float  # until a KV transfer expires
-    # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
+    # Seconds until TensorRT-LLM frees KV that was not fetched. Infinity: it never frees it.
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     runtime: str | None = None
@@ -263,7 +263,7 @@ class TrtllmCall:
         self._result: Any = None
         self._ended_at = math.inf
         self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
-        # of the first tokens
+        # Log-probabilities of the tokens that the prefill worker has generated.
         self._first = () if request.kv_params is None else request.kv_params.first_logprobs
         self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
         self._last: int | None = None  # output token
@@ -285,7 +285,7 @@ class TrtllmCall:
         except Exception as exc:
             raise library.submit_error(exc) from exc
         if log.isEnabledFor(logging.DEBUG):
-            # not read in all releases; no request fails for a log
+            # Some releases may not have this attribute. No request fails because of a log line.
             known_as = getattr(result, "request_id", "unknown")
             log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
         while result.outputs[0].finish_reason is None:

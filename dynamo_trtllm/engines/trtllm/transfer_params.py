@@ -52,7 +52,7 @@ class _SentParams(
     """
 
     first_gen_tokens: Annotated[list[TokenId], Meta(min_length=1)]
-    # flat, or per sequence
+    # One list, or a list of lists with one for each sequence.
     first_gen_log_probs: list[_PositionLogprobs | list[_PositionLogprobs]] | None = None
     ctx_request_id: Number
     opaque_state: bytes | None = None

@@ -89,7 +89,7 @@ class HangDetector:
         self._calls = calls
         self._recorded_failure = recorded_failure
         self._iterated_at = iterated_at
-        # set by the next turn of the event loop; None: it was not asked
+        # The next turn of the event loop sets it. None: no turn was requested.
         self._turn: threading.Event | None = None
         self._still_s = 0.0  # since it was asked
         # the call and the last iteration, at the last look

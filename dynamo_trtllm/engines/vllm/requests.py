@@ -22,11 +22,11 @@ from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
 READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
-# in the kv_transfer_params of a decode call: seconds since the epoch
+# Key in the kv_transfer_params of a decode call. Its value is in seconds since the epoch.
 EXPIRES_AT = "dynamo_expires_at"
 _SEED_BITS = 63
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-# in `Sampling` and in vLLM
+# Fields that have the same name in `Sampling` and in vLLM.
 _SAME_NAME = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logprobs")
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,

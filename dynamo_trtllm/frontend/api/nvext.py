@@ -33,7 +33,7 @@ class Stats(TypedDict):
     total_s: float  # from the request until now
     phase_s: Seconds  # by phase; they add up to `total_s`
     part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
-    # per choice if there are several; the fields above cover all of them
+    # Statistics of each choice, if there are several. The fields above are about all of them.
     choices: NotRequired[list[Stats]]
 
 

@@ -150,7 +150,7 @@ class NvExt(RequestModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     agent_hints: AgentHints | None = None
-    # of the response
+    # Fields that the client wants in `nvext` of the response.
     extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)
     dp_rank: DpRank | None = None
     prefill_dp_rank: DpRank | None = None

@@ -23,7 +23,8 @@ class IgnoredFields:
     def __init__(self, *, rejects_misspelled: bool = False) -> None:
         self._names: dict[str, None] = {}
         self._rejects_misspelled = rejects_misspelled
-        # names, each with the known ones of its place
+        # Unknown names that were compared, each with the known names of the place where it was
+        # found.
         self._compared: set[tuple[str, Hashable]] = set()
 
     def add(self, names: Iterable[str]) -> None:

@@ -11,9 +11,10 @@ from dynamo_trtllm.support.http_server.limits import TIMING, ConnectionLimits, C
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.listening import allow_files
 
-# beyond those that run requests: four times ACCEPTS_PER_TURN
+# Connections beyond those that run requests: four times ACCEPTS_PER_TURN.
 RESERVED_CONNECTIONS = 256
-# log, etcd, NATS, model files, and connections accepted or closed in this turn of the event loop
+# Open files of the log, etcd, NATS and models, and of connections that are accepted or closed in
+# one turn of the event loop.
 _OTHER_FILES = 256
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 

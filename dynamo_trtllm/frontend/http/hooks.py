@@ -129,7 +129,7 @@ class FrontendRequest:
 class FrontendResponse:
     """A response of middleware or of a route."""
 
-    body: bytes = b""
+    body: bytes = b""  # the complete body
     status: int = 200  # of a response with a body: not 1xx, 204, 205 or 304
     content_type: str = "application/json"  # of the body
     headers: Mapping[str, str] = field(default_factory=dict)  # further ones

@@ -102,7 +102,7 @@ class MemoryStore:
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        # oldest first; the oldest expires first
+        # The oldest entry is the first, and expires first.
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._owners: dict[str, _Owner] = {}
         self.used_bytes = 0

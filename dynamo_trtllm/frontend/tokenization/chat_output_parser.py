@@ -410,7 +410,7 @@ class ChatOutputParser:
             was_inside = output.is_inside
             self._push(self._text.push(token_ids[at : at + 1]))
             if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
-                # inside the markers, or with a part of the reasoning text
+                # The token is inside the markers, or gives a part of the reasoning text.
                 output.out.reasoning_tokens += 1
             at += 1
         if at < len(token_ids):

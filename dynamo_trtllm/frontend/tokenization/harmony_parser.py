@@ -133,7 +133,7 @@ class HarmonyParser:
         self._reasoning = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        # fast path for a token that continues the current body
+        # Fast path for a token that continues the current body: the texts of its channel.
         self._token_texts: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []

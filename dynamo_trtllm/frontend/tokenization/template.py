@@ -144,11 +144,11 @@ CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 with a simple template
 # Number of characters of a text, or entries of a list, that count as one more step.
 _LENGTH_OF_A_STEP: Final = 4096
-# in all tool calls of a conversation; each value is an object in memory
+# Limit of values in all tool calls of a conversation: each value is an object in memory.
 MAX_ARGUMENT_VALUES: Final = 100_000
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _THINK_MARKERS: Final = (THINK, END_THINK)
-# that a parser must see even if they are special tokens
+# Markers that a parser must see, even if they are special tokens.
 _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "basic": _THINK_MARKERS,
     "deepseek_r1": _THINK_MARKERS,
@@ -188,7 +188,7 @@ class ChatTemplateRenderer:
         self._variables = {
             name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")
         }
-        # by name: `default`, and `tool_use` for requests with tools
+        # Templates by name: `default`, and `tool_use` for requests with tools.
         self._templates: dict[str, jinja2.Template] = {}
         self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
         environment = _BoundedEnvironment()

@@ -176,7 +176,7 @@ class FastJsonTokenizer(FastTokenizer):
     def __init__(self, source: str) -> None:
         super().__init__(functools.partial(fastokens.Tokenizer.from_json_str, source))
         added = self.library.added_tokens()
-        # not of the BPE model
+        # Added tokens, which are not tokens of the BPE model.
         self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
         self.special = frozenset(
             token["id"] for token in added if token["special"]

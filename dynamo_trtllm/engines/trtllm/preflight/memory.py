@@ -39,7 +39,7 @@ class MemoryTable:
         )
         self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
         self.blocks = self._blocks(facts)  # KV blocks
-        # that fit the KV blocks
+        # Tokens that fit the KV blocks.
         self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens
         self.request_tokens = _request_tokens(facts)  # of KV for one request of the load
         # Concurrent requests of the load in this engine, and what limits them: "KV" or

@@ -105,7 +105,7 @@ class _Place(NamedTuple):
 
     rank: int  # attention-DP rank
     window: int  # attention window in tokens; 0: not reported
-    # of the second KV cache manager; None: the first one has no such groups
+    # Group of layers in the second KV cache manager. None: the first manager has no groups.
     layer_group: int | None
 
 
