@@ -215,6 +215,19 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(
         FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
 
 
+def test_tokens_of_byte_level_vocabulary_are_read_as_bytes(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path)
+    file = json.loads(path.read_text())
+    # The characters of "é " and of byte 0, then some that stand for no byte.
+    added = {"ÃĠ": b"\xc3 ", "Ā": b"\0", "a\n😀b": b"a??b"}
+    first = max(file["model"]["vocab"].values()) + 1
+    file["model"]["vocab"] |= {text: first + at for at, text in enumerate(added)}
+    path.write_text(json.dumps(file))
+    compiler = FormatCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
+    for at, content in enumerate(added.values()):
+        assert compiler.tokenizer.decode_bytes([first + at]) == content
+
+
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
 def test_vocabulary_that_is_not_byte_level_is_read(tmp_path: Path, model: str) -> None:
     path = write_tokenizer(tmp_path)
