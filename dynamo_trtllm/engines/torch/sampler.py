@@ -17,6 +17,11 @@ from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob
 
+# Upper bound of logits that are drawn from at once on a CPU. The memory of more is taken from the
+# system in each step: 8 rows of 201,088 take 18 ms one after the other, and 40 ms together (torch
+# 2.13).
+_MAX_CPU_DRAW = 1 << 18
+
 
 class SampledToken(NamedTuple):
     """A sampled token, with its log-probability if the request asks for it."""
@@ -42,8 +47,7 @@ def sample(
     """
     logits = logits.float()
     raw = logits
-    highest, picked = logits.max(dim=-1)  # NaN where the row has one
-    is_valid = highest.isfinite()
+    is_valid = logits.amax(dim=-1).isfinite()  # False where the row has a NaN
     if finite is not None:
         is_valid = is_valid & finite
     below_minimum = [
@@ -62,10 +66,13 @@ def sample(
             logits_processor.apply(logits[row])
         for row, stop_ids in below_minimum:
             logits[row, list(stop_ids)] = -torch.inf
-        picked = logits.argmax(dim=-1)
     drawn = [row for row, seq in enumerate(rows) if seq.request.sampling.temperature > 0]
-    if drawn:
-        picked[drawn] = _draw(logits[drawn], [rows[row] for row in drawn])
+    if len(drawn) == len(rows):
+        picked = _draw(logits, rows)
+    else:
+        picked = _likeliest(logits)
+        if drawn:
+            picked[drawn] = _draw(logits[drawn], [rows[row] for row in drawn])
     ids: list[int] = torch.where(is_valid, picked, -1).tolist()
     # The number of alternatives of each row whose log-probabilities are requested.
     tops = {
@@ -85,8 +92,28 @@ def sample(
     ]
 
 
+def _likeliest(logits: Tensor) -> Tensor:
+    """Return the likeliest token of each row, int64 [rows]."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    # numpy uses vector instructions: 0.02 ms for a row of 201,088 instead of 0.3 ms (torch 2.13).
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
 def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
     """Draw one token per row at random, int64 [rows]."""
+    if logits.device.type != "cpu":
+        return _draw_together(logits, rows)
+    at_once = max(1, _MAX_CPU_DRAW // logits.shape[-1])
+    parts = [
+        _draw_together(part, rows[number * at_once : (number + 1) * at_once])
+        for number, part in enumerate(torch.split(logits, at_once))
+    ]
+    return torch.cat(parts)
+
+
+def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
+    """See `_draw`."""
     device = logits.device
     samplings = [seq.request.sampling for seq in rows]
     logits = logits / _column([sampling.temperature for sampling in samplings], device)

@@ -136,3 +136,12 @@ def test_choose_with_non_finite_row_leaves_others(bad: list[float], temperature:
 def test_choose_with_all_tokens_excluded_is_not_non_finite() -> None:
     held = row(temperature=0.0, min_tokens=1, stop_ids=(0, 1, 2))
     assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]
+
+
+def test_choose_in_large_batch_equals_each_row_alone() -> None:
+    """A CPU draws from so large a vocabulary in several parts."""
+    logits = torch.randn(5, 100_000, generator=torch.Generator().manual_seed(0))
+    rows = [row(seed=seed, temperature=1.0, top_p=0.9) for seed in range(5)]
+    alone = [sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(5)]
+    assert sample(logits, rows) == alone
+    assert len({choice.token_id for choice in alone}) == 5
