@@ -65,6 +65,11 @@ LONG |= {"query-of-death", "late-query-of-death"}
 # They need another deployment. tests/contract/test_lossy_plane.py loses and repeats frames and
 # messages without processes, and a route that breaks loses messages, too.
 LONG |= {"lost-first", "lost-last", "repeated-message", "route-flap"}
+# `empty-…` also kills the server. tests/integration/test_control_plane.py stops, restarts and freezes
+# both, and fails if a request or a registration is lost.
+LONG |= {
+    f"{word}-{server}" for word in ("kill", "freeze", "restart") for server in ("etcd", "nats")
+}
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 
