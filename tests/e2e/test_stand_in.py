@@ -1,12 +1,13 @@
 """Workers with TensorRT-LLM's adapter over its stand-in: real processes, the bundled model.
 
 The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that
-their text works. One worker is started as examples/llmapi_launch.sh starts
+their text works. The decode worker is started as examples/llmapi_launch.sh starts
 examples/embedded_trtllm.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -40,11 +41,12 @@ SITE = checks.Site(model=TINY, gpus=0, env=ENV)
 
 
 def started_by_example(cluster: Cluster) -> Process:
-    """Start the worker that serves aggregated requests by the example for several nodes, with flags of
-    any worker.
+    """Start the decode worker of the pair by the example for several nodes, with flags of any
+    worker.
     """
-    flags = ["--model-path", TINY, "--served-model-name", checks.AGGREGATED, "--system-port", "0"]
-    arguments = json.dumps(SITE.arguments("prefill_and_decode"))
+    flags = ["--model-path", TINY, "--served-model-name", checks.PAIR, "--system-port", "0"]
+    flags += ["--disaggregation-mode", "decode"]
+    arguments = json.dumps(SITE.arguments("decode"))
     env = {
         **SITE.env,
         "PATH": os.pathsep.join([str(FAKES / "bin"), os.environ["PATH"]]),
@@ -61,9 +63,18 @@ def started_by_example(cluster: Cluster) -> Process:
 def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
     cluster = Cluster(etcd_server, nats_server, f"stand-in-{secrets.token_hex(4)}")
     try:
-        yield checks.start(cluster, SITE, start_aggregated=started_by_example)
+        yield checks.start(cluster, SITE, start_decode=started_by_example)
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def compared(served: checks.Served) -> checks.Served:
+    """The pair, and an aggregated worker to compare it with."""
+    aggregated = checks.start_worker(served.cluster, SITE, "prefill_and_decode", checks.AGGREGATED)
+    checks.await_serving(aggregated)
+    served.cluster.until_ready(checks.AGGREGATED)
+    return dataclasses.replace(served, aggregated=aggregated)
 
 
 def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
@@ -81,13 +92,17 @@ def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     }
 
 
-def test_answer_equals_one_engine_token_for_token(served: checks.Served) -> None:
-    """That these are the torch engine's tokens is proved in
-    tests/contract/test_engine_trtllm.py.
-    """
-    disaggregated = chat(served, checks.PAIR)
-    assert disaggregated == chat(served, checks.AGGREGATED)
-    assert len(disaggregated["tokens"]) > 20
+def test_pair_recites_the_answer_of_the_model(served: checks.Served) -> None:
+    """That the tokens are those of one engine is proved in tests/contract/test_engine_trtllm.py."""
+    answer = chat(served, checks.PAIR)
+    assert "Disaggregated serving" in answer["message"]["content"]
+    assert answer["reason"] == "stop"
+    assert len(answer["tokens"]) > 20
+
+
+@pytest.mark.long
+def test_answer_equals_one_engine_token_for_token(compared: checks.Served) -> None:
+    assert chat(compared, checks.PAIR) == chat(compared, checks.AGGREGATED)
 
 
 def test_workers_log_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
@@ -95,9 +110,9 @@ def test_workers_log_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> N
         worker.wait_for("STAND-IN: this is not TensorRT-LLM")
 
 
-@pytest.mark.long  # the demo's question compares them, too
-def test_greedy_when_split_over_two_engines_then_equal_to_one(served: checks.Served) -> None:
-    checks.check_parity(served)
+@pytest.mark.long
+def test_greedy_when_split_over_two_engines_then_equal_to_one(compared: checks.Served) -> None:
+    checks.check_parity(compared)
 
 
 def test_cancel_when_tokens_flow_then_nothing_left(served: checks.Served) -> None:
@@ -105,13 +120,13 @@ def test_cancel_when_tokens_flow_then_nothing_left(served: checks.Served) -> Non
 
 
 @pytest.mark.long
-def test_prompt_when_longer_than_a_step_then_chunked_or_refused(served: checks.Served) -> None:
-    checks.check_chunked_prefill(served)
+def test_prompt_when_longer_than_a_step_then_chunked_or_refused(compared: checks.Served) -> None:
+    checks.check_chunked_prefill(compared)
 
 
 @pytest.mark.long
-def test_attention_dp_when_on_then_tokens_equal_to_one_rank(served: checks.Served) -> None:
-    checks.check_attention_dp(served)
+def test_attention_dp_when_on_then_tokens_equal_to_one_rank(compared: checks.Served) -> None:
+    checks.check_attention_dp(compared)
 
 
 @pytest.mark.long
@@ -144,11 +159,10 @@ def test_event_loop_blocked_by_dead_rank_ends_the_worker(served: checks.Served) 
 
 def test_launched_example_serves_until_stopped(served: checks.Served) -> None:
     """The last test of these workers: one of them ends."""
-    served.aggregated.wait_for("STAND-IN: trtllm-llmapi-launch")
-    assert chat(served, checks.AGGREGATED)["tokens"]
-    served.aggregated.send(signal.SIGTERM)
-    assert served.aggregated.wait(20.0) == 0
-    served.cluster.until_status(checks.AGGREGATED, 503)
+    served.decode.wait_for("STAND-IN: trtllm-llmapi-launch")
+    served.decode.send(signal.SIGTERM)
+    assert served.decode.wait(20.0) == 0
+    served.cluster.until_status(checks.PAIR, 503)
 
 
 CONTRADICTIONS = [(["--stand-in"], "needs --engine trtllm"), (["--engine"], "needs a value")]

@@ -61,16 +61,20 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One model served by an aggregated worker, and by a prefill and a decode worker."""
+    """One model served by a prefill and a decode worker, and by an aggregated worker, if any."""
 
     site: Site
     cluster: Cluster
-    aggregated: Process
     prefill: Process
     decode: Process
+    aggregated: Process | None = None
 
     def workers(self) -> tuple[Process, ...]:
-        return self.aggregated, self.prefill, self.decode
+        pair = (self.prefill, self.decode)
+        return pair if self.aggregated is None else (self.aggregated, *pair)
+
+    def models(self) -> tuple[str, ...]:
+        return (PAIR,) if self.aggregated is None else (PAIR, AGGREGATED)
 
 
 def start_worker(
@@ -80,22 +84,24 @@ def start_worker(
 
 
 def start(
-    cluster: Cluster, site: Site, start_aggregated: Callable[[Cluster], Process] | None = None
+    cluster: Cluster, site: Site, start_decode: Callable[[Cluster], Process] | None = None
 ) -> Served:
-    """`start_aggregated` starts the worker that serves AGGREGATED in another way."""
-    if start_aggregated is None:
-        start_aggregated = partial(
-            start_worker, site=site, role="prefill_and_decode", name=AGGREGATED
+    """Start all three workers. `start_decode` starts the decode worker in another way, and there is
+    no aggregated worker then.
+    """
+    prefill = start_worker(cluster, site, "prefill", PAIR, gpu=1)
+    if start_decode is not None:
+        served = Served(site=site, cluster=cluster, prefill=prefill, decode=start_decode(cluster))
+    else:
+        served = Served(
+            site=site,
+            cluster=cluster,
+            prefill=prefill,
+            decode=start_worker(cluster, site, "decode", PAIR, gpu=2),
+            aggregated=start_worker(cluster, site, "prefill_and_decode", AGGREGATED),
         )
-    served = Served(
-        site=site,
-        cluster=cluster,
-        aggregated=start_aggregated(cluster),
-        prefill=start_worker(cluster, site, "prefill", PAIR, gpu=1),
-        decode=start_worker(cluster, site, "decode", PAIR, gpu=2),
-    )
     await_serving(*served.workers())
-    cluster.until_ready(PAIR, AGGREGATED)
+    cluster.until_ready(*served.models())
     return served
 
 
@@ -155,7 +161,7 @@ def check_parity(served: Served) -> None:
 
 def check_cancellation(served: Served) -> None:
     """A client that leaves frees requests, KV transfers and KV blocks."""
-    for model in (PAIR, AGGREGATED):
+    for model in served.models():
         body = body_of(model, prompt_of(300), max_tokens=1500, stream=True)
         with (
             served.cluster.client(120.0) as client,
