@@ -1,0 +1,46 @@
+"""The clients that the documentation prints, with the answers of the demo model: curl, programs
+with OpenAI's SDK, and the commands chat and status.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.printed_pages import ACTIVATE, PAGES, ROOT, blocks, make_clone, typed
+
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
+
+
+def test_printed_clients_get_the_answers_of_the_model(
+    torch_cluster: TorchCluster, tmp_path: Path
+) -> None:
+    started = blocks("docs/getting-started.md")
+    (by_hand,) = [block for block in started if "kill $(jobs -p)" in block]
+    (ask,) = [block for block in started if "dynamo-trtllm chat" in block]
+    (first_chat,) = re.findall(
+        r"^curl \S+/v1/chat/completions .*?'$", by_hand, re.DOTALL | re.MULTILINE
+    )
+    pages = [PAGES["README.md"], (ROOT / "docs/api.md").read_text(encoding="utf-8")]
+    clients = [
+        client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ]
+    assert len(clients) == 4
+    # One process, which imports the SDK once; each program has its own names.
+    with_sdk = (
+        f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__':"
+        " '__main__'})\nEND"
+    )
+    script = "\n".join([ACTIVATE, first_chat, ask, with_sdk])
+    _, _, port = torch_cluster.cluster.frontend.url().rpartition(":")
+    assert script.count("8000") >= 7
+    names = ("ETCD_ENDPOINTS", "NATS_SERVER", "DYN_NAMESPACE")
+    environment = {name: torch_cluster.cluster.env[name] for name in names}
+    said = typed(script.replace("8000", port), make_clone(tmp_path), **environment)
+    assert said.count('"finish_reason":"stop"') == 2
+    assert said.count("Disaggregated serving") >= 2  # of curl and of the SDK
+    assert "get_system_health {" in said
+    assert re.search(r'\{\s*"state":\s*"(healthy|failing)"\s*\}', said)
