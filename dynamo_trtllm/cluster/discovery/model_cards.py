@@ -84,7 +84,7 @@ class _Votes:
         return next(iter((self.decode or self.all).values()))
 
 
-class _Kind:
+class _CardsOfKind:
     """The cards of one kind."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class ModelCards:
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}  # by key, in the order of their records' writes
         self.chosen: ChosenCard | None = None
-        self._kinds: dict[CardKind, _Kind] = {}
+        self._kinds: dict[CardKind, _CardsOfKind] = {}
         # What had instances ever since it was chosen.
         self._lasting_kind: CardKind | None = None
         self._lasting_card: bytes | None = None
@@ -113,7 +113,7 @@ class ModelCards:
         """Add an instance whose record was written just now. `number`: of the write."""
         self.discard(key)
         self.instances[key] = instance
-        kind = self._kinds.setdefault(CardKind.of(instance.card), _Kind())
+        kind = self._kinds.setdefault(CardKind.of(instance.card), _CardsOfKind())
         _, votes = kind.cards.setdefault(encode(instance.card), (instance.card, _Votes()))
         for voters in (kind.votes, votes):
             voters.all[key] = number

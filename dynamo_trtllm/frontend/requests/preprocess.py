@@ -170,13 +170,10 @@ def prepare_conversation(
     # A limit of 0 means as many tokens as the context allows.
     wanted = requested.max_tokens if requested.max_tokens else None
     budget = _output_budget(wanted, len(ids), served, options)
-    stops = dict.fromkeys(requested.stop_token_ids)
-    if not requested.ignore_eos:
-        stops |= dict.fromkeys(renderer.stop_token_ids)
     sampling = msgspec.structs.replace(
         _sampling(requested, budget, served, options),
         guided=constraints.guided,
-        stop_token_ids=tuple(stops),
+        stop_token_ids=_stop_token_ids(requested, renderer),
     )
     # All choices have the same prompt, so the first one alone has its log-probabilities.
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -206,6 +203,14 @@ def prepare_conversation(
     if prompt.drops_names:
         ignored = (*ignored, "name")
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
+
+
+def _stop_token_ids(requested: Sampling, renderer: Renderer) -> tuple[int, ...]:
+    """Return the stop tokens of the request, and those of the model's format if they count."""
+    stops = dict.fromkeys(requested.stop_token_ids)
+    if not requested.ignore_eos:
+        stops |= dict.fromkeys(renderer.stop_token_ids)
+    return tuple(stops)
 
 
 class ConversationPrompt(NamedTuple):
