@@ -60,6 +60,21 @@ async def until_rejected(client: httpx.AsyncClient, keys: set[str]) -> dict[str,
     return rows
 
 
+async def put_before_the_start(intruder: Intruder, namespace: str) -> str:
+    """Write three wrong records. Return the key of the one whose card has another vocabulary."""
+    await intruder.put(namespace_prefix(namespace).encode() + b"\xff\xfe", b"")
+    card = ModelDeploymentCard(
+        name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony"
+    )
+    odd = msgspec.structs.replace(make_instance(0xC, namespace=namespace), card=card)
+    await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), encode(odd))
+    card = msgspec.structs.replace(card, name="tiny", vocab_size=7)
+    oldest = msgspec.structs.replace(make_instance(0xB, namespace=namespace), card=card)
+    oldest_key = instance_key(endpoint_of(oldest), oldest.id)
+    await intruder.put(oldest_key.encode(), encode(oldest))
+    return oldest_key
+
+
 async def test_frontend_serves_despite_poisoned_records(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
@@ -67,16 +82,7 @@ async def test_frontend_serves_despite_poisoned_records(
     chosen = config(etcd_server, nats_server)
     prefix = namespace_prefix(chosen.namespace)
     intruder = Intruder(etcd_server, chosen.namespace)
-    await intruder.put(prefix.encode() + b"\xff\xfe", b"")
-    card = ModelDeploymentCard(
-        name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony"
-    )
-    odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
-    await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), encode(odd))
-    card = msgspec.structs.replace(card, name="tiny", vocab_size=7)
-    oldest = msgspec.structs.replace(make_instance(0xB, namespace=chosen.namespace), card=card)
-    oldest_key = instance_key(endpoint_of(oldest), oldest.id)
-    await intruder.put(oldest_key.encode(), encode(oldest))
+    oldest_key = await put_before_the_start(intruder, chosen.namespace)
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:

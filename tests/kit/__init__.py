@@ -19,6 +19,7 @@ Engines
 
 Workers and the request plane
     instances: instances, model cards and KV transfer parameters
+    instance_events: the events of discovery, without those about cards
     workers: workers and a frontend's router in one process, with real etcd and NATS
     request_planes: request planes and scripted services
     generator_streams: streams that are written as async generators
