@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dynamo_trtllm.access.api_keys import MAX_KEY_CHARS, ApiKey, by_digest, digest_of
 from dynamo_trtllm.access.key_usage import KeyUsage, UsageTable
-from dynamo_trtllm.access.keys_file import FileVersion, KeysFile, read_keys, version_of
+from dynamo_trtllm.access.keys_file import KeysFile, read_keys
 from dynamo_trtllm.access.web_pages import page_host
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.errors import (
@@ -22,12 +21,10 @@ from dynamo_trtllm.protocol.errors import (
     PermissionDenied,
     RateLimitExceeded,
 )
+from dynamo_trtllm.support.file_watch import FileWatch
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.network.addresses import is_loopback
 
-log = logging.getLogger(__name__)
-
-RELOAD_S: Final = 1.0  # between two looks at the file of keys
 # Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
 _STATUS_PATHS: Final = frozenset({"/health", "/metrics", "/docs", "/openapi.json"})
@@ -102,7 +99,6 @@ class AccessControl:
             ConfigError: the file of keys is wrong, can't be read, or has the name or the hash of a
                 key of the settings.
         """
-        self._path: Path | None = config.api_keys_file
         self.is_open = not config.needs_api_key
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
@@ -113,15 +109,18 @@ class AccessControl:
             named = ApiKey(name=name, sha256=digest.hex(), scope="all")
             self._from_settings[digest] = Tenant(named, None)
         self._tenants: Mapping[bytes, Tenant] = self._from_settings
-        self._seen: FileVersion | None = None  # of the file, when it was read last
-        self._problem = ""  # of the file; "": its keys are in use
         # Counts an event: the name of a metric, and the value of its label.
         self.count: Callable[[str, str], None] = _do_nothing
-        if self._path is not None:
+        self._watch: FileWatch[KeysFile] | None = None
+        if config.api_keys_file is not None:
             self._table = table or UsageTable()
-            content = self._read(self._path)
-            self._seen = content.version
-            self._use(content)
+            self._watch = FileWatch(
+                "API keys",
+                [config.api_keys_file],
+                partial(self._read, config.api_keys_file),
+                self._use,
+                lambda outcome: self.count("api_keys_reloads_total", outcome),
+            )
 
     # --- the check of a request -------------------------------------------------------------------
 
@@ -205,43 +204,18 @@ class AccessControl:
 
     # --- the file ---------------------------------------------------------------------------------
 
-    async def follow_file(self, wait_s: float = RELOAD_S) -> None:
+    async def follow_file(self) -> None:
         """Read the file of keys again whenever it has changed, until cancelled."""
-        while True:
-            await asyncio.sleep(wait_s)
-            await self.reload()
+        if self._watch is not None:
+            await self._watch.follow()
 
     async def reload(self) -> None:
         """Read the file of keys again if it has changed.
 
-        If it can't be read, the keys before it stay valid, and the problem is logged and counted
-        once. A slow file system delays no request: the file is read in a thread.
+        If it can't be read, the keys before it stay valid.
         """
-        if self._path is None:
-            return
-        try:
-            content = await asyncio.to_thread(self._changed, self._path)
-            if content is None:
-                return
-            self._use(content)
-        except ConfigError as exc:
-            if exc.message != self._problem:
-                self._problem = exc.message
-                log.error("%s; the API keys that were read before stay valid", exc.message)
-                self.count("api_keys_reloads_total", "failed")
-            return
-        self._problem = ""
-        log.info("read %d API keys from %s", len(content.keys), self._path)
-        self.count("api_keys_reloads_total", "ok")
-
-    def _changed(self, path: Path) -> KeysFile | None:
-        """Return the content of the file if it has changed. Raises ConfigError."""
-        seen = self._seen
-        # If `version_of` raises, the next call reads the file, even if its version is `seen`.
-        self._seen = None
-        version = version_of(path)
-        self._seen = version
-        return None if version == seen else self._read(path)
+        if self._watch is not None:
+            await self._watch.reload()
 
     def _read(self, path: Path) -> KeysFile:
         """Return the content of the file. Raises ConfigError."""

@@ -27,33 +27,11 @@ _MAX_BYTES = 16 << 20
 _decoder = msgspec.json.Decoder(ApiKey)
 
 
-class FileVersion(NamedTuple):
-    """What differs between two versions of a file."""
-
-    inode: int
-    modified_ns: int
-    changed_ns: int  # also after a change of its owner or permissions
-    size: int
-
-
 class KeysFile(NamedTuple):
     """The content of a file of API keys."""
 
-    version: FileVersion
     lines: list[str]
     keys: list[ApiKey]
-
-
-def version_of(path: Path) -> FileVersion:
-    """Return the version of a file. Raise ConfigError if it can't be found."""
-    try:
-        return _version(os.stat(path))
-    except OSError as exc:
-        raise _not_read(path, exc) from exc
-
-
-def _version(status: os.stat_result) -> FileVersion:
-    return FileVersion(status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
 def read_keys(path: Path, from_settings: Iterable[ApiKey] = ()) -> KeysFile:
@@ -69,18 +47,18 @@ def read_keys(path: Path, from_settings: Iterable[ApiKey] = ()) -> KeysFile:
             names the file, and the line with the field.
     """
     try:
-        file = read_trusted(path, _MAX_BYTES)
+        data = read_trusted(path, _MAX_BYTES)
     except OSError as exc:
         raise _not_read(path, exc) from exc
     except UntrustedFile as exc:
         raise _error(f"the file of API keys {path} {exc.problem}") from exc
     try:
-        lines = _lines(file.data.decode())
+        lines = _lines(data.decode())
     except UnicodeDecodeError as exc:
         raise _error(
             f"the file of API keys {path} is not UTF-8 text at byte {exc.start}; correct it"
         ) from exc
-    return KeysFile(_version(file.status), lines, _parsed(path, lines, from_settings))
+    return KeysFile(lines, _parsed(path, lines, from_settings))
 
 
 def _lines(text: str) -> list[str]:

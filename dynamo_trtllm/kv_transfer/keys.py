@@ -141,7 +141,7 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
             not printable.
     """
     try:
-        lines = read_trusted(path, _MAX_BYTES).data.decode("ascii").splitlines()
+        lines = read_trusted(path, _MAX_BYTES).decode("ascii").splitlines()
     except OSError as exc:
         raise _error(f"{path} can't be read: {exc.strerror}; {_HINT}") from exc
     except UnicodeDecodeError as exc:

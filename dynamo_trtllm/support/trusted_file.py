@@ -1,13 +1,14 @@
-"""Read files with secrets, which only this user and root may write."""
+"""Read files that decide who is trusted: only this user and root may write them."""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+_READABLE_BY_OTHERS: Final = stat.S_IRGRP | stat.S_IROTH
 _ROOT: Final = 0
 
 
@@ -23,15 +24,8 @@ class UntrustedFile(Exception):
         self.problem = problem
 
 
-class TrustedFile(NamedTuple):
-    """The content of a file, and its status when it was opened."""
-
-    status: os.stat_result
-    data: bytes
-
-
-def read_trusted(path: Path, max_bytes: int) -> TrustedFile:
-    """Read a file that only this user and root can write.
+def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> bytes:
+    """Return the content of a file that only this user and root can write.
 
     The file is checked after it was opened, so it can't be replaced between the check and the
     read. A pipe is rejected without a wait for its writer.
@@ -39,24 +33,28 @@ def read_trusted(path: Path, max_bytes: int) -> TrustedFile:
     Args:
         path: of the file, or of a link to it.
         max_bytes: longest content.
+        is_secret: others may not read it, either. The group may if root owns the file: containers
+            get secrets of root with a group of their own.
 
     Raises:
         OSError: the file can't be opened or read.
-        UntrustedFile: it is not a regular file, others can write it, it belongs to another user,
-            or it is too long.
+        UntrustedFile: it is not a regular file, others can write it or read the secret in it, it
+            belongs to another user, or it is too long.
     """
     # With O_NONBLOCK, a pipe is opened at once.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         _check(status, path)
+        if is_secret:
+            _check_secret(status, path)
         with open(descriptor, "rb", closefd=False) as opened:
             data = opened.read(max_bytes + 1)
     finally:
         os.close(descriptor)
     if len(data) > max_bytes:
         raise UntrustedFile(f"has more than {max_bytes} bytes; shorten it")
-    return TrustedFile(status, data)
+    return data
 
 
 def _check(status: os.stat_result, path: Path) -> None:
@@ -65,12 +63,22 @@ def _check(status: os.stat_result, path: Path) -> None:
     if status.st_mode & _WRITABLE_BY_OTHERS:
         mode = stat.S_IMODE(status.st_mode)
         raise UntrustedFile(
-            f"can be written by its group or by others (mode {mode:04o}), so its keys can't be"
-            f" trusted; run chmod go-w {path}"
+            f"can be written by its group or by others (mode {mode:04o}), so its content can't"
+            f" be trusted; run chmod go-w {path}"
         )
     user = os.geteuid()
     if status.st_uid not in (_ROOT, user):
         raise UntrustedFile(
             f"belongs to user {status.st_uid}, who could change it; give it to user {user}, who"
             " runs this process, or to root"
+        )
+
+
+def _check_secret(status: os.stat_result, path: Path) -> None:
+    forbidden = stat.S_IROTH if status.st_uid == _ROOT else _READABLE_BY_OTHERS
+    if status.st_mode & forbidden:
+        mode = stat.S_IMODE(status.st_mode)
+        raise UntrustedFile(
+            f"can be read by other users (mode {mode:04o}), but has a private key; run"
+            f" chmod 600 {path}, or set defaultMode: 0440 for a Secret of Kubernetes"
         )

@@ -1,4 +1,4 @@
-"""Files with secrets: which are read, and what is said of the others."""
+"""Files that must be trusted: which are read, and what is said of the others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def test_file_that_others_can_not_write_is_read(path: Path, mode: int) -> None:
     path.chmod(mode)
     link = path.with_name("link")
     link.symlink_to(path)
-    file = read_trusted(link, 5)
-    assert file.data == b"12345"
-    assert file.status.st_ino == path.stat().st_ino
+    assert read_trusted(link, 5) == b"12345"
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -71,4 +69,27 @@ def test_file_when_replaced_after_check_then_checked_one_is_read(
         os.replace(other, checked)
 
     monkeypatch.setattr(trusted_file, "_check", replace)
-    assert read_trusted(path, 5).data == b"12345"
+    assert read_trusted(path, 5) == b"12345"
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(12345, 0o600), (0, 0o640), (0, 0o400)])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_secret_that_others_can_not_read_is_read(
+    path: Path, owner: int, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.chmod(mode)
+    os.chown(path, owner, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert read_trusted(path, 5, is_secret=True) == b"12345"
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(12345, 0o640), (12345, 0o604), (0, 0o444)])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_secret_that_others_can_read_is_rejected(
+    path: Path, owner: int, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.chmod(mode)
+    os.chown(path, owner, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UntrustedFile, match=f"{mode:04o}.*chmod 600 {path}"):
+        read_trusted(path, 5, is_secret=True)

@@ -1,0 +1,111 @@
+"""Read files again when they have changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from dynamo_trtllm.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+RELOAD_S: Final = 1.0  # between two looks at the files
+T = TypeVar("T")
+
+
+class FileVersion(NamedTuple):
+    """What differs between two versions of a file."""
+
+    device: int
+    inode: int
+    modified_ns: int
+    changed_ns: int  # also after a change of its owner or permissions
+    size: int
+
+
+class FileWatch(Generic[T]):
+    """Files whose content is in use, and is replaced when one of them has changed.
+
+    If the changed files can't be read, the content before stays in use. The problem is logged and
+    counted once, and they are read again until they are right.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        use: Callable[[T], None],
+        count: Callable[[str], None],
+    ) -> None:
+        """Read the files, and use their content.
+
+        Args:
+            what: name of the content in log lines.
+            paths: the files.
+            read: returns the content, or raises ConfigError. Runs in a thread, later.
+            use: is called with the content, and raises ConfigError if it is wrong.
+            count: is called with the outcome of each change: `ok` or `failed`.
+
+        Raises:
+            ConfigError: the files can't be read, or their content is wrong.
+        """
+        self._what = what
+        self._paths = paths
+        self._read = read
+        self._use = use
+        self._count = count
+        self._problem = ""  # of the files; "": their content is in use
+        self._seen = self._versions()
+        use(read())
+
+    async def follow(self, wait_s: float = RELOAD_S) -> None:
+        """Look for changes until cancelled."""
+        while True:
+            await asyncio.sleep(wait_s)
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read the files again if one of them has changed.
+
+        A slow file system delays no request: the files are read in a thread.
+        """
+        try:
+            if not await asyncio.to_thread(self._has_changed):
+                return
+            self._use(await asyncio.to_thread(self._read))
+        except ConfigError as exc:
+            if exc.message != self._problem:
+                self._problem = exc.message
+                log.error("%s; the %s that were read before stay valid", exc.message, self._what)
+                self._count("failed")
+            return
+        self._problem = ""
+        log.info("read the %s again from %s", self._what, ", ".join(map(str, self._paths)))
+        self._count("ok")
+
+    def _has_changed(self) -> bool:
+        """Return whether the files have changed, or were wrong when they were read last."""
+        versions = self._versions()
+        has_changed = versions != self._seen or bool(self._problem)
+        # They are read after this. A change in between is found by the next call.
+        self._seen = versions
+        return has_changed
+
+    def _versions(self) -> list[FileVersion | None]:
+        return [_version_of(path) for path in self._paths]
+
+
+def _version_of(path: Path) -> FileVersion | None:
+    """Return the version of a file; None if it can't be found, which reading it reports."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return FileVersion(
+        status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+    )
