@@ -1,105 +1,32 @@
-"""The HTTP server over real sockets, on both event loops: its end, slow readers, TLS, and the
+"""The HTTP server over real sockets, on both event loops and with TLS: its end, slow readers, and the
 oldest clients.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-import socket
-import ssl
-import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
-import uvloop
 
-from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import PayloadTooLarge
-from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.support.http_server.limits import ConnectionLimits, ConnectionTiming
-from dynamo_trtllm.support.http_server.server import HttpServer
+from dynamo_trtllm.support.http_server.limits import ConnectionTiming
+from tests.integration.http_serving import (
+    GET,
+    LARGE,
+    Held,
+    on_all_transports,
+    on_both_loops,
+    serving,
+)
 from tests.kit.waiting import SOON_S
 
-LIMITS = ConnectionLimits(
-    max_connections=10,
-    reserved_connections=1,
-    max_header_bytes=4096,
-    receive_timeout_s=SOON_S,
-    keep_alive_timeout_s=SOON_S,
-    max_body_bytes=1 << 20,
-)
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 UPLOAD = bytes(8 << 20)
-LARGE = bytes(32 << 20)  # more than the sockets' buffers hold
-Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on asyncio's loop, and on that of the processes."""
-
-    def run(loop: Callable[[], asyncio.AbstractEventLoop], **given: Any) -> None:
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(test(**given))
-
-    parameters = [inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    parameters += inspect.signature(test).parameters.values()
-    run.__name__ = test.__name__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
-    return pytest.mark.parametrize(
-        "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-    )(run)
-
-
-class Held:
-    """A handler that answers when `go` is set."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.go = asyncio.Event()
-
-    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        self.begun.set()
-        await self.go.wait()
-        response.send_json(200, {})
-
-
-class Served:
-    def __init__(self, server: HttpServer, task: asyncio.Task[None], port: int) -> None:
-        self.server = server
-        self.task = task
-        self.port = port
-
-    async def connect(self, data: bytes = b"") -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        return reader, writer
-
-
-@asynccontextmanager
-async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> AsyncIterator[Served]:
-    """No connection and no task is left at the end."""
-    server = HttpServer(
-        handler, replace(LIMITS, **limits), error_form=openai_error, shutdown_s=shutdown_s
-    )
-    sock = socket.create_server(("127.0.0.1", 0))
-    served = Served(server, asyncio.create_task(server.serve(sock)), sock.getsockname()[1])
-    async with asyncio.timeout(SOON_S):
-        yield served
-        server.stop()
-        await served.task
-        await server.until_ended()
-
-
-@on_both_loops
+@on_all_transports
 async def test_stop_answers_running_requests_and_closes_idle_ones() -> None:
     held = Held()
     async with serving(held) as served:
@@ -128,7 +55,7 @@ async def stream_until(go: asyncio.Event, request: HttpRequest, response: HttpRe
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-@on_both_loops
+@on_all_transports
 async def test_stop_answers_next_request_with_503(is_idle: bool) -> None:
     go = asyncio.Event()
     async with serving(partial(stream_until, go), shutdown_s=30) as served:
@@ -147,7 +74,7 @@ async def test_stop_answers_next_request_with_503(is_idle: bool) -> None:
         writer.close()
 
 
-@on_both_loops
+@on_all_transports
 async def test_connection_opened_during_drain_ends_soon() -> None:
     async with serving(Held(), timing=ConnectionTiming(drain_s=0.05)) as served:
         served.server.drain()
@@ -157,7 +84,7 @@ async def test_connection_opened_during_drain_ends_soon() -> None:
 
 
 @pytest.mark.parametrize("way", ["too long", "interrupt"])
-@on_both_loops
+@on_all_transports
 async def test_stop_answers_endless_request_with_503(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,7 +106,7 @@ async def test_stop_answers_endless_request_with_503(
         writer.close()
 
 
-@on_both_loops
+@on_all_transports
 async def test_serve_cancelled_ends_requests_and_connections() -> None:
     held = Held()
     async with serving(held) as served:
@@ -199,7 +126,7 @@ async def answer_large(request: HttpRequest, response: HttpResponse) -> None:
 
 
 @pytest.mark.parametrize("close", [False, True])
-@on_both_loops
+@on_all_transports
 async def test_unread_response_ends_the_connection(close: bool) -> None:
     timing = ConnectionTiming(stall_s=0.05)
     async with serving(answer_large, keep_alive_timeout_s=0.05, timing=timing) as served:
@@ -214,7 +141,7 @@ async def test_unread_response_ends_the_connection(close: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["close", "HTTP/1.0", "drain"])
-@on_both_loops
+@on_all_transports
 async def test_answer_before_end_of_upload_is_readable(way: str) -> None:
     async def refuse(request: HttpRequest, response: HttpResponse) -> None:
         if way == "drain":
@@ -237,7 +164,7 @@ async def test_answer_before_end_of_upload_is_readable(way: str) -> None:
         writer.close()
 
 
-@on_both_loops
+@on_all_transports
 async def test_unread_failed_stream_ends_the_connection() -> None:
     async def fail(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
@@ -253,7 +180,7 @@ async def test_unread_failed_stream_ends_the_connection() -> None:
         writer.transport.abort()
 
 
-@on_both_loops
+@on_all_transports
 async def test_slowly_read_response_before_wrong_request_is_complete() -> None:
     timing = ConnectionTiming(linger_s=0.05)
     async with serving(answer_large, timing=timing) as served:
@@ -268,7 +195,7 @@ async def test_slowly_read_response_before_wrong_request_is_complete() -> None:
         writer.close()
 
 
-@on_both_loops
+@on_all_transports
 async def test_unread_stream_buffers_little_and_cancels_handler() -> None:
     event = b"x" * 10_000
     kept = [0]
@@ -297,6 +224,8 @@ async def test_unread_stream_buffers_little_and_cancels_handler() -> None:
     assert 0 < kept[0] < 200_000
 
 
+# With TLS, a client of an event loop drops what it has not read when the server closes; see
+# test_tls.py for another client.
 @on_both_loops
 async def test_response_when_it_is_read_slowly_then_it_is_whole() -> None:
     timing = ConnectionTiming(stall_s=0.5)
@@ -311,7 +240,7 @@ async def test_response_when_it_is_read_slowly_then_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\r\n", b"\r\n\r\n"])
-@on_both_loops
+@on_all_transports
 async def test_connection_with_only_line_breaks_ends(sent: bytes) -> None:
     held = Held()
     held.go.set()
@@ -323,7 +252,7 @@ async def test_connection_with_only_line_breaks_ends(sent: bytes) -> None:
         writer.close()
 
 
-@on_both_loops
+@on_all_transports
 async def test_stream_to_http_1_0_then_it_ends_with_the_connection() -> None:
     async def stream(request: HttpRequest, response: HttpResponse) -> None:
         response.start_events({})
@@ -337,71 +266,3 @@ async def test_stream_to_http_1_0_then_it_ends_with_the_connection() -> None:
         assert b"chunked" not in head
         assert events == b"data: x\n\ndata: x\n\ndata: end\n\n"
         writer.close()
-
-
-def certificate(folder: Path, name: str) -> Path:
-    """Make a certificate that signs itself, with its key in the same file."""
-    path = folder / f"{name}.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    command += [
-        "-subj",
-        f"/CN={name}",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-keyout",
-        str(path),
-        "-out",
-        "-",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=SOON_S)
-    path.write_bytes(path.read_bytes() + done.stdout)
-    return path
-
-
-async def ask(port: int, context: ssl.SSLContext) -> bytes:
-    """Send a request. Return what the server has sent before it closed the connection."""
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        writer.write(GET.replace(b"Host", b"Connection: close\r\nHost"))
-        received = await reader.read()
-        writer.transport.abort()
-    except OSError:
-        return b""
-    return received
-
-
-@on_both_loops
-async def test_connection_requires_client_certificates(tmp_path: Path) -> None:
-    own, known, unknown = (certificate(tmp_path, name) for name in ("server", "known", "unknown"))
-    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server_context.load_cert_chain(own)
-    server_context.load_verify_locations(known)
-    server_context.verify_mode = ssl.CERT_REQUIRED
-    held = Held()
-    held.go.set()
-    group = HttpServer(held, LIMITS, error_form=openai_error, shutdown_s=0.0)
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context
-    )
-    port = server.sockets[0].getsockname()[1]
-    async with asyncio.timeout(SOON_S):
-        for mine, is_served in ((known, True), (unknown, False)):
-            context = ssl.create_default_context(cafile=str(own))
-            context.load_cert_chain(mine)
-            received = await ask(port, context)
-            assert received.startswith(b"HTTP/1.1 200 ") == is_served
-        await group.until_ended()
-    server.close()
-    await server.wait_closed()

@@ -46,6 +46,7 @@ Processes, as a user starts them
     containerfiles: the instructions of the Containerfiles
 
 For all tests
+    certificates: certificates of servers and clients
     transfer_keys: files of KV transfer keys, and a clock that a test moves
     waiting: how long to wait for what normally holds at once
     number_fields: messages in which one number is wrong

@@ -51,6 +51,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     _file = -1  # descriptor of the socket; -1 if there is none
     _client = ""
     network = ""  # of the client, see `network_of`
+    has_client_certificate = False  # of a CA that the server trusts; TLS sets it
     _ignores_data = False  # what the client still sends is discarded
     # The response was sent. The connection stays open so that the client can read it.
     _is_lingering = False
@@ -241,6 +242,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         query = head.raw_query.decode("latin-1")
         request = HttpRequest(method, path, query, head.headers, self._client, self._on_read)
         request.is_probe = path in _PROBE_PATHS and method in ("GET", "HEAD")
+        request.has_client_certificate = self.has_client_certificate
         if head.num_bytes > SMALL_HEAD_BYTES:
             request.large_head_bytes = head.num_bytes
         expectation = head.headers.first(b"expect") or ""

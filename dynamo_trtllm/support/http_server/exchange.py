@@ -41,6 +41,7 @@ class HttpRequest:
     unread_bytes = 0
     is_probe = False  # the request asks for the health of this process
     sender: object = None  # who has sent the request, if the guard of the server has found out
+    has_client_certificate = False  # of a CA that the server trusts
     large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
 
     def __init__(

@@ -15,6 +15,8 @@ class ConnectionTiming:
     grace_s: float = 5.0
     # For a request that was sent before its client could know that the server shuts down.
     drain_s: float = 1.0
+    # For the handshake of TLS.
+    handshake_s: float = 10.0
     # For a rejected client to read the error: a close while it sends would discard the error.
     linger_s: float = 1.0
 

@@ -21,7 +21,9 @@ from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
+from dynamo_trtllm.support.http_server.tls_transport import TlsTransport
 from dynamo_trtllm.support.network.listening import ACCEPTS_PER_TURN, Acceptor
+from dynamo_trtllm.support.tls import ServerCertificate
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
@@ -231,6 +233,7 @@ class HttpServer(ConnectionGroup):
         limits: of the connections.
         error_form: the form of errors, unless the handler sets another one.
         shutdown_s: the longest wait for running requests at shutdown.
+        certificate: that of the server, which then speaks TLS.
     """
 
     def __init__(
@@ -240,8 +243,10 @@ class HttpServer(ConnectionGroup):
         *,
         error_form: ErrorForm,
         shutdown_s: float,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         super().__init__(handler, limits, error_form)
+        self._certificate = certificate
         self._shutdown_s = shutdown_s
         self._num_connecting = 0  # accepted connections that are not open yet
         self._stopped = asyncio.Event()
@@ -304,12 +309,19 @@ class HttpServer(ConnectionGroup):
         loop = asyncio.get_running_loop()
         self._num_connecting += 1
         try:
-            await loop.connect_accepted_socket(lambda: HttpConnection(self), connection)
+            await loop.connect_accepted_socket(self._new_protocol, connection)
         except OSError as exc:
             connection.close()
             log.debug("client disconnected while it was accepted: %s", exc)
         finally:
             self._num_connecting -= 1
+
+    def _new_protocol(self) -> asyncio.BufferedProtocol:
+        """Return what receives the bytes of a new connection."""
+        connection = HttpConnection(self)
+        if self._certificate is None:
+            return connection
+        return TlsTransport(self, connection, self._certificate)
 
     def _relieve(self) -> bool:
         """Close some idle connections. Return False if there is none."""

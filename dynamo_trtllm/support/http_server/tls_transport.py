@@ -1,0 +1,296 @@
+"""The TLS of one connection: a transport for `HttpConnection`, over that of the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from dynamo_trtllm.support.http_server.connection import HttpConnection
+from dynamo_trtllm.support.http_server.connection_group import ConnectionGroup
+from dynamo_trtllm.support.tls import ServerCertificate
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES: Final = 16 << 10  # the most that a record of TLS holds
+_HANDSHAKE_RECORD: Final = 0x16  # first byte of every connection with TLS
+# A client may ask for new keys, and each time gets an answer of 27 bytes. Clients do so once in
+# gigabytes.
+_MAX_REPLY_BYTES: Final = 4 << 10
+_TEXT: Final = b"this port needs TLS; use https:// instead of http://\n"
+_NOT_TLS: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_TEXT), _TEXT)
+)
+
+
+class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
+    """The TLS between a socket and its `HttpConnection`, which exists from the first moment.
+
+    So a handshake is part of the time that a request may take to arrive, and its connection counts
+    for the limits like one that is idle.
+
+    The TLS of an event loop hides what the limits of the HTTP server need. With it, a connection
+    begins after the handshake; the size of unsent data leaves out what waits for the socket, so a
+    client that reads nothing is not noticed; what a client sends after an early answer can't be
+    discarded, so it may lose the answer; and a paused connection receives up to 256 KiB more.
+
+    Encryption takes turns with the parsing of other connections (`ParsingTurns`). A handshake takes
+    up to 1 ms of CPU time.
+    """
+
+    _raw: asyncio.Transport
+    network = ""  # of the client
+    _has_begun = False  # something was received
+    _is_established = False  # the handshake is complete
+    _is_shut = False  # the server sends nothing more
+    _discards = False  # what the client still sends
+    _is_hung_up = False  # the client has ended its half
+    _is_paused = False  # the connection above wants to receive nothing
+    _awaits_turn = False  # in `ParsingTurns`; nothing is received until then
+    _is_reading = True
+    _num_reply_bytes = 0  # sent by TLS itself after the handshake
+    _decrypted = b""  # not received by the connection yet
+    _timer: asyncio.TimerHandle | None = None  # limits the time of the handshake
+
+    def __init__(
+        self, group: ConnectionGroup, connection: HttpConnection, certificate: ServerCertificate
+    ) -> None:
+        """Create the transport.
+
+        Args:
+            group: the group of the connection.
+            connection: receives what is decrypted.
+            certificate: that of the server.
+        """
+        super().__init__()
+        self._group = group
+        self._connection = connection
+        self._certificate = certificate
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = certificate.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+
+    # --- called by the event loop -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transport is no subclass
+        self._raw = cast("asyncio.Transport", transport)
+        self._timer = asyncio.get_running_loop().call_later(
+            self._group.limits.timing.handshake_s, self._cut_handshake
+        )
+        self._connection.connection_made(self)
+        self.network = self._connection.network
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._end_handshake("disconnected")
+        self._connection.connection_lost(exc)
+        # Otherwise, this transport and its connection would keep each other, and the large state of
+        # TLS, in memory until the next garbage collection.
+        self._is_shut = self._discards = True
+        del self._connection, self._tls
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes are received, see `HttpConnection.get_buffer`."""
+        return self._group.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Receive bytes that are in the buffer, now or in a later turn."""
+        if self._discards:
+            return
+        received = self._group.receive_buffer[:nbytes]
+        if not self._has_begun:
+            self._has_begun = True
+            if received[0] != _HANDSHAKE_RECORD:
+                self._reject_plain()
+                return
+        self._incoming.write(received)
+        turns = self._group.parsing_turns
+        if turns.is_over:
+            self._awaits_turn = True
+            turns.wait(self, is_behind=False)
+            self._update_reading()
+        else:
+            turns.run(self._decrypt)
+            self._deliver()
+
+    # --- called by `ParsingTurns` -----------------------------------------------------------------
+
+    def take_turn(self) -> None:
+        """Decrypt what was received."""
+        self._awaits_turn = False
+        if not self._raw.is_closing():
+            self._decrypt()
+            self._deliver()
+            self._update_reading()
+
+    # --- called by the connection -----------------------------------------------------------------
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._raw.get_extra_info(name, default)
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        # Before the handshake, only a connection that is being closed has something to say.
+        if self._is_shut or not self._is_established:
+            return
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._tls.write(rest) :]
+        except ssl.SSLError as exc:
+            self._fail(exc)
+            return
+        self._flush()
+
+    def write_eof(self) -> None:
+        """Send nothing more, and discard what the client still sends.
+
+        The client is not informed before the end. Most clients would end the whole connection, as
+        TLS 1.2 wants it, and those that still send would lose the answer.
+        """
+        self._discards = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Close the connection when the client has read all data."""
+        if not self._raw.is_closing():
+            self._shut()
+            self._raw.close()
+
+    def abort(self) -> None:
+        self._raw.abort()
+
+    def is_closing(self) -> bool:
+        return self._raw.is_closing()
+
+    def get_write_buffer_size(self) -> int:
+        return self._raw.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        self._update_reading()
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+        self._update_reading()
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _decrypt(self) -> None:
+        """Go on with the handshake, and decrypt what was received into `_decrypted`.
+
+        A receive buffer can hold hundreds of small records. They are received by the connection
+        together, as they would be without TLS.
+        """
+        parts: list[bytes] = []
+        try:
+            if not self._is_established:
+                self._shake_hands()
+            while self._incoming.pending or self._tls.pending():
+                part = self._tls.read(_READ_BYTES)
+                if not part:
+                    self._is_hung_up = True
+                    break
+                parts.append(part)
+        except ssl.SSLWantReadError:
+            pass  # the rest of a record is on its way
+        except ssl.SSLZeroReturnError:
+            self._is_hung_up = True
+        except ssl.SSLError as exc:
+            self._fail(exc)
+            return
+        self._decrypted = b"".join(parts)
+        if self._is_established:
+            self._num_reply_bytes += self._outgoing.pending
+        self._flush()
+        if self._num_reply_bytes > _MAX_REPLY_BYTES:
+            log.debug("client %s asked for new keys too often", self.network)
+            self._raw.abort()
+
+    def _deliver(self) -> None:
+        """Let the connection receive what was decrypted."""
+        data = self._decrypted
+        if self._raw.is_closing():
+            return
+        if data:
+            self._decrypted = b""
+            self._connection.receive(data)
+        if self._is_hung_up:
+            self._connection.hang_up()
+
+    def _flush(self) -> None:
+        """Send what was encrypted."""
+        if self._outgoing.pending:
+            self._raw.write(self._outgoing.read())
+
+    def _shut(self) -> None:
+        """Tell the client that nothing more is sent."""
+        if self._is_shut:
+            return
+        self._is_shut = True
+        if self._is_established:
+            # It does not wait for the same from the client, which this error says.
+            with suppress(ssl.SSLError):
+                self._tls.unwrap()
+            self._flush()
+
+    def _update_reading(self) -> None:
+        reads = not (self._is_paused or self._awaits_turn)
+        if reads == self._is_reading or self._raw.is_closing():
+            return
+        self._is_reading = reads
+        if reads:
+            self._raw.resume_reading()
+        else:
+            self._raw.pause_reading()
+
+    # --- the handshake ----------------------------------------------------------------------------
+
+    def _shake_hands(self) -> None:
+        """Go on with the handshake. Raises ssl.SSLError."""
+        self._tls.do_handshake()
+        self._is_established = True
+        self._connection.has_client_certificate = bool(self._tls.getpeercert())
+        self._end_handshake("ok")
+        # Its last answer is no reply to what a client may repeat.
+        self._flush()
+
+    def _end_handshake(self, outcome: str) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self._timer = None
+        self._certificate.count("tls_handshakes_total", outcome)
+
+    def _cut_handshake(self) -> None:
+        """End a connection whose handshake takes too long."""
+        self._end_handshake("timeout")
+        self._raw.abort()
+
+    def _reject_plain(self) -> None:
+        """End a connection that does not begin with TLS. Most of them are HTTP."""
+        log.debug("client %s does not use TLS", self.network)
+        self._end_handshake("not_tls")
+        self._is_shut = self._discards = True
+        self._raw.write(_NOT_TLS)
+        self._raw.close()
+
+    def _fail(self, exc: ssl.SSLError) -> None:
+        """End a connection after an error. What TLS says of it to the client is sent."""
+        log.debug("TLS with client %s failed: %s", self.network, exc)
+        if not self._is_established:
+            is_certificate = isinstance(exc, ssl.SSLCertVerificationError)
+            self._end_handshake("client_certificate" if is_certificate else "failed")
+        self._flush()
+        self._is_shut = self._discards = True
+        self._raw.close()
