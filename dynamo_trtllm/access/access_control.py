@@ -16,7 +16,6 @@ from dynamo_trtllm.access.keys_file import KeysFile, read_keys
 from dynamo_trtllm.access.web_pages import page_host
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.protocol.errors import (
-    ConfigError,
     InvalidApiKey,
     PermissionDenied,
     RateLimitExceeded,
@@ -99,7 +98,8 @@ class AccessControl:
             ConfigError: the file of keys is wrong, can't be read, or has the name or the hash of a
                 key of the settings.
         """
-        self.is_open = not config.needs_api_key
+        self.needs_api_key = config.needs_api_key
+        self._needs_certificate = config.needs_certificate
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
         for key in config.api_key:
@@ -129,13 +129,17 @@ class AccessControl:
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
-            PermissionDenied: the key is not for this path.
+            PermissionDenied: the key is not for this path, or the client has no certificate.
             RateLimitExceeded: the key has sent too many requests.
         """
-        if self.is_open or request.path in PUBLIC_PATHS:
+        is_open = not (self.needs_api_key or self._needs_certificate)
+        if is_open or request.path in PUBLIC_PATHS:
             return
         needed = "status" if request.path in _STATUS_PATHS else "api"
         try:
+            self._check_certificate(request)
+            if not self.needs_api_key:
+                return
             tenant = self._authorized(request, needed)
             if tenant.usage is not None:
                 _count_request(tenant.usage, response)
@@ -153,8 +157,8 @@ class AccessControl:
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
-            PermissionDenied: the key is not for the status of processes, or the request may be from
-                a page.
+            PermissionDenied: the key is not for the status of processes, the request may be from a
+                page, or the client has no certificate.
         """
         if request.path in PUBLIC_PATHS or self._allows_anonymous:
             return
@@ -168,10 +172,20 @@ class AccessControl:
                     f"the header Host is {other_host!r}, which may be the name of a web page's"
                     " server; call this worker by an IP address or as localhost, or send an API key"
                 )
-            request.sender = self._authorized(request, "status")
+            self._check_certificate(request)
+            if self.needs_api_key or not self._needs_certificate:
+                request.sender = self._authorized(request, "status")
         except (InvalidApiKey, PermissionDenied) as error:
             self.count("access_denied_total", error.code)
             raise
+
+    def _check_certificate(self, request: HttpRequest) -> None:
+        """Raise PermissionDenied if the client needs a certificate and has none."""
+        if self._needs_certificate and not request.has_client_certificate:
+            raise PermissionDenied(
+                "this server needs a client certificate (TLS) of a CA that it knows; connect with"
+                " one"
+            )
 
     def _authorized(self, request: HttpRequest, needed: str) -> Tenant:
         """Return the sender of a request whose path needs a key with this scope.

@@ -63,6 +63,9 @@ _OF_OPTIONS: dict[str, Variable] = {
     ),
     "DYN_HTTP_HOST": Variable((FRONTEND,)),
     "DYN_HTTP_PORT": Variable((FRONTEND,)),
+    "DYN_TLS_CERT_PATH": Variable(BOTH),
+    "DYN_TLS_KEY_PATH": Variable(BOTH),
+    "DYN_TLS_CLIENT_CA_CERT_PATH": Variable(BOTH),
     "DYN_HTTP_BODY_LIMIT_MB": Variable(
         (FRONTEND,),
         convert=bytes_of_mebibytes,
@@ -235,11 +238,6 @@ _IGNORED: tuple[_Group, ...] = (
         "DYN_ENCODER_CUDA_TO_CPU_RATIO DYN_AIC_* DYN_AIS_*",
     ),
     # HTTP and API
-    _Group(
-        (FRONTEND,),
-        "put a proxy that terminates TLS in front of the frontend",
-        "DYN_TLS_*",
-    ),
     _Group(
         (FRONTEND,),
         "run dynamo-trtllm chat",

@@ -12,6 +12,7 @@ from dynamo_trtllm.config.config_base import ProcessConfig, matching, option
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.addresses import LOOPBACK, is_loopback
+from dynamo_trtllm.support.tls_files import TlsFiles
 
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{16,256}")  # a comma separates keys in the environment
 
@@ -89,6 +90,43 @@ class HttpAccessConfig(ProcessConfig):
         help="Serve clients of other machines without API keys. Restrict the network instead.",
     )
 
+    tls_cert_file: Path | None = option(
+        "HTTP access",
+        None,
+        aliases=("--tls-cert-path",),
+        env="DYN_TLS_CERT_PATH",
+        help="PEM file of the certificate of this server, with those of intermediate CAs behind it."
+        " The HTTP port of a frontend and the system port of a worker then need https. The files of"
+        " TLS are read again when they change.",
+    )
+    tls_key_file: Path | None = option(
+        "HTTP access",
+        None,
+        aliases=("--tls-key-path",),
+        env="DYN_TLS_KEY_PATH",
+        help="PEM file of the certificate's private key, which only this user may read.",
+    )
+    tls_client_ca_file: Path | None = option(
+        "HTTP access",
+        None,
+        aliases=("--tls-client-ca-cert-path",),
+        env="DYN_TLS_CLIENT_CA_CERT_PATH",
+        help="PEM file of the CAs of client certificates. Clients then need a certificate for all"
+        " paths but /live and /ready.",
+    )
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """Return the files of the server's TLS; None: it serves http."""
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    @property
+    def needs_certificate(self) -> bool:
+        """Return whether clients need a certificate."""
+        return self.tls_client_ca_file is not None
+
     @property
     def needs_api_key(self) -> bool:
         """Return whether clients need an API key."""
@@ -96,10 +134,22 @@ class HttpAccessConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _access_is_clear(self) -> Self:
-        """Reject keys that nothing checks."""
-        if self.allow_anonymous and self.needs_api_key:
-            keys = "--api-key" if self.api_key else "--api-keys-file"
-            raise ValueError(f"--allow-anonymous contradicts {keys}; remove one of them")
+        """Reject keys that nothing checks, and TLS without one of its files."""
+        needed = {
+            "--api-key": bool(self.api_key),
+            "--api-keys-file": self.api_keys_file is not None,
+            "--tls-client-ca-file": self.needs_certificate,
+        }
+        for flag, is_set in needed.items():
+            if self.allow_anonymous and is_set:
+                raise ValueError(f"--allow-anonymous contradicts {flag}; remove one of them")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            given, missing = "--tls-cert-file", "--tls-key-file"
+            if self.tls_cert_file is None:
+                given, missing = missing, given
+            raise ValueError(f"{given} needs {missing}, too; pass both")
+        if self.needs_certificate and self.tls_files is None:
+            raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
         return self
 
 
@@ -142,7 +192,8 @@ class FrontendAccessConfig(HttpAccessConfig):
         Raises:
             ConfigError: they can.
         """
-        if self.is_exposed and not (self.needs_api_key or self.allow_anonymous):
+        is_checked = self.needs_api_key or self.needs_certificate
+        if self.is_exposed and not (is_checked or self.allow_anonymous):
             raise ConfigError(
                 f"--http-host {self.http_host} lets other machines connect, and without API keys"
                 f" they all can use the API; set {ENV_PREFIX}API_KEY or --api-keys-file, or listen"

@@ -192,6 +192,10 @@ class ProcessMetrics:
     def _find_child(self, name: str, *labels: str) -> Any:
         return self._metrics[name].labels(*labels)
 
+    def count(self, name: str, label: str) -> None:
+        """Count an event by a metric with one label, from the value of that."""
+        self.child(name, label).inc()
+
     def message_unreadable(self) -> None:
         """Count a message of the request plane that could not be read."""
         self._metrics["unreadable_messages_total"].inc()

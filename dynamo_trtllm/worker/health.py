@@ -21,6 +21,7 @@ from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.server import Guard, HttpServer, Route, Router
 from dynamo_trtllm.support.network.addresses import is_loopback
 from dynamo_trtllm.support.network.listening import listen
+from dynamo_trtllm.support.tls import ServerCertificate
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ async def health_server(
     port: int | None,
     app: Router,
     tasks: BackgroundTasks,
+    certificate: ServerCertificate | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve the health routes over HTTP while the context is open, and return the port.
 
@@ -137,16 +139,20 @@ async def health_server(
         port: None: no server; 0: any free port.
         app: of `health_app`.
         tasks: owner of the server's task.
+        certificate: that of the server; None: it has no TLS.
     """
     if port is None:
         yield None
         return
     with listen(host, port, setting="system") as sock:
         port = sock.getsockname()[1]
-        server = HttpServer(app, LIMITS, error_form=_error_body, shutdown_s=1)
+        server = HttpServer(
+            app, LIMITS, error_form=_error_body, shutdown_s=1, certificate=certificate
+        )
         task = tasks.start(server.serve(sock), "worker-health")
         shown_host = "localhost" if host in _REACHED_AS_LOCALHOST else host
-        log.info("health at http://%s:%d", shown_host, port)
+        scheme = "http" if certificate is None else "https"
+        log.info("health at %s://%s:%d", scheme, shown_host, port)
         try:
             yield port
         finally:

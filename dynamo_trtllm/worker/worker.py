@@ -66,6 +66,7 @@ from dynamo_trtllm.support.network.addresses import (
     resolve_host,
 )
 from dynamo_trtllm.support.network.listening import allow_files
+from dynamo_trtllm.support.tls import server_certificate
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
@@ -393,12 +394,19 @@ class Worker(Lifecycle):
 
         verbs = {"/sleep": self._sleep, "/wake": self._wake}
         access = AccessControl(config)
-        access.count = lambda name, label: self._metrics.child(name, label).inc()
+        access.count = self._metrics.count
         if config.api_keys_file is not None:
             following = self._tasks.start(access.follow_file(), "api-keys")
             stack.push_async_callback(self._tasks.cancel, following)
+        certificate = server_certificate(config.tls_files)
+        if certificate is not None:
+            certificate.count = self._metrics.count
+            following = self._tasks.start(certificate.follow_files(), "tls-certificate")
+            stack.push_async_callback(self._tasks.cancel, following)
         app = health_app(self._health, render_metrics, verbs, access.check_status)
-        server = health_server(config.system_host, config.system_port, app, self._tasks)
+        server = health_server(
+            config.system_host, config.system_port, app, self._tasks, certificate
+        )
         self._system_port = await stack.enter_async_context(server)
 
     async def _connect(self, stack: AsyncExitStack) -> RequestPlane:

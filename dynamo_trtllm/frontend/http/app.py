@@ -69,7 +69,7 @@ def build_app(
         ConfigError: a route has a path of the frontend, or the file of API keys is wrong.
     """
     access = access or AccessControl(config)
-    access.count = lambda name, label: metrics.child(name, label).inc()
+    access.count = metrics.count
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _register_gauges(app_state, metrics)
@@ -132,11 +132,12 @@ def _check_request(
     access: AccessControl, pages: PageGuard, request: HttpRequest, response: HttpResponse
 ) -> None:
     """Check who sends a request, before its body is read. Raises as `AccessControl.check`."""
-    if access.is_open:
-        pages.check(request)
-    else:
+    if access.needs_api_key:
         # A web page does not know the key, and can't send it without the server's permission.
         pages.check_host(request)
+    else:
+        # Browsers send a client certificate for every page.
+        pages.check(request)
     access.check(request, response)
 
 

@@ -10,6 +10,7 @@ from dynamo_trtllm.support.http_server.exchange import Handler
 from dynamo_trtllm.support.http_server.limits import TIMING, ConnectionLimits, ConnectionTiming
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.listening import allow_files
+from dynamo_trtllm.support.tls import ServerCertificate
 
 # Connections beyond those that run requests: four times ACCEPTS_PER_TURN.
 RESERVED_CONNECTIONS = 256
@@ -25,6 +26,7 @@ def frontend_server(
     timing: ConnectionTiming = TIMING,
     *,
     keeps_all_headers: bool = False,
+    certificate: ServerCertificate | None = None,
 ) -> HttpServer:
     """Create the server, which does not serve yet.
 
@@ -45,4 +47,10 @@ def frontend_server(
     )
     if limits.max_connections > for_connections - reserved:
         limits = replace(limits, max_connections=for_connections - reserved)
-    return HttpServer(handler, limits, error_form=openai_error, shutdown_s=_SHUTDOWN_S)
+    return HttpServer(
+        handler,
+        limits,
+        error_form=openai_error,
+        shutdown_s=_SHUTDOWN_S,
+        certificate=certificate,
+    )

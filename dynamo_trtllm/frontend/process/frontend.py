@@ -32,6 +32,7 @@ from dynamo_trtllm.support.http_server.server import HttpServer, set_request_id
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import http_url
 from dynamo_trtllm.support.network.listening import listen, warn_if_exposed
+from dynamo_trtllm.support.tls import ServerCertificate, server_certificate
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
@@ -169,7 +170,9 @@ class Frontend(Lifecycle):
 
             with reserve_port(config) as port:
                 _warn_if_exposed(config, port)
-                AccessControl(config)  # an error is reported once, and before processes start
+                # An error is reported once, and before processes start.
+                AccessControl(config)
+                server_certificate(config.tls_files)
                 number = port.getsockname()[1]
                 hooks = self._hooks.names() if self._hooks else None
                 group = ProcessGroup(config, number, process_environment(), hooks)
@@ -204,19 +207,25 @@ class Frontend(Lifecycle):
         if self._sock is None:  # otherwise the caller decides who can connect
             config.check_exposure()
         access = AccessControl(config, self._usage)
+        certificate = server_certificate(config.tls_files)
         sock = self._sock or listen(config.http_host, config.http_port, is_shared=is_one_of_several)
         with sock:
             if not is_one_of_several:
                 _warn_if_exposed(config, sock)
             host, port = sock.getsockname()[:2]
-            self._url = http_url(host, port, "")
-            await self._serve_on(sock, access)
+            self._url = http_url(host, port, "", uses_tls=certificate is not None)
+            await self._serve_on(sock, access, certificate)
 
-    async def _serve_on(self, sock: socket.socket, access: AccessControl) -> None:
+    async def _serve_on(
+        self, sock: socket.socket, access: AccessControl, certificate: ServerCertificate | None
+    ) -> None:
         gate = StartupGate()
-        server = frontend_server(gate, self._config, keeps_all_headers=bool(self._hooks))
+        keeps_all_headers = bool(self._hooks)
+        server = frontend_server(
+            gate, self._config, keeps_all_headers=keeps_all_headers, certificate=certificate
+        )
         self._server = server
-        app = self._run_app(gate, server, access)
+        app = self._run_app(gate, server, access, certificate)
         running = asyncio.create_task(app, name="frontend-app")
         running.add_done_callback(lambda _: gate.close())
         work = [running, asyncio.create_task(self._stop_requested(), name="frontend-stop")]
@@ -224,7 +233,8 @@ class Frontend(Lifecycle):
             work.append(asyncio.create_task(_follow_parent(self._pipe), name="frontend-parent"))
         for task in work:
             task.add_done_callback(lambda _: server.stop())
-        log.info("listening on http://%s:%d", *sock.getsockname()[:2])
+        scheme = "http" if certificate is None else "https"
+        log.info("listening on %s://%s:%d", scheme, *sock.getsockname()[:2])
         try:
             await server.serve(sock)
         finally:
@@ -236,7 +246,13 @@ class Frontend(Lifecycle):
     async def _stop_requested(self) -> None:
         await self._stop_event.wait()
 
-    async def _run_app(self, gate: StartupGate, server: HttpServer, access: AccessControl) -> None:
+    async def _run_app(
+        self,
+        gate: StartupGate,
+        server: HttpServer,
+        access: AccessControl,
+        certificate: ServerCertificate | None,
+    ) -> None:
         # This takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
         from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc
@@ -249,7 +265,15 @@ class Frontend(Lifecycle):
             self._note_ready()
 
         try:
-            await run_app(self._config, open_gate, self._pipe, server.stop, self._hooks, access)
+            await run_app(
+                self._config,
+                open_gate,
+                self._pipe,
+                server.stop,
+                self._hooks,
+                access,
+                certificate,
+            )
         finally:
             await self._hooks.aclose()
 
@@ -260,7 +284,7 @@ async def _follow_parent(pipe: ControlPipe) -> None:
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
-    if config.needs_api_key:
+    if config.needs_api_key or config.needs_certificate:
         return
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 

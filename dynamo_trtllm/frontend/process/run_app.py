@@ -39,6 +39,7 @@ from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import LoadReport
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.support.http_server.exchange import Handler
+from dynamo_trtllm.support.tls import ServerCertificate
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
@@ -60,6 +61,7 @@ async def run_app(
     stop: Callable[[], None],
     hooks: Hooks,
     access: AccessControl,
+    certificate: ServerCertificate | None,
 ) -> None:
     """Run the frontend until cancelled.
 
@@ -71,6 +73,7 @@ async def run_app(
             running requests, and the failure is raised once this is cancelled.
         hooks: middleware and routes of the program.
         access: decides which requests are served.
+        certificate: that of the server; None: it has no TLS.
 
     Raises:
         ConfigError: a route of the program has a path of the frontend.
@@ -103,7 +106,11 @@ async def run_app(
         not_ready = partial(_not_ready_reason, tasks, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.close_response_store)
-        for name, coroutine in _background_work(config, models, router, metrics, app).items():
+        work = _background_work(config, models, router, metrics, app)
+        if certificate is not None:
+            certificate.count = metrics.count
+            work["tls-certificate"] = certificate.follow_files()
+        for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await wait_for_first(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_LOADING_S)
         open_gate(app.router)

@@ -98,9 +98,10 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def http_url(host: str, port: int, path: str) -> str:
+def http_url(host: str, port: int, path: str, *, uses_tls: bool = False) -> str:
     """Return the URL of a path of the server that listens on `host` and `port`."""
-    return f"http://{host_and_port(connect_host(host), port)}{path}"
+    scheme = "https" if uses_tls else "http"
+    return f"{scheme}://{host_and_port(connect_host(host), port)}{path}"
 
 
 def network_of(address: str) -> str:
