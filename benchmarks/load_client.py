@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +83,9 @@ class Client:
         ]
         at = urlsplit(load.url)
         self._host = at.hostname or "localhost"
-        self._port = at.port or 80
+        is_tls = at.scheme == "https"
+        self._port = at.port or (443 if is_tls else 80)
+        self._tls = ssl.create_default_context() if is_tls else None
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
         self._key_line = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         self._idle: deque[StreamConnection] = deque()
@@ -171,7 +174,7 @@ class Client:
                 return connection
         try:
             return await self._connection.connect(
-                self._host, self._port, keep_text=self._load.keep_text
+                self._host, self._port, keep_text=self._load.keep_text, tls=self._tls
             )
         except OSError:
             record.end_s = time.perf_counter()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
 from array import array
 from typing import cast
@@ -60,10 +61,24 @@ class StreamConnection(asyncio.Protocol):
         self.is_open = False
 
     @classmethod
-    async def connect(cls, host: str, port: int, *, keep_text: bool) -> StreamConnection:
-        """Connect to a server. Raise OSError if none listens."""
+    async def connect(
+        cls, host: str, port: int, *, keep_text: bool, tls: ssl.SSLContext | None = None
+    ) -> StreamConnection:
+        """Connect to a server.
+
+        Args:
+            host: of the server.
+            port: of the server.
+            keep_text: keep the text of answers.
+            tls: for an https:// server, decides whether it is trusted.
+
+        Raises:
+            OSError: no server listens, or it is not trusted.
+        """
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: cls(keep_text=keep_text), host, port)
+        _, connection = await loop.create_connection(
+            lambda: cls(keep_text=keep_text), host, port, ssl=tls
+        )
         return connection
 
     async def exchange(self, request: bytes, record: RequestRecord, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -32,12 +33,13 @@ from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.network.addresses import http_url
+from dynamo_trtllm.support.tls import own_server_context
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 _DEFAULT_URL = "http://localhost:8000"
-_HTTP_PORT = 80
+_PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
 _MAX_WORKERS = 10_000
@@ -219,8 +221,8 @@ async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> Deploymen
     health = None
     frontend = record.frontend
     if frontend is not None:
-        report.url = f"http://{frontend.address}"
-        health = asyncio.create_task(_health(frontend.host, frontend.port, client))
+        report.url = frontend.url
+        health = asyncio.create_task(_health(frontend, client))
     report.processes += await asyncio.gather(*asked)
     if health is not None:
         with suppress(OSError):  # it does not answer, which its row shows
@@ -235,14 +237,20 @@ async def _of_frontend(url: str, client: _StatusClient) -> DeploymentReport:
     """
     parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
-    if parts.scheme != "http" or "@" in parts.netloc or parts.path or parts.query:
+    if "@" in parts.netloc or parts.path or parts.query:
         raise ConfigError(
-            f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path"
+            f"--url is {shown!r}: status needs http://HOST:PORT or https://HOST:PORT, without a"
+            " password or path"
         )
-    host = parts.hostname or ""
-    port = parts.port or _HTTP_PORT
-    record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=_UNKNOWN_PID)
-    health, process = await asyncio.gather(_health(host, port, client), _of_process(record, client))
+    record = ProcessRecord(
+        name=FRONTEND,
+        role=FRONTEND,
+        host=parts.hostname or "",
+        port=parts.port or _PORTS[parts.scheme],
+        pid=_UNKNOWN_PID,
+        uses_tls=parts.scheme == "https",
+    )
+    health, process = await asyncio.gather(_health(record, client), _of_process(record, client))
     namespaces = sorted({instance.namespace for instance in health.instances})
     report = DeploymentReport(namespace=", ".join(namespaces), url=url, processes=[process])
     _add_health(report, health)
@@ -314,14 +322,14 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
     """Ask a process whether it is ready, and for its load."""
     status = msgspec.convert(process, ProcessStatus, from_attributes=True)
     try:
-        code, body = await _get(process.host, process.port, "/ready", client)
+        code, body = await _get(process, "/ready", client)
         answer = msgspec.json.decode(body, type=ReadyAnswer)
         is_ready = code == 200
         status.state = _READY if is_ready else answer.status
         status.reason = answer.reason
         status.instance_id = answer.instance_id
         if is_ready:  # a frontend that starts answers no other request yet
-            _, body = await _get(process.host, process.port, "/metrics", client)
+            _, body = await _get(process, "/metrics", client)
             status.load = sum_samples(body.decode(), PREFIX)
     except ConnectionRefusedError as exc:
         # A process that runs does not listen yet.
@@ -369,31 +377,32 @@ async def _of_server(
     return status
 
 
-async def _health(host: str, port: int, client: _StatusClient) -> _Health:
+async def _health(frontend: ProcessRecord, client: _StatusClient) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, f"/health?limit={_MAX_WORKERS}", client)
+    _, body = await _get(frontend, f"/health?limit={_MAX_WORKERS}", client)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:
         raise OSError(f"the answer is not that of a frontend: {exc}") from exc
 
 
-async def _get(host: str, port: int, path: str, client: _StatusClient) -> tuple[int, bytes]:
+async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tuple[int, bytes]:
     """Return the status and the body of a response.
 
     Raises:
-        OSError: there is no answer, or it needs another API key.
+        OSError: there is no answer, or it needs another API key or a client certificate.
     """
     async with asyncio.timeout_at(client.deadline):
-        url = http_url(host, port, path)
+        url = http_url(process.host, process.port, path, uses_tls=process.uses_tls)
+        tls = own_server_context(Path(process.certificate)) if process.certificate else None
         headers = http_client.bearer(client.api_key)
         status, body = await http_client.request(
-            url, "GET", headers=headers, max_bytes=_METRICS_BYTES
+            url, "GET", headers=headers, max_bytes=_METRICS_BYTES, tls=tls
         )
     if status in (401, 403):
         raise OSError(
-            f"{path} needs an API key with scope status or all; pass --api-key, or set"
-            f" {ENV_PREFIX}API_KEY"
+            f"{path} needs an API key with scope status or all (pass --api-key, or set"
+            f" {ENV_PREFIX}API_KEY), or a client certificate, which status does not have"
         )
     return status, body
 

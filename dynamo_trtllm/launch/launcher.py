@@ -54,11 +54,18 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     port: int  # of /ready, /health and /metrics
     pid: int
     instance_id: str = ""  # of a worker that has been ready, hexadecimal
+    uses_tls: bool = False
+    certificate: str = ""  # file with that of the process; "": a CA is trusted
 
     @property
     def address(self) -> str:
         """Return HOST:PORT for connections from this machine."""
         return reachable(f"{self.host}:{self.port}")
+
+    @property
+    def url(self) -> str:
+        """Return the URL for connections from this machine."""
+        return f"{'https' if self.uses_tls else 'http'}://{self.address}"
 
 
 class LaunchRecord(msgspec.Struct, kw_only=True):
@@ -103,6 +110,8 @@ class ManagedProcess(Child):
             host=spec.host,
             port=port,
             pid=self.pid,
+            uses_tls=spec.tls_files is not None,
+            certificate="" if spec.certificate is None else str(spec.certificate),
         )
         # Workers drain first, while the frontend still streams their output.
         self.stop_rank = 1 if spec.is_frontend else 0
@@ -391,7 +400,8 @@ class Launcher:
         limit_s = factor * self.deployment.ready_timeout_s
         on_wait = partial(self.output.report_phase, spec.name)
         try:
-            answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
+            is_ready = partial(ready, spec.host, process.record.port, spec.certificate)
+            answer = await until(is_ready, limit_s, on_wait)
         except NotYet as exc:
             late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
             if spec.name in self._not_ready:
@@ -410,7 +420,7 @@ class Launcher:
         self._not_ready.discard(spec.name)
         self._notify_changed()
         if spec.is_frontend:
-            where = f"at http://{process.record.address}"
+            where = f"at {process.record.url}"
         else:
             process.record.instance_id = answer.instance_id
             self._write_record()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.access.api_keys import new_key
@@ -27,7 +29,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
+from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord, ProcessRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, is_open_to_all, processes, with_settings
 from dynamo_trtllm.launch.process_output import LAUNCHER, ProcessOutput
 from dynamo_trtllm.launch.servers import NotYet, until
@@ -37,6 +39,7 @@ from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.subprocesses import RunFailed
+from dynamo_trtllm.support.tls import own_server_context, server_certificate
 
 PROG = "python -m dynamo_trtllm.launch"
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
@@ -106,9 +109,10 @@ async def run(
         environ[_API_KEY] = demo_key
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
+    _check_tls(specs)
     _check_workers(specs, environ)
     if sends_sample:
-        _check_api_key(specs)
+        _check_sample_access(specs)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
     output = ProcessOutput(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
@@ -118,14 +122,15 @@ async def run(
     async def on_ready(record: LaunchRecord) -> bool:
         nonlocal is_done
         stop = "" if once else " (Ctrl-C to stop)"
-        address = None if record.frontend is None else record.frontend.address
-        if not output.end_start(f"Ready{stop}", _summary(specs, address)):
-            where = " without a frontend" if address is None else f": http://{address}"
+        frontend = record.frontend
+        url = None if frontend is None else frontend.url
+        if not output.end_start(f"Ready{stop}", _summary(specs, url)):
+            where = " without a frontend" if url is None else f": {url}"
             output.say(f"Ready{where}{stop}")
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
-        if sends_sample and address is not None:
-            await _show_sample(output, specs, record, address)
+        if sends_sample and frontend is not None:
+            await _show_sample(output, specs, record, frontend)
         is_done = True
         return once
 
@@ -149,9 +154,24 @@ def _check_workers(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> 
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 
 
-def _check_api_key(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError if the sample request needs an API key that is not known."""
+def _check_tls(specs: Sequence[ProcessSpec]) -> None:
+    """Raise ConfigError if a process could not use its certificate."""
     for spec in specs:
+        try:
+            server_certificate(spec.tls_files)
+        except ConfigError as exc:
+            raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
+
+
+def _check_sample_access(specs: Sequence[ProcessSpec]) -> None:
+    """Raise ConfigError if the sample request needs an API key or a certificate that is unknown."""
+    for spec in specs:
+        if spec.is_frontend and spec.tls_files is not None and spec.tls_files.client_ca is not None:
+            raise ConfigError(
+                "the demo request has no client certificate; remove --tls-client-ca-file, or leave"
+                " out --demo",
+                field="tls_client_ca_file",
+            )
         if spec.needs_api_key and not spec.api_key:
             raise ConfigError(
                 "the demo request needs an API key, and the keys file has only their hashes; set"
@@ -161,19 +181,23 @@ def _check_api_key(specs: Sequence[ProcessSpec]) -> None:
 
 
 async def _show_sample(
-    output: ProcessOutput, specs: Sequence[ProcessSpec], record: LaunchRecord, address: str
+    output: ProcessOutput,
+    specs: Sequence[ProcessSpec],
+    record: LaunchRecord,
+    frontend: ProcessRecord,
 ) -> None:
-    """Send the sample request to the frontend at `address`, and show its answer and statistics."""
+    """Send the sample request to the frontend, and show its answer and statistics."""
     model = next(spec.model for spec in specs if not spec.is_frontend)
     is_mock = any(spec.engine == "mock" for spec in specs)
     api_key = next(spec.api_key for spec in specs if spec.is_frontend)
-    answer = await ask_sample(address, model, api_key)
+    tls = own_server_context(Path(frontend.certificate)) if frontend.uses_tls else None
+    answer = await ask_sample(frontend.url, model, api_key, tls)
     names = {process.instance_id: process.name for process in record.processes}
     output.say(sample_report(answer, model, names, is_mock=is_mock))
-    output.say(next_step(address, model, needs_api_key=bool(api_key)))
+    output.say(next_step(frontend.url, model, needs_api_key=bool(api_key)))
 
 
-def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[str, str]]:
+def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
     workers = [spec for spec in specs if not spec.is_frontend]
     models = dict.fromkeys(spec.model for spec in workers)
@@ -184,9 +208,8 @@ def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[s
         names_by_place.setdefault(place, []).append(spec.name)
     for (engine, device), names in names_by_place.items():
         rows.append(("workers", f"{', '.join(names)} ({engine or DEFAULT_ENGINE}, {device})"))
-    if frontend is None:
+    if url is None:
         return rows
-    url = f"http://{frontend}"
     return [
         ("URL", f"{url}/v1"),
         *rows,
@@ -216,15 +239,18 @@ def sample_request(model: str) -> dict[str, Any]:
     }
 
 
-async def ask_sample(frontend: str, model: str, api_key: str = "") -> dict[str, Any]:
+async def ask_sample(
+    frontend: str, model: str, api_key: str = "", tls: ssl.SSLContext | None = None
+) -> dict[str, Any]:
     """Send the sample request.
 
     Wait first until the frontend has the model's files, some time after it is ready.
 
     Args:
-        frontend: HOST:PORT of the frontend.
+        frontend: URL of the frontend.
         model: name of the model.
         api_key: is sent; "": none.
+        tls: decides whether an https:// frontend is trusted.
 
     Returns:
         The response body, with the frontend's statistics under `dynamo_trtllm`.
@@ -234,7 +260,7 @@ async def ask_sample(frontend: str, model: str, api_key: str = "") -> dict[str, 
     """
     path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
-        await until(partial(_request, frontend, api_key, "GET", path), _MODEL_TIMEOUT_S)
+        await until(partial(_request, frontend + path, api_key, "GET", tls), _MODEL_TIMEOUT_S)
     except NotYet as exc:
         raise RunFailed(
             f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"
@@ -242,20 +268,20 @@ async def ask_sample(frontend: str, model: str, api_key: str = "") -> dict[str, 
     content = json.dumps(sample_request(model)).encode()
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            answer: dict[str, Any] = await _request(frontend, api_key, "POST", _PATH, content)
+            url = frontend + _PATH
+            answer: dict[str, Any] = await _request(url, api_key, "POST", tls, content)
             return answer
     except (NotYet, OSError) as exc:
         raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
 
 
 async def _request(
-    frontend: str, api_key: str, method: str, path: str, content: bytes = b""
+    url: str, api_key: str, method: str, tls: ssl.SSLContext | None, content: bytes = b""
 ) -> Any:
     """Return the JSON body of a response. Raise NotYet if its status is not 200."""
     headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
     headers |= http_client.bearer(api_key)
-    url = f"http://{frontend}{path}"
-    status, answer = await http_client.request(url, method, content, headers)
+    status, answer = await http_client.request(url, method, content, headers, tls=tls)
     if status != 200:
         raise NotYet(f"status {status}: {answer.decode(errors='replace').strip()}")
     return json.loads(answer)

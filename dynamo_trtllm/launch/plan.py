@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.child_settings import to_argv, to_environ
@@ -21,6 +22,7 @@ from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.support.network.addresses import LOOPBACK
+from dynamo_trtllm.support.tls_files import TlsFiles
 
 FRONTEND = "frontend"
 # An address may contain a password, so it is passed in the environment: command lines are public.
@@ -57,6 +59,7 @@ class ProcessSpec:
     worker: WorkerConfig | None = None  # None for the frontend
     api_key: str = field(default="", repr=False)  # one that the frontend accepts for all paths
     needs_api_key: bool = False
+    tls_files: TlsFiles | None = None  # None: its HTTP port has no TLS
 
     @property
     def role(self) -> Role | None:
@@ -74,6 +77,11 @@ class ProcessSpec:
     @property
     def is_frontend(self) -> bool:
         return self.name == FRONTEND
+
+    @property
+    def certificate(self) -> Path | None:
+        """Return the file with the certificate of the HTTP port; None: it has no TLS."""
+        return None if self.tls_files is None else self.tls_files.certificate.absolute()
 
     def arguments(self, port: int) -> list[str]:
         """Return `argv` with the port flag of one start."""
@@ -114,7 +122,8 @@ def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> 
     config, _ = _planned(
         FRONTEND, FrontendConfig, "http", deployment.frontend, {}, _with_addresses(environ)
     )
-    return config.is_exposed and not (config.needs_api_key or config.allow_anonymous)
+    is_checked = config.needs_api_key or config.needs_certificate
+    return config.is_exposed and not (is_checked or config.allow_anonymous)
 
 
 def _with_addresses(environ: Mapping[str, str]) -> dict[str, str]:
@@ -225,6 +234,7 @@ def _planned(
         "host": host,
         "port": getattr(config, f"{http}_port") or 0,
         "port_flag": port_flag,
+        "tls_files": config.tls_files,
     }
 
 

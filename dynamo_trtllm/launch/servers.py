@@ -25,6 +25,7 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.network.addresses import connect_host, http_url, reserved_ports
 from dynamo_trtllm.support.subprocesses import Child, describe, spawn
+from dynamo_trtllm.support.tls import own_server_context
 
 INSTALL = install_hint("local")
 JETSTREAM = ("--jetstream",)
@@ -96,14 +97,19 @@ async def until(
         await asyncio.sleep(min(pause_s, within_s - spent_s))
 
 
-async def ready(host: str, port: int) -> ReadyAnswer:
+async def ready(host: str, port: int, certificate: Path | None = None) -> ReadyAnswer:
     """Check that a worker or a frontend is ready.
+
+    Args:
+        host: address that it listens on.
+        port: its HTTP port.
+        certificate: file with that of the process; None: its port has no TLS.
 
     Raises:
         NotYet: it reports that it is not ready. The message is its reason.
         OSError: there is no connection.
     """
-    status, answer = await _get(host, port, "/ready", ReadyAnswer)
+    status, answer = await _get(host, port, "/ready", ReadyAnswer, certificate)
     if status != 200:
         raise NotYet(f"{answer.status}: {answer.reason}" if answer.reason else answer.status)
     return answer
@@ -143,12 +149,16 @@ class _EtcdHealth(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
+async def _get(
+    host: str, port: int, path: str, form: type[T], certificate: Path | None = None
+) -> tuple[int, T]:
     """Return the status and the decoded JSON body.
 
     Raise NotYet for other responses, OSError for no response.
     """
-    status, body = await http_client.request(http_url(host, port, path), "GET")
+    url = http_url(host, port, path, uses_tls=certificate is not None)
+    tls = None if certificate is None else own_server_context(certificate)
+    status, body = await http_client.request(url, "GET", tls=tls)
     try:
         return status, msgspec.json.decode(body, type=form)
     except msgspec.DecodeError as exc:

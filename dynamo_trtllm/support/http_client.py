@@ -1,5 +1,8 @@
 """Send HTTP requests on asyncio, each on its own connection.
 
+Of https:// servers, it trusts those whose CA the system trusts, or the CAs in the file that the
+variable SSL_CERT_FILE names.
+
 The launcher, the command line and the export of traces use it. A request can be cancelled at any
 step, unlike one of the standard library's client, which blocks a thread. The client follows no
 redirect, uses no proxy and keeps no cookies.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -34,21 +38,34 @@ async def request(
     headers: Mapping[str, str] = {},
     *,
     max_bytes: int = _MAX_BODY_BYTES,
+    tls: ssl.SSLContext | None = None,
 ) -> tuple[int, bytes]:
     """Send a request, and return the status and the body of the response.
+
+    Args:
+        url: of the request.
+        method: in upper case.
+        content: the body.
+        headers: are added to those of every request.
+        max_bytes: longest body of the response.
+        tls: decides which servers are trusted. See `connect`.
 
     Raises:
         OSError: there is no connection, the response is not complete HTTP, or its body is longer
             than `max_bytes`.
         ValueError: the URL is not valid.
     """
-    async with await connect(url) as connection:
+    async with await connect(url, tls) as connection:
         response = await connection.request(method, content, headers)
         return response.status, await response.read(max_bytes)
 
 
-async def connect(url: str) -> Connection:
+async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """Connect to the server of an http:// or https:// URL.
+
+    Args:
+        url: of the requests.
+        tls: decides which https:// servers are trusted. Default: see the module.
 
     Raises:
         OSError: there is no connection within 10 s.
@@ -57,8 +74,19 @@ async def connect(url: str) -> Connection:
     parts = urllib.parse.urlsplit(url)
     is_tls = parts.scheme == "https"
     port = parts.port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
-    async with _limited(_CONNECT_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_tls or None)
+    context = tls
+    if is_tls and context is None:
+        context = ssl.create_default_context()
+    try:
+        async with _limited(_CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(
+                parts.hostname, port, ssl=context if is_tls else None
+            )
+    except ssl.SSLCertVerificationError as exc:
+        hint = "; to trust another CA, set SSL_CERT_FILE to its PEM file" if tls is None else ""
+        raise ConnectionError(
+            f"the certificate of {parts.hostname} is not trusted: {exc.verify_message}{hint}"
+        ) from exc
     return Connection(parts, reader, writer)
 
 

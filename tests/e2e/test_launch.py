@@ -387,7 +387,7 @@ def test_launch_twice_with_two_ports_answers_both(launch: Launch, deployment: Pa
         launched.wait_line(r"decode by: +decode \(instance [0-9a-f]+\)")
         launched.wait_line(r"KV moved: +[1-9][\d,]* bytes over tcp")
         launched.wait_line(r"TTFT: +\d+ ms")
-        launched.wait_line(rf"curl -N localhost:{port}/v1/chat/completions")
+        launched.wait_line(rf"curl -N http://localhost:{port}/v1/chat/completions")
         launched.wait_gone(SOON_S)
 
 

@@ -99,7 +99,7 @@ async def until_ready(
     ask: partial[Any], within_s: float, on_wait: Callable[[str], None]
 ) -> ReadyAnswer:
     """Wait for the fake child at this port instead of an HTTP response."""
-    _, port = ask.args
+    _, port, _ = ask.args
     return await [child for child in ALL if child.port == port][-1].ready()
 
 

@@ -72,8 +72,8 @@ def test_question_has_the_same_answer_each_time(model, question):
 
 
 def test_next_step_is_the_guides_streaming_request():
-    words = shlex.split(main.next_step("localhost:8000", "tiny-gpt-oss").splitlines()[-1])
-    assert words[:3] == ["curl", "-N", "localhost:8000/v1/chat/completions"]
+    words = shlex.split(main.next_step("http://localhost:8000", "tiny-gpt-oss").splitlines()[-1])
+    assert words[:3] == ["curl", "-N", "http://localhost:8000/v1/chat/completions"]
     sent = json.loads(words[-1])
     assert sent == main.sample_request("tiny-gpt-oss") | {"stream": True}
     assert sent["max_tokens"] == 200
@@ -83,7 +83,7 @@ async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     not_yet = http(503, '{"reason": "loading"}')
     now = http(200, '{"status": "ready"}')
     with answering(not_yet, now, http(200, json.dumps(answer()))) as port:
-        assert await main.ask_sample(f"localhost:{port}", "m") == answer()
+        assert await main.ask_sample(f"http://localhost:{port}", "m") == answer()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_ask_when_it_fails_then_the_reason_is_given(monkeypatch, answers, 
     monkeypatch.setattr(main, "_MODEL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(main, "_ANSWER_TIMEOUT_S", 0.3)
     with answering(*answers) as port, pytest.raises(RunFailed, match=why):
-        await main.ask_sample(f"127.0.0.1:{port}", "m")
+        await main.ask_sample(f"http://127.0.0.1:{port}", "m")
 
 
 class Supervised:
@@ -154,7 +154,7 @@ def test_summary_shows_address_models_and_workers() -> None:
         ]
     }
     specs = processes(checked_deployment(data, "d"))
-    assert main._summary(specs, "localhost:80") == [
+    assert main._summary(specs, "http://localhost:80") == [
         ("URL", "http://localhost:80/v1"),
         ("models", "m"),
         ("workers", "prefill (vllm, GPU 0)"),
