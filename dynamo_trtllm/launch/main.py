@@ -109,8 +109,7 @@ async def run(
         environ[_API_KEY] = demo_key
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
-    _check_tls(specs)
-    _check_workers(specs, environ)
+    _check_processes(specs, environ)
     if sends_sample:
         _check_sample_access(specs)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
@@ -143,22 +142,13 @@ async def run(
         raise RunFailed("stopped before all processes were ready and the demo was done")
 
 
-def _check_workers(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a package, file or GPU that a worker needs is missing."""
-    for spec in specs:
-        if spec.worker is None:
-            continue
-        try:
-            check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
-        except ConfigError as exc:
-            raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
-
-
-def _check_tls(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError if a process could not use its certificate."""
+def _check_processes(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a package, file or GPU that a process needs is missing or wrong."""
     for spec in specs:
         try:
             server_certificate(spec.tls_files)
+            if spec.worker is not None:
+                check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
         except ConfigError as exc:
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 

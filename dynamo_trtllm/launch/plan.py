@@ -13,9 +13,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.child_settings import to_argv, to_environ
 from dynamo_trtllm.config.commands import LaunchConfig
-from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
@@ -40,7 +41,7 @@ _ENGINE_FLAGS = (
 )
 _FRONTEND_STOP_S = 35.0  # running requests have 30 s
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=HttpAccessConfig)
 Flags: TypeAlias = dict[str, Any]  # by field name
 
 

@@ -106,10 +106,7 @@ async def run_app(
         not_ready = partial(_not_ready_reason, tasks, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.close_response_store)
-        work = _background_work(config, models, router, metrics, app)
-        if certificate is not None:
-            certificate.count = metrics.count
-            work["tls-certificate"] = certificate.follow_files()
+        work = _background_work(config, models, router, metrics, app, certificate)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await wait_for_first(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_LOADING_S)
@@ -150,6 +147,7 @@ def _background_work(
     router: RequestRouter,
     metrics: FrontendMetrics,
     app: FrontendApp,
+    certificate: ServerCertificate | None,
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return all background work of a frontend, by the names of its tasks, in order of start."""
     work = {"recordings": answer_queries(router.plane, config.namespace)}
@@ -167,6 +165,9 @@ def _background_work(
         work["traces"] = app.traces.run()
     if config.api_keys_file is not None:
         work["api-keys"] = app.access.follow_file()
+    if certificate is not None:
+        certificate.count = metrics.count
+        work["tls-certificate"] = certificate.follow_files()
     return work
 
 
