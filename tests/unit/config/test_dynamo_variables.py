@@ -169,8 +169,8 @@ def test_wrong_variable_value_is_an_error_that_names_it(
 
 SHARED = {
     "DYN_REQUEST_PLANE": "tcp",
-    "DYN_TLS_CERT_PATH": "/c",
-    "DYN_TLS_KEY_PATH": "/k",
+    "DYN_MODEL_NAME": "/c",
+    "DYN_MODEL_PATH": "/k",
     "DYN_SYSTEM_ENABLED": "true",
     "DYN_SGL_DISAGG_CONFIG": "x",
     "DYN_ROUTER_MODE": "kv",
@@ -186,15 +186,15 @@ def test_each_process_names_its_own_ignored_variables() -> None:
     unknown = "DYN_ROUTER_MDOE (unknown; did you mean DYN_ROUTER_MODE?)"
     kvbm = "DYN_KVBM_OBJECT_SECRET_KEY (use the engine's own offloading)"
     assert ignored_variables(SHARED, frontend()) == (
-        f"environment variables without effect: {plane}; {unknown}; DYN_TLS_CERT_PATH and "
-        "DYN_TLS_KEY_PATH (put a proxy that terminates TLS in front of the frontend); unset them"
+        "environment variables without effect: DYN_MODEL_NAME and DYN_MODEL_PATH (workers register"
+        f" their models: see --served-model-name); {plane}; {unknown}; unset them"
     )
     line = ignored_variables(SHARED, worker())
     assert all(name in line for name in (plane, unknown, kvbm, "DYN_SYSTEM_ENABLED", "CANARY"))
-    assert "TLS" not in line
+    assert "DYN_MODEL_NAME" not in line
     assert "hidden" not in line
     both = ignored_variables(SHARED, frontend(), worker())
-    assert "TLS" in both
+    assert "DYN_MODEL_NAME" in both
     assert "CANARY" not in both
 
 
@@ -223,17 +223,17 @@ def test_dynamo_variable_with_our_prefix_is_ignored() -> None:
 
 def test_print_config_notes_a_variable_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        frontend("--print-config", DYN_ROUTER_MODE="kv", DYN_TLS_CERT_PATH="/c")
+        frontend("--print-config", DYN_ROUTER_MODE="kv", DYN_MODEL_NAME="/c")
     out = capsys.readouterr().out
     row = next(line.split() for line in out.splitlines() if line.startswith("router_mode"))
     assert row == ["router_mode", "kv", "environment", "DYN_ROUTER_MODE"]
-    assert "\nnote: environment variables without effect: DYN_TLS_CERT_PATH (" in out
+    assert "\nnote: environment variables without effect: DYN_MODEL_NAME (" in out
 
 
 def test_warning_logged_by_the_parent_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading.os, "environ", {"DYN_TLS_CERT_PATH": "/c"})
+    monkeypatch.setattr(loading.os, "environ", {"DYN_MODEL_NAME": "/c"})
     with caplog.at_level(logging.WARNING):
         warn_of_ignored_variables(frontend(), worker())
         assert len(caplog.messages) == 1

@@ -247,7 +247,7 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
         (WorkerConfig, "--http-port 1", "--http-port is a flag of dynamo-trtllm frontend"),
         (WorkerConfig, "serve tiny", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (FrontendConfig, "--tp 2", "--tensor-parallel-size of dynamo-trtllm worker"),
-        (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
+        (FrontendConfig, "--ssl-keyfile k", "use --tls-key-file"),
         (FrontendConfig, "--model m", "it is --model-path of dynamo-trtllm worker"),
         (LaunchConfig, "a.yaml --model-path m", "use --model"),
         (

@@ -183,12 +183,12 @@ async def test_run_ineffective_variable_is_named_by_launcher_only(monkeypatch, c
             given.extend(arguments)
 
     monkeypatch.setattr(main, "Launcher", Recording)
-    monkeypatch.setenv("DYN_TLS_CERT_PATH", "/c")
+    monkeypatch.setenv("DYN_MODEL_NAME", "/c")
     monkeypatch.setenv("DYN_KVBM_METRICS", "1")
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     await main.run(deployment, log_format="text")
     (line,) = [message for message in caplog.messages if "without effect" in message]
-    assert "DYN_TLS_CERT_PATH" in line
+    assert "DYN_MODEL_NAME" in line
     assert "DYN_KVBM_METRICS" in line
     caplog.clear()
     monkeypatch.setattr(loading.os, "environ", given[-1])
