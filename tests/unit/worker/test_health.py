@@ -24,6 +24,7 @@ from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.timing import WorkerTiming
+from tests.kit.certificates import client_context, shared_server_certificate
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
 
@@ -130,6 +131,18 @@ async def test_server_listens_only_on_the_given_host(caplog: pytest.LogCaptureFi
         assert (await client.get(f"http://127.0.0.1:{found[1]}/live")).status_code == 200
         with pytest.raises(httpx.ConnectError):
             await client.get(f"http://127.0.0.2:{found[1]}/live")
+
+
+async def test_server_with_a_certificate_serves_https(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    app = health_app(Health(), metrics)
+    certificate = shared_server_certificate()
+    async with (
+        health_server("127.0.0.1", 0, app, BackgroundTasks(), certificate) as port,
+        httpx.AsyncClient(verify=client_context()) as client,
+    ):
+        assert f"health at https://localhost:{port}" in caplog.text
+        assert (await client.get(f"https://127.0.0.1:{port}/live")).status_code == 200
 
 
 async def test_server_on_taken_port_names_it() -> None:
