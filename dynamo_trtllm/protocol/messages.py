@@ -496,7 +496,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _unpack(wanted: Any, value: Any) -> Any:
-    if wanted is array:
+    if wanted is array and isinstance(value, bytes):
         return array("I", value)  # ValueError unless whole 32-bit words
     raise TypeError(f"{wanted} has no wire form")
 

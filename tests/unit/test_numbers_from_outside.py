@@ -78,7 +78,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
 from tests.kit.generator_streams import call_stream
-from tests.kit.instances import make_instance
+from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.number_fields import BAD_NUMBERS, bad_messages, good_message
 from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, request
 
@@ -162,6 +162,13 @@ def test_bad_number_in_a_message_is_rejected_by_name(message: Any) -> None:
         except BadFrame:
             continue
         assert not bad.is_never_valid or READERS_CHECK.search(bad.path), bad
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], [1], {"1": 2}, "1234", b"123"])
+def test_token_ids_that_are_not_packed_are_rejected(ids: object) -> None:
+    fields = msgspec.msgpack.decode(encode(make_transfer_params("t1")))
+    with pytest.raises(BadFrame, match="KvTransferParams"):
+        decode(msgspec.msgpack.encode(fields | {"first_token_ids": ids}), KvTransferParams)
 
 
 async def test_worker_counts_bad_numbers_and_continues() -> None:
