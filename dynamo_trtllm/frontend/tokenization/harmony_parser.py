@@ -141,8 +141,9 @@ class HarmonyParser:
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        self._run(forced_ids)
         # number of tokens in the header that are not output
+        self._num_forced_in_header = len(forced_ids)
+        self._run(forced_ids)
         self._num_forced_in_header = len(self._header)
 
     def push(self, token_ids: TokenIds) -> StepOutput:

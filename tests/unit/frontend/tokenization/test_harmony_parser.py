@@ -390,6 +390,11 @@ def test_push_of_incomplete_forced_header_shows_output_only(renderer: HarmonyRen
     assert parse(parser, ids_of("I would rather not.\n")) == Seen("I would rather not.\n")
 
 
+def test_push_after_forced_text_that_is_no_header(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser(forced_ids=token_ids(ids_of("no\nheader")))
+    assert parse(parser, ids_of(" 4")).content.endswith(" 4")
+
+
 def test_push_when_reasoning_is_forced_then_only_output_counts(renderer: HarmonyRenderer) -> None:
     seen = parse(
         renderer.chat_parser(forced_ids=token_ids(ids_of(ANALYSIS))),
