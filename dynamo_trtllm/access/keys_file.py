@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,9 @@ from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 MAX_KEYS: Final = 10_000
 _MAX_BYTES = 16 << 20
 _decoder = msgspec.json.Decoder(ApiKey)
+# What msgspec quotes in its errors: a value, and a name that is no name of a field.
+_VALUE: Final = re.compile(r" '.*'(?= - at `)", re.DOTALL)
+_ODD_FIELD: Final = re.compile(r" unknown field `(?![a-z_]{1,40}`\Z).*`", re.DOTALL)
 
 
 class KeysFile(NamedTuple):
@@ -84,8 +88,7 @@ def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) 
         try:
             key = _decoder.decode(line)
         except msgspec.ValidationError as exc:
-            problem = str(exc).replace("`$.", "`")
-            raise _error(f"{place}: {problem}; correct the line") from exc
+            raise _error(f"{place}: {_problem(exc)}; correct the line") from exc
         except (msgspec.DecodeError, RecursionError) as exc:
             raise _error(f"{place} is not a JSON object: {exc}; correct the line") from exc
         for field, value in (("name", key.name), ("sha256", key.sha256)):
@@ -98,6 +101,12 @@ def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) 
     if len(keys) > MAX_KEYS:
         raise _error(f"{path} has {len(keys)} API keys; at most {MAX_KEYS} are supported")
     return keys
+
+
+def _problem(exc: msgspec.ValidationError) -> str:
+    """Return what is wrong with a line, without text of it that may be a key."""
+    problem = _VALUE.sub("", str(exc).replace("`$.", "`"))
+    return _ODD_FIELD.sub(" an unknown field", problem)
 
 
 def _is_comment(line: str) -> bool:
@@ -138,8 +147,9 @@ def _encoded(key: ApiKey) -> str:
             f"the key {key.name} has a model name that is not UTF-8 text; correct it"
         ) from exc
     except msgspec.ValidationError as exc:
-        problem = str(exc).replace("`$.", "`")
-        raise _error(f"the key {key.name} can't be added: {problem}; correct the value") from exc
+        raise _error(
+            f"the key {key.name} can't be added: {_problem(exc)}; correct the value"
+        ) from exc
     return line
 
 

@@ -55,13 +55,9 @@ def check_api_keys(data: bytes) -> None:
 
 
 def _client_keys(data: bytes) -> Iterator[str]:
-    """Yield each value that looks like a key which a user has put into the file instead of its hash."""
+    """Yield each key that a user has put into the file instead of its hash, or in another place."""
     for part in data.decode("utf-8", "replace").split(_MARK)[1:]:
-        secret = part[:40].split('"')[0].split("\n")[0]
-        if f'{_MARK}{secret}":' not in data.decode(
-            "utf-8", "replace"
-        ):  # a name of a field is shown
-            yield secret
+        yield _MARK + part[:40].split('"')[0].split("\n")[0]
 
 
 def _key_lines() -> Iterator[bytes]:
@@ -75,6 +71,7 @@ def _key_lines() -> Iterator[bytes]:
     yield b"# comment\n\n" + full + b"\n" + msgspec.json.encode(plain)
     yield b'{"name":"c","sha256":"sk-0123456789abcdefghij"}\n'
     yield b"sk-0123456789abcdefghij\n"
+    yield b'{"name":"c","sk-0123456789abcdefghij":1}\n'
 
 
 def check_transfer_keys(data: bytes) -> None:

@@ -82,6 +82,9 @@ def test_change_keeps_comments_mode_and_a_link(path: Path, tmp_path: Path) -> No
         (line("alice", OTHER_HASH), "name"),
         (line("bob"), "sha256"),
         ("sk-secret-key", "not a JSON object"),
+        (line("bob", OTHER_HASH, ', "scope": "sk-secret-key"'), "scope"),
+        (line("bob", OTHER_HASH, ', "sk-secret-key": "scope"'), "an unknown field"),
+        (line("bob", OTHER_HASH, ', "scope`sk-secret-key": ""'), "an unknown field"),
         ("[" * 100_000, "object"),
     ],
 )
