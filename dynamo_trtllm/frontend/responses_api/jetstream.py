@@ -24,7 +24,11 @@ from nats.js.api import DiscardPolicy, StorageType, StreamConfig, StreamState
 from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
-from dynamo_trtllm.cluster.request_plane.nats import abort_client, close_client, connect_client
+from dynamo_trtllm.cluster.request_plane.nats_connection import (
+    abort_client,
+    close_client,
+    connect_client,
+)
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.protocol.errors import Disconnected, Unreachable
 from dynamo_trtllm.protocol.sanitize import mask_address

@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 from nats.aio.client import Client
 
-from dynamo_trtllm.cluster.request_plane import nats
-from dynamo_trtllm.cluster.request_plane.nats import connect_client
+from dynamo_trtllm.cluster.request_plane import nats_connection
+from dynamo_trtllm.cluster.request_plane.nats_connection import connect_client
 from tests.kit.waiting import SOON_S
 
 
@@ -27,7 +27,7 @@ async def retry_for_ever(drops: int) -> None:
 async def test_connect_limit_holds_when_client_drops_cancels(
     drops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", 0.001)
+    monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", 0.001)
     client = Client()
     task = asyncio.current_task()
     assert task is not None
@@ -42,7 +42,7 @@ async def test_connect_limit_holds_when_client_drops_cancels(
 async def test_connect_cancelled_after_the_limit_raises_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", SOON_S)
+    monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", SOON_S)
     begun = asyncio.Event()
 
     async def connect(*_: object, **__: object) -> None:
