@@ -13,10 +13,11 @@ from contextlib import aclosing
 
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, shown_key
+from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
+from dynamo_trtllm.cluster.roles import bucket_of
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.frontend.responses_api.jetstream import (
-    bucket_of,
     bucket_state,
     delete_bucket,
 )
@@ -47,10 +48,11 @@ async def clear(config: ClearNamespaceConfig) -> bool:
         Unreachable: etcd or NATS is unreachable.
         ConfigError: confirmation needs a terminal, and stdin is none.
     """
+    access = NatsAccess.of(config)
     async with aclosing(EtcdStore(config)) as store:
         # An instance with a lease is live, or died less than one lease time ago.
         instances = await store.leases(namespace_prefix(config.namespace))
-        responses = await bucket_state(config.nats_server, config.namespace)
+        responses = await bucket_state(config.nats_server, config.namespace, access)
         if not instances and responses is None:
             _say(f"namespace {config.namespace} is clear")
             return True
@@ -78,7 +80,7 @@ async def clear(config: ClearNamespaceConfig) -> bool:
             else:
                 await store.revoke(lease)
         if responses is not None:
-            await delete_bucket(config.nats_server, config.namespace)
+            await delete_bucket(config.nats_server, config.namespace, access)
     _say("Removed.")
     return True
 

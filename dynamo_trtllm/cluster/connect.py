@@ -23,21 +23,24 @@ async def connect_plane(
     """Connect to the request plane of `--nats-server`.
 
     Args:
-        config: has the address.
+        config: has the address, and the files with credentials and certificates.
         limits: time-outs of the plane.
         tasks: owner of the plane's background tasks.
         on_unreadable: called for each message that can't be read.
 
     Raises:
-        Unreachable: no NATS server answers in time.
+        ConfigError: a file of credentials or certificates can't be read.
+        Unreachable: no NATS server answers in time, or it rejects this process.
     """
     if config.uses_inproc_plane:
         from dynamo_trtllm.cluster.request_plane.inproc import BUSES, InprocPlane
 
         return InprocPlane(limits, BUSES.at(config.nats_server), tasks, on_unreadable)
     from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+    from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 
-    return await NatsPlane.connect(config.nats_server, limits, tasks, on_unreadable)
+    access = NatsAccess.of(config)
+    return await NatsPlane.connect(config.nats_server, limits, tasks, on_unreadable, access=access)
 
 
 def open_discovery(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -76,6 +77,10 @@ _ETCD = rf"\s*(https?://)?{_SERVER}\s*"
 NAME = r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}"
 NAME_RULE = "1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
 Namespace = Annotated[str, matching(NAME, f"must have {NAME_RULE}")]
+Component = Annotated[
+    str,
+    matching(r"[A-Za-z0-9_-]{1,64}", "must have 1 to 64 letters, digits, '_' or '-'"),
+]
 Endpoint = Annotated[
     str,
     matching(
@@ -102,6 +107,15 @@ NatsAddress = Annotated[
         " Python process",
     ),
 ]
+# Subjects of replies begin with it. NATS rejects a name with wildcards or empty parts.
+InboxPrefix = Annotated[
+    str,
+    matching(
+        r"[^.*>\s]{1,64}(\.[^.*>\s]{1,64}){0,2}",
+        "expected a name like _INBOX_worker or _INBOX_worker.prefill-1, with at most 64 characters"
+        " and no '*', '>' or white space between its points",
+    ),
+]
 Origins = Annotated[
     str,
     matching(
@@ -123,6 +137,21 @@ LOG_FORMAT = ("DYN_LOGGING_JSONL", "DYN_LOGGING_CONSOLE_FORMAT")
 
 DEFAULT_SOURCE = "default"
 CODE_SOURCE = "configuration"
+
+
+class ClusterRole(StrEnum):
+    """What a process may do in etcd and NATS, as far as these have a user for each role."""
+
+    FRONTEND = "frontend"
+    WORKER = "worker"
+    TOOL = "tool"  # a command of an operator, such as `status`
+
+
+# In the path of a certificate, key or credentials file, so that the processes of all roles can have
+# the same settings.
+ROLE_IN_PATH: Final = "{role}"
+_ROLE_HELP = " {role} in its path stands for frontend, worker, or tool for other commands."
+
 
 # titles in --help, in this order
 Group = Literal[
@@ -230,6 +259,8 @@ class ConnectionConfig(Config):
     logging.
     """
 
+    cluster_role: ClassVar[ClusterRole] = ClusterRole.TOOL
+
     namespace: Namespace = option(
         "control plane",
         "dynamo",
@@ -254,20 +285,59 @@ class ConnectionConfig(Config):
         "control plane",
         None,
         env="ETCD_AUTH_CLIENT_CERT",
-        help="PEM file of the client certificate for etcd.",
+        help="PEM file of the client certificate for etcd." + _ROLE_HELP,
     )
     etcd_key: Path | None = option(
         "control plane",
         None,
         env="ETCD_AUTH_CLIENT_KEY",
-        help="PEM file of the client certificate's key.",
+        help="PEM file of the client certificate's key." + _ROLE_HELP,
+    )
+    etcd_credentials_file: Path | None = option(
+        "control plane",
+        None,
+        help="File with one line USER:PASSWORD for etcd. It is read again when the process logs in"
+        " again." + _ROLE_HELP,
     )
     nats_server: NatsAddress = option(
         "control plane",
         "nats://localhost:4222",
         env="NATS_SERVER",
         is_address=True,
-        help="NATS address.",
+        help="NATS address; tls:// requires TLS.",
+    )
+    nats_ca: Path | None = option(
+        "control plane",
+        None,
+        env="NATS_CA",
+        help="PEM file of the CA that signed NATS' certificate, for a tls:// address. Default: the"
+        " certificate authorities of the system.",
+    )
+    nats_cert: Path | None = option(
+        "control plane",
+        None,
+        env="NATS_CERT",
+        help="PEM file of the client certificate for NATS. It is read again at each connection."
+        + _ROLE_HELP,
+    )
+    nats_key: Path | None = option(
+        "control plane",
+        None,
+        env="NATS_KEY",
+        help="PEM file of the client certificate's key." + _ROLE_HELP,
+    )
+    nats_credentials_file: Path | None = option(
+        "control plane",
+        None,
+        help="File with one line USER:PASSWORD for NATS. It is read again at each connection."
+        + _ROLE_HELP,
+    )
+    nats_inbox_prefix: InboxPrefix | None = option(
+        "control plane",
+        None,
+        help="Begin of the subjects at which this process receives replies over NATS, to which its"
+        " user may subscribe. Default: _INBOX_frontend, _INBOX_worker, or _INBOX_tool for the other"
+        " commands.",
     )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
     log_format: LogFormat = option(
@@ -281,6 +351,17 @@ class ConnectionConfig(Config):
     def uses_inproc_plane(self) -> bool:
         """Return True if requests stay within this process."""
         return self.nats_server.startswith(INPROC)
+
+    def file_of_role(self, path: Path | None) -> Path | None:
+        """Return the path of a file, in which {role} stands for the role of this process."""
+        if path is None:
+            return None
+        return Path(str(path).replace(ROLE_IN_PATH, self.cluster_role))
+
+    @property
+    def inbox_prefix(self) -> str:
+        """Return the begin of the subjects at which this process receives replies."""
+        return self.nats_inbox_prefix or f"_INBOX_{self.cluster_role}"
 
     @property
     def uses_memory_discovery(self) -> bool:

@@ -8,13 +8,14 @@ The models are frozen pydantic models. `load.load` fills them from argv and envi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dynamo_trtllm.config.config_base import (
     INPROC,
     MEMORY,
+    ClusterRole,
     Endpoint,
     EngineName,
     IpAddress,
@@ -46,6 +47,8 @@ class WorkerConfig(HttpAccessConfig):
       %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode \\
         --max-batch-size 64
     """
+
+    cluster_role: ClassVar[ClusterRole] = ClusterRole.WORKER
 
     # None selects the engine's own default.
     model_path: str = option(
@@ -305,6 +308,8 @@ class FrontendConfig(FrontendAccessConfig):
     """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers,
     streams output.
     """
+
+    cluster_role: ClassVar[ClusterRole] = ClusterRole.FRONTEND
 
     http_port: Port = option(
         "HTTP and routing",

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
+from dynamo_trtllm.cluster.roles import bucket_of
 from dynamo_trtllm.frontend.responses_api import jetstream
-from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore, bucket_of
+from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.responses_api.key_value_store import (
     KeyValueStore,
     MemoryStore,

@@ -44,14 +44,26 @@ LeaseKeepAliveRequest = _message("LeaseKeepAliveRequest")
 LeaseTimeToLiveRequest = _message("LeaseTimeToLiveRequest")
 WatchRequest = _message("WatchRequest")
 WatchCreateRequest = _message("WatchCreateRequest")
+AuthEnableRequest = _message("AuthEnableRequest")
+AuthStatusRequest = _message("AuthStatusRequest")
+AuthenticateRequest = _message("AuthenticateRequest")
+AuthUserAddRequest = _message("AuthUserAddRequest")
+UserAddOptions = _message("UserAddOptions")
+AuthUserChangePasswordRequest = _message("AuthUserChangePasswordRequest")
+AuthUserGrantRoleRequest = _message("AuthUserGrantRoleRequest")
+AuthRoleAddRequest = _message("AuthRoleAddRequest")
+AuthRoleGetRequest = _message("AuthRoleGetRequest")
+AuthRoleGrantPermissionRequest = _message("AuthRoleGrantPermissionRequest")
+AuthRoleRevokePermissionRequest = _message("AuthRoleRevokePermissionRequest")
+Permission = _message("Permission")
 DELETE = _message("Event").DELETE
 
 
 class EtcdCalls:
     """The calls of etcd over one channel.
 
-    Each takes its request message, and `timeout` in seconds; a stream takes its requests by
-    `write`.
+    Each takes its request message, `timeout` in seconds, and `metadata` with the token of a user; a
+    stream takes its requests by `write`.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -63,6 +75,16 @@ class EtcdCalls:
         self.lease_keep_alive = _call(channel, "Lease", "LeaseKeepAlive")  # a stream
         self.lease_time_to_live = _call(channel, "Lease", "LeaseTimeToLive")
         self.watch = _call(channel, "Watch", "Watch")  # a stream
+        self.auth_enable = _call(channel, "Auth", "AuthEnable")
+        self.auth_status = _call(channel, "Auth", "AuthStatus")
+        self.authenticate = _call(channel, "Auth", "Authenticate")
+        self.user_add = _call(channel, "Auth", "UserAdd")
+        self.user_change_password = _call(channel, "Auth", "UserChangePassword")
+        self.user_grant_role = _call(channel, "Auth", "UserGrantRole")
+        self.role_add = _call(channel, "Auth", "RoleAdd")
+        self.role_get = _call(channel, "Auth", "RoleGet")
+        self.role_grant_permission = _call(channel, "Auth", "RoleGrantPermission")
+        self.role_revoke_permission = _call(channel, "Auth", "RoleRevokePermission")
 
 
 def _call(channel: grpc.aio.Channel, service: str, method: str) -> Any:

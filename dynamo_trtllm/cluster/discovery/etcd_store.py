@@ -1,4 +1,4 @@
-"""Call etcd over gRPC, with failover between endpoints, and keep a record on a lease.
+"""Read, write and watch the keys of etcd, and keep a record on a lease.
 
 Every gRPC failure is raised as `Unreachable`.
 
@@ -15,25 +15,21 @@ import asyncio
 import logging
 import math
 import random
-import re
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import grpc.aio
 
 from dynamo_trtllm.cluster.discovery import etcd_api as api
-from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
+from dynamo_trtllm.cluster.discovery.etcd_connection import CALL_TIMEOUT_S, EtcdConnection
 from dynamo_trtllm.config.config_base import ConnectionConfig
-from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 # Also for long leases: after etcd has lost its data, workers must register again before watchers
 # remove them (10 s).
@@ -41,78 +37,6 @@ MAX_PAUSE_S = 3.0
 FIRST_DELAY_S = 0.05  # between attempts
 MAX_DELAY_S = 1.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
-_PORT = re.compile(r":\d+$")
-_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),  # share no back-off with other channels of the process
-    ("grpc.keepalive_time_ms", 10_000),  # detects a frozen peer; etcd rejects less than 5 s
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.max_receive_message_length", -1),
-]
-
-
-def parse_endpoints(text: str) -> list[str]:
-    """Return `host:port` of each comma-separated endpoint of a `ConnectionConfig`.
-
-    The default port is 2379.
-    """
-    endpoints = []
-    for part in text.split(","):
-        host = part.strip().rpartition("//")[2].rstrip("/")
-        endpoints.append(host if _PORT.search(host) else f"{host}:2379")
-    return endpoints
-
-
-def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
-    """Return TLS credentials for https:// endpoints, or None for http:// ones.
-
-    Raises:
-        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or
-            not needed.
-    """
-    schemes = {part.strip().startswith("https://") for part in config.etcd_endpoints.split(",")}
-    if len(schemes) > 1:
-        raise ConfigError(
-            f"the etcd endpoints {config.etcd_endpoints} mix https:// and http://; use https:// for"
-            " all of them or for none",
-            field="etcd_endpoints",
-        )
-    if schemes != {True}:
-        if config.etcd_ca or config.etcd_cert or config.etcd_key:
-            raise ConfigError(
-                "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use"
-                " https:// endpoints or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and"
-                " ETCD_AUTH_CLIENT_KEY",
-                field="etcd_endpoints",
-            )
-        return None
-    if (config.etcd_cert is None) != (config.etcd_key is None):
-        raise ConfigError(
-            "only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert"
-        )
-    return grpc.ssl_channel_credentials(
-        root_certificates=_pem(config, "etcd_ca"),
-        private_key=_pem(config, "etcd_key"),
-        certificate_chain=_pem(config, "etcd_cert"),
-    )
-
-
-def _pem(config: ConnectionConfig, field: str) -> bytes | None:
-    """Read a PEM file at the start.
-
-    Without --etcd-ca, the certificate authorities of the system are used.
-    """
-    path: Path | None = getattr(config, field)
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        flag = "--" + field.replace("_", "-")
-        raise ConfigError(
-            f"{flag} {path} can't be read: {exc.strerror or exc}", field=field
-        ) from exc
 
 
 def key_text(key: bytes) -> str:
@@ -153,61 +77,24 @@ class Lease(NamedTuple):
 class EtcdStore:
     """Client of one etcd cluster. After a failed call, the next call uses the next endpoint.
 
-    Create it on a running event loop. Raises ConfigError if endpoints and certificate files don't
-    fit together.
+    Create it on a running event loop.
+
+    Raises:
+        ConfigError: endpoints and certificate files don't fit together, or a file can't be read.
     """
 
     def __init__(self, config: ConnectionConfig) -> None:
-        self.addresses = parse_endpoints(config.etcd_endpoints)
-        credentials = channel_credentials(config)
-        self.closed = False
-        self.answered = False  # True after the first successful call
-        self._current = 0
-        connect = grpc.aio.insecure_channel
-        if credentials is not None:
-            connect = partial(grpc.aio.secure_channel, credentials=credentials)
-        self._channels = [
-            connect(f"dns:///{address}", options=_OPTIONS) for address in self.addresses
-        ]
-
-        self._calls = [EtcdCalls(channel) for channel in self._channels]
+        self.connection = EtcdConnection(config)
 
     @property
-    def _etcd(self) -> EtcdCalls:
-        """The calls to the current endpoint."""
-        return self._calls[self._current]
+    def closed(self) -> bool:
+        """Return True after `aclose`."""
+        return self.connection.closed
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Raise failures as Unreachable.
-
-        grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or
-        UsageError for a call that `aclose` ended.
-        """
-        used = self._current
-        try:
-            yield
-            self.answered = True
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
-            # Another call may have changed to the next endpoint already.
-            if used == self._current:
-                self._current = (used + 1) % len(self._channels)
-            reason = str(exc)
-            if isinstance(exc, grpc.aio.AioRpcError):
-                reason = f"{exc.code().name}: {exc.details()}"
-            raise self._unreachable(used, reason) from exc
-        except asyncio.CancelledError as exc:
-            task = asyncio.current_task()
-            if self.closed and task is not None and not task.cancelling():
-                raise self._unreachable(used, "closed") from exc
-            raise
-
-    def _unreachable(self, index: int, reason: str) -> Unreachable:
-        text = (
-            f"etcd at {self.addresses[index]} did not answer ({reason}); check --etcd-endpoints and"
-            " that etcd runs"
-        )
-        return Unreachable(text, field="etcd_endpoints")
+    @property
+    def answered(self) -> bool:
+        """Return True after the first successful call."""
+        return self.connection.answered
 
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
@@ -226,15 +113,13 @@ class EtcdStore:
 
     async def _range(self, prefix: str) -> Any:
         request = api.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
-        with self._translated():
-            return await self._etcd.range(request, timeout=CALL_TIMEOUT_S)
+        return await self.connection.call("range", request)
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
             return None
         request = api.LeaseTimeToLiveRequest(ID=lease_id)
-        with self._translated():
-            reply = await self._etcd.lease_time_to_live(request, timeout=CALL_TIMEOUT_S)
+        reply = await self.connection.call("lease_time_to_live", request)
         # -1: it has expired; 0: less than a second is left.
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None
 
@@ -244,49 +129,45 @@ class EtcdStore:
         Return the revision of etcd with which it was written.
         """
         request = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
-        with self._translated():
-            reply = await self._etcd.put(request, timeout=CALL_TIMEOUT_S)
+        reply = await self.connection.call("put", request)
         return int(reply.header.revision)
 
     async def revision_of(self, key: str) -> int:
         """Return the revision of etcd with which a key was last written; 0 if it does not exist."""
         request = api.RangeRequest(key=key_bytes(key), keys_only=True)
-        with self._translated():
-            reply = await self._etcd.range(request, timeout=CALL_TIMEOUT_S)
+        reply = await self.connection.call("range", request)
         return int(reply.kvs[0].mod_revision) if reply.kvs else 0
 
     async def delete(self, key: str) -> None:
         """Delete a key if it exists."""
         request = api.DeleteRangeRequest(key=key_bytes(key))
-        with self._translated():
-            await self._etcd.delete_range(request, timeout=CALL_TIMEOUT_S)
+        await self.connection.call("delete_range", request)
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
         request = api.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
-        with self._translated():
-            reply = await self._etcd.lease_grant(request, timeout=CALL_TIMEOUT_S)
+        reply = await self.connection.call("lease_grant", request)
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
         """Renew a lease. Return False if it has expired."""
-        with self._translated():
-            call = self._etcd.lease_keep_alive(timeout=CALL_TIMEOUT_S)
+        async with self.connection.attempt() as (etcd, metadata):
+            call = etcd.lease_keep_alive(timeout=CALL_TIMEOUT_S, metadata=metadata)
             try:
                 await call.write(api.LeaseKeepAliveRequest(ID=lease.id))
                 reply = await call.read()
             finally:
                 call.cancel()
         if reply is grpc.aio.EOF:
-            raise self._unreachable(self._current, "etcd ended the keep-alive stream")
+            raise self.connection.unreachable(None, "etcd ended the keep-alive stream")
         return bool(reply.TTL > 0)
 
     async def revoke(self, lease: Lease) -> None:
         """Revoke a lease, which deletes its keys. Ignore an unknown lease."""
         request = api.LeaseRevokeRequest(ID=lease.id)
-        with self._translated():
+        async with self.connection.attempt() as (etcd, metadata):
             try:
-                await self._etcd.lease_revoke(request, timeout=CALL_TIMEOUT_S)
+                await etcd.lease_revoke(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
             except grpc.aio.AioRpcError as exc:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
@@ -305,8 +186,8 @@ class EtcdStore:
         create = api.WatchCreateRequest(
             key=prefix.encode(), range_end=prefix_end(prefix), start_revision=from_revision
         )
-        with self._translated():
-            call = self._etcd.watch()
+        async with self.connection.attempt() as (etcd, metadata):
+            call = etcd.watch(metadata=metadata)
             try:
                 await call.write(api.WatchRequest(create_request=create))
                 while True:
@@ -322,9 +203,7 @@ class EtcdStore:
 
     async def aclose(self) -> None:
         """Cancel running calls and close the connections. Idempotent."""
-        self.closed = True
-        for channel in self._channels:
-            await channel.close()
+        await self.connection.aclose()
 
 
 def _change(event: Any) -> Change:

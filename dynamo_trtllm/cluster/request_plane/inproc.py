@@ -135,6 +135,9 @@ class InprocTransport:
 
         return unsubscribe
 
+    async def until_subscribed(self, timeout_s: float) -> None:
+        """Return at once: subscriptions are active when `subscribe` returns."""
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
             raise Disconnected(_CLOSED)

@@ -15,15 +15,22 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from nats import errors as nats_errors
-from nats.aio.client import NO_RESPONDERS_STATUS, Client
+from nats.aio.client import NO_RESPONDERS_STATUS
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import Header
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
-from dynamo_trtllm.cluster.request_plane.nats_connection import close_client, connect_client
+from dynamo_trtllm.cluster.request_plane.nats_connection import (
+    NO_CREDENTIALS,
+    NatsAccess,
+    NatsClient,
+    close_client,
+    connect_client,
+)
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.transport import (
     OnDisconnect,
@@ -46,6 +53,9 @@ _UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
 RECEIVING_S = 0.003
 # A server closes the connection of a client that sends a line of more than 4096 bytes.
 _MAX_SUBJECT = 1024
+# of errors of the server
+_DENIED = "permissions violation"
+_DENIED_SUBSCRIPTION = "permissions violation for subscription"
 
 
 class Burst:
@@ -85,21 +95,37 @@ class NatsTransport:
 
     A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a
     protocol error.
+
+    Args:
+        url: address of the server.
+        tasks: owner of the background task.
+        access: how this process proves who it is.
+
+    Raises:
+        ConfigError: a file of credentials or certificates can't be read.
     """
 
     _replies_subscription: Subscription  # set by `connect`
 
-    def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        tasks: BackgroundTasks | None = None,
+        access: NatsAccess = NO_CREDENTIALS,
+    ) -> None:
         self._tasks = tasks or BackgroundTasks()
         self._url = url
         self._address = mask_address(url)
         self._lacking = f"no connection to NATS at {self._address}; check that NATS runs"
-        self._client = Client()
+        self._client = NatsClient(access)
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
         self._num_published_by_report = 0  # of the first messages of `_outgoing`
         self._is_waiting_logged = False
+        self._rejection = ""  # of the last attempt to connect, by the server
+        self._denied_subscription = ""  # last error of the server about one
+        self._num_denied = 0  # messages and subscriptions that the user may not send or make
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
@@ -128,11 +154,17 @@ class NatsTransport:
                 f"{self._replies_to}*", cb=self._on_reply
             )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise Unreachable(
-                f"no NATS server at {self._address}; start one, or check --nats-server"
-            ) from exc
+            raise self._unconnected() from exc
         self._is_open = True
         self._up.set()
+
+    def _unconnected(self) -> Unreachable:
+        if self._rejection:
+            return Unreachable(
+                f"NATS at {self._address} rejects this process ({self._rejection}); check"
+                " --nats-credentials-file, --nats-cert or the password in --nats-server"
+            )
+        return Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server")
 
     @property
     def max_message_bytes(self) -> int:
@@ -187,6 +219,23 @@ class NatsTransport:
 
         return unsubscribe
 
+    async def until_subscribed(self, timeout_s: float) -> None:
+        """Send a message to this process, which arrives after errors of earlier subscriptions."""
+        own_subject = f"{self._replies_to}{next(self._reply_numbers)}"
+        message = await self._await_reply(
+            own_subject, partial(self._send, own_subject, b""), timeout_s
+        )
+        if message is None:
+            raise Unreachable(
+                f"NATS at {self._address} delivers no message of this process to itself within"
+                f" {timeout_s:g} s; check its load, and the permissions of the user of this process"
+            )
+        if self._denied_subscription:
+            raise Unreachable(
+                f"NATS at {self._address} rejects a subscription: {self._denied_subscription}; give"
+                " the user of this process the permissions of its role"
+            )
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Send a request and return the reply.
 
@@ -200,26 +249,39 @@ class NatsTransport:
             await self._connected(timeout_s)
         if self._client.pending_data_size >= _UNSENT_BYTES:
             raise self._has_too_much_unsent()
-        loop = asyncio.get_running_loop()
         reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
+        message = await self._await_reply(
+            reply_to, partial(self._send, subject, data, reply_to), timeout_s
+        )
+        if message is None:
+            raise no_reply(subject, timeout_s)
+        if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
+            raise no_listener(subject)
+        return message.data
+
+    async def _await_reply(
+        self, reply_to: str, send: Callable[[], None], timeout_s: float
+    ) -> Msg | None:
+        """Send a message and return the one that comes to `reply_to`; None: none came in time.
+
+        Raises:
+            Disconnected: the connection is lost.
+        """
+        loop = asyncio.get_running_loop()
         reply: asyncio.Future[Msg | None] = loop.create_future()
         self._replies[reply_to] = reply
         expiry = loop.call_later(timeout_s, _set_reply, reply, None)
         try:
-            self._send(subject, data, reply_to)
+            send()
             message = await reply
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
         finally:
             expiry.cancel()
             del self._replies[reply_to]
-        if message is None:
-            if self._client.is_connected:
-                raise no_reply(subject, timeout_s)
+        if message is None and not self._client.is_connected:
             raise Disconnected(self._lacking)
-        if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
-            raise no_listener(subject)
-        return message.data
+        return message
 
     async def _on_reply(self, message: Msg) -> None:
         reply = self._replies.get(message.subject)
@@ -322,12 +384,25 @@ class NatsTransport:
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
             # The receiver of a message has failed: a bug.
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
-        elif not self._is_open and not self._is_waiting_logged:
-            self._is_waiting_logged = True
+        elif _DENIED in str(error).lower():
+            self._note_denied(str(error))
+        elif not self._is_open:
             reason = str(error) or type(error).__name__
-            log.warning("waiting for NATS at %s: %s", self._address, reason)
+            self._rejection = reason if isinstance(error, nats_errors.Error) else ""
+            if not self._is_waiting_logged:
+                self._is_waiting_logged = True
+                log.warning("waiting for NATS at %s: %s", self._address, reason)
         else:
             log.debug("NATS at %s: %r", self._address, error)
+
+    def _note_denied(self, reason: str) -> None:
+        """Log that this user may not do something. A stream may be denied many messages."""
+        if _DENIED_SUBSCRIPTION in reason.lower():
+            self._denied_subscription = reason
+        self._num_denied += 1
+        if self._num_denied.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+            text = "NATS at %s denies this process something (%d times so far): %s"
+            log.error(text, self._address, self._num_denied, reason)
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
@@ -360,6 +435,7 @@ class NatsPlane(RequestPlane):
         tasks: BackgroundTasks | None = None,
         on_unreadable: Callable[[], None] = lambda: None,
         *,
+        access: NatsAccess = NO_CREDENTIALS,
         connect_timeout_s: float = 5.0,
     ) -> NatsPlane:
         """Connect to a NATS server.
@@ -369,12 +445,14 @@ class NatsPlane(RequestPlane):
             limits: time-outs and buffer limits of the plane.
             tasks: owner of the plane's background tasks.
             on_unreadable: called for each message that can't be read.
+            access: how this process proves who it is.
             connect_timeout_s: time-out in seconds.
 
         Raises:
-            Unreachable: no server answers in time.
+            ConfigError: a file of credentials or certificates can't be read.
+            Unreachable: no server answers in time, or it rejects this process.
         """
         tasks = tasks or BackgroundTasks()
-        transport = NatsTransport(url, tasks)
+        transport = NatsTransport(url, tasks, access)
         await transport.connect(connect_timeout_s)
         return cls(transport, limits or PlaneLimits(), tasks, on_unreadable)

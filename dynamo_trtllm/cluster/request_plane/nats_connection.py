@@ -1,13 +1,21 @@
-"""Connect and close clients of nats-py, within limits."""
+"""Connect clients of nats-py with credentials and TLS, and close them, within limits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
 
+from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
+
+from dynamo_trtllm.cluster.credentials import Credentials, CredentialsFile
+from dynamo_trtllm.config.config_base import ConnectionConfig
+from dynamo_trtllm.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +30,141 @@ _CONNECT_OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NatsAccess:
+    """How a process proves to NATS who it is, and where it receives replies.
+
+    Args:
+        inbox_prefix: begin of the subjects of its replies.
+        credentials_file: file with its user and password.
+        ca: PEM file of the CA of the server's certificate; None: those of the system.
+        cert: PEM file of the client certificate.
+        key: PEM file of its key.
+    """
+
+    inbox_prefix: str = "_INBOX"
+    credentials_file: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, config: ConnectionConfig) -> Self:
+        """Return the access that the settings of a process describe.
+
+        Raises:
+            ConfigError: a file would not be used, or there are two passwords.
+        """
+        if (config.nats_cert is None) != (config.nats_key is None):
+            raise ConfigError(
+                "only one of --nats-cert and --nats-key is set; set both", field="nats_cert"
+            )
+        has_tls_file = config.nats_ca is not None or config.nats_cert is not None
+        if has_tls_file and not config.nats_server.startswith("tls://"):
+            raise ConfigError(
+                "--nats-ca or --nats-cert is set, but --nats-server does not begin with tls://; use"
+                " a tls:// address, or unset NATS_CA, NATS_CERT and NATS_KEY",
+                field="nats_server",
+            )
+        if config.nats_credentials_file is not None and "@" in config.nats_server:
+            raise ConfigError(
+                "--nats-server has a user, and --nats-credentials-file is set, too; leave one out",
+                field="nats_credentials_file",
+            )
+        return cls(
+            inbox_prefix=config.inbox_prefix,
+            credentials_file=config.file_of_role(config.nats_credentials_file),
+            ca=config.nats_ca,
+            cert=config.file_of_role(config.nats_cert),
+            key=config.file_of_role(config.nats_key),
+        )
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Read the files and return a context for TLS. Raises OSError if one can't be read."""
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.cert is not None:
+            context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+NO_CREDENTIALS: Final = NatsAccess()
+
+
+class NatsClient(Client):
+    """A client that reads its credentials and certificates again at each connection.
+
+    Args:
+        access: how the process proves who it is.
+
+    Raises:
+        ConfigError: a file of credentials or certificates can't be read.
+    """
+
+    def __init__(self, access: NatsAccess) -> None:
+        super().__init__()
+        self._access = access
+        self._inbox_prefix = bytearray(access.inbox_prefix.encode())  # also before `connect`
+        self._credentials_file: CredentialsFile | None = None
+        self._credentials = Credentials("", "")
+        if access.credentials_file is not None:
+            self._credentials_file = CredentialsFile(
+                access.credentials_file, "nats_credentials_file"
+            )
+        try:
+            if access.ca is not None or access.cert is not None:
+                access.tls_context()
+        except OSError as exc:
+            raise ConfigError(
+                f"--nats-ca {access.ca}, --nats-cert {access.cert} or --nats-key {access.key} can't"
+                f" be read: {exc.strerror or exc}; check that they are PEM files",
+                field="nats_ca",
+            ) from exc
+
+    def access_options(self) -> dict[str, Any]:
+        """Return the options of `connect` that prove who this process is."""
+        options: dict[str, Any] = {"inbox_prefix": self._access.inbox_prefix}
+        if self._credentials_file is not None:
+            options |= {"user": self._user, "password": self._password}
+        return options
+
+    def _user(self) -> str:
+        """Read the file: the client asks for the user first, and then for the password."""
+        assert self._credentials_file is not None
+        self._credentials = self._credentials_file.current()
+        return self._credentials.user
+
+    def _password(self) -> str:
+        return self._credentials.password
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return self._access.tls_context()
+
+    def _connect_command(self) -> bytes:
+        """Return the first command, which may have a password.
+
+        nats-py sends it without TLS, also to a tls:// address, if the server does not ask for TLS.
+        """
+        assert self._current_server is not None
+        if self._current_server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
+            raise nats_errors.Error(
+                "nats: the server does not require TLS; configure it, or use a nats:// address"
+            )
+        return super()._connect_command()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Handle an error of the server.
+
+        After a change of users, the server ends the connections of those that it has no more.
+        nats-py would then close for good; with new credentials it can connect again.
+        """
+        if "auth" in err_msg.lower():
+            await self._process_op_err(nats_errors.AuthorizationError())
+            return
+        await super()._process_err(err_msg)
+
+
+async def connect_client(client: NatsClient, url: str, timeout_s: float, **callbacks: Any) -> None:
     """Connect a client. If this fails or is cancelled, close all that the client opened.
 
     Without a limit, the client retries for ever. It connects in a task of its own, so that
@@ -33,7 +175,7 @@ async def connect_client(client: Client, url: str, timeout_s: float, **callbacks
         TimeoutError: the client did not connect in time.
     """
     connecting = asyncio.get_running_loop().create_task(
-        client.connect(url, **callbacks, **_CONNECT_OPTIONS)
+        client.connect(url, **client.access_options(), **callbacks, **_CONNECT_OPTIONS)
     )
     try:
         await asyncio.wait({connecting}, timeout=timeout_s)

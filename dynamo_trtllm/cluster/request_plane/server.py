@@ -158,8 +158,7 @@ class PlaneServer:
         subscribe = self.transport.subscribe
         self._subscriptions.append(await subscribe(control_subject(subject), self._on_control))
         self._subscriptions.append(await subscribe(subject, self._on_message))
-        # The reply shows that the subject is routed.
-        await self.transport.request(subject, PING, timeout_s=timeout_s)
+        await self.transport.until_subscribed(timeout_s)
         self._heartbeat.start()
 
     async def finished(self) -> None:

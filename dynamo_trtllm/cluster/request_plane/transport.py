@@ -61,6 +61,14 @@ class Transport(Protocol):
         replies to them.
         """
 
+    async def until_subscribed(self, timeout_s: float) -> None:
+        """Return once messages of every client to the subscribed subjects arrive.
+
+        Raises:
+            Unreachable: the server rejects a subscription.
+            Disconnected: the connection is lost.
+        """
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Send a request and return the reply.
 

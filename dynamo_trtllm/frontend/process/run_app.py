@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
@@ -138,7 +139,9 @@ async def _connect_store(config: FrontendConfig) -> JetStreamStore | None:
     """Return the store of responses; None if each process keeps them in its memory."""
     if not config.shares_responses:
         return None
-    return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+    return await JetStreamStore.connect(
+        config.nats_server, config.namespace, store_limits(config), NatsAccess.of(config)
+    )
 
 
 def _background_work(

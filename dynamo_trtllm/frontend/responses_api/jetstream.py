@@ -9,9 +9,7 @@ and limits with NATS tools.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
 import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -25,10 +23,14 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.cluster.request_plane.nats_connection import (
+    NO_CREDENTIALS,
+    NatsAccess,
+    NatsClient,
     abort_client,
     close_client,
     connect_client,
 )
+from dynamo_trtllm.cluster.roles import bucket_of
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.protocol.errors import Disconnected, Unreachable
 from dynamo_trtllm.protocol.sanitize import mask_address
@@ -39,18 +41,6 @@ CONNECT_TIMEOUT_S: Final = 5.0
 _TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
 _COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
-_NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
-
-
-def bucket_of(namespace: str) -> str:
-    """Return the name of a deployment's bucket.
-
-    NATS allows only letters, digits, '_' and '-' in it.
-    """
-    plain = _NAME.sub("-", namespace)
-    if plain != namespace:
-        plain += "-" + hashlib.sha256(namespace.encode()).hexdigest()[:8]
-    return f"dynamo_trtllm_responses_{plain}"
 
 
 class JetStreamStore:
@@ -66,19 +56,23 @@ class JetStreamStore:
         self._chunk_bytes = client.max_payload - _HEADROOM_BYTES
 
     @classmethod
-    async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
+    async def connect(
+        cls, url: str, namespace: str, limits: StoreLimits, access: NatsAccess = NO_CREDENTIALS
+    ) -> JetStreamStore:
         """Connect to a NATS server and open the deployment's bucket, or create it.
 
         Args:
             url: address of the NATS server.
             namespace: namespace of the deployment.
             limits: limits of the values, and of the bucket if it is created.
+            access: how this process proves who it is.
 
         Raises:
+            ConfigError: a file of credentials or certificates can't be read.
             Unreachable: no server answers at `url`, or it has no JetStream.
         """
         fix = "start nats-server with -js, or use --response-store memory with --workers 1"
-        async with _connected(url, fix, stays_open=True) as (client, context):
+        async with _connected(url, access, fix, stays_open=True) as (client, context):
             bucket = await _bucket(context, bucket_of(namespace), limits)
         return cls(client, bucket, limits)
 
@@ -152,7 +146,7 @@ def _numbers_of_others(first_chunk: bytes) -> range:
     return range(1, count + 1)
 
 
-async def bucket_state(url: str, namespace: str) -> StreamState | None:
+async def bucket_state(url: str, namespace: str, access: NatsAccess) -> StreamState | None:
     """Return the state of a deployment's bucket, such as its size.
 
     It is None if there is no bucket or no JetStream.
@@ -160,7 +154,7 @@ async def bucket_state(url: str, namespace: str) -> StreamState | None:
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _connected(url) as (_, context):
+    async with _connected(url, access) as (_, context):
         try:
             info = await context.stream_info(f"KV_{bucket_of(namespace)}")
         except (
@@ -172,31 +166,37 @@ async def bucket_state(url: str, namespace: str) -> StreamState | None:
         return info.state
 
 
-async def delete_bucket(url: str, namespace: str) -> None:
+async def delete_bucket(url: str, namespace: str, access: NatsAccess) -> None:
     """Delete a deployment's bucket if it exists.
 
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _connected(url) as (_, context):
+    async with _connected(url, access) as (_, context):
         with suppress(js_errors.NotFoundError):
             await context.delete_stream(f"KV_{bucket_of(namespace)}")
 
 
 @asynccontextmanager
 async def _connected(
-    url: str, fix: str = "check --nats-server and that NATS runs", *, stays_open: bool = False
+    url: str,
+    access: NatsAccess,
+    fix: str = "check --nats-server, the credentials of this process, and that NATS runs",
+    *,
+    stays_open: bool = False,
 ) -> AsyncIterator[tuple[Client, JetStreamContext]]:
     """Connect a client. It is closed after the block, or if the block fails.
 
     Args:
+        url: address of the NATS server.
+        access: how this process proves who it is.
         fix: what to do, for the error.
         stays_open: after the block the client stays open, for the caller to close it.
 
     Raises:
         Unreachable: no server answers at `url`, or a call in the block failed.
     """
-    client = Client()
+    client = NatsClient(access)
     try:
         await connect_client(client, url, CONNECT_TIMEOUT_S, error_cb=_on_error)
         try:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.cluster.discovery.etcd_connection import channel_credentials, parse_endpoints
 from dynamo_trtllm.cluster.discovery.etcd_store import (
-    channel_credentials,
     key_bytes,
     key_text,
-    parse_endpoints,
 )
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError

@@ -6,10 +6,13 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from nats.aio.client import Client
 
 from dynamo_trtllm.cluster.request_plane import nats_connection
-from dynamo_trtllm.cluster.request_plane.nats_connection import connect_client
+from dynamo_trtllm.cluster.request_plane.nats_connection import (
+    NO_CREDENTIALS,
+    NatsClient,
+    connect_client,
+)
 from tests.kit.waiting import SOON_S
 
 
@@ -28,7 +31,7 @@ async def test_connect_limit_holds_when_client_drops_cancels(
     drops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nats_connection, "_CANCEL_AGAIN_S", 0.001)
-    client = Client()
+    client = NatsClient(NO_CREDENTIALS)
     task = asyncio.current_task()
     assert task is not None
     monkeypatch.setattr(client, "connect", lambda *_, **__: retry_for_ever(drops))
@@ -52,7 +55,7 @@ async def test_connect_cancelled_after_the_limit_raises_cancelled(
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(SOON_S)
 
-    client = Client()
+    client = NatsClient(NO_CREDENTIALS)
     monkeypatch.setattr(client, "connect", connect)
     task = asyncio.create_task(connect_client(client, "", 0.0))
     await begun.wait()

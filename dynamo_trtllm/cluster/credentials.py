@@ -1,0 +1,66 @@
+"""Read the file with a user and a password for etcd or NATS."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
+
+log = logging.getLogger(__name__)
+
+_MAX_BYTES: Final = 4096
+
+
+class Credentials(NamedTuple):
+    """A user of etcd or NATS, and its password."""
+
+    user: str
+    password: str
+
+
+class CredentialsFile:
+    """Credentials that a file has now, so that a password can change while a process runs.
+
+    Args:
+        path: the file, with one line USER:PASSWORD.
+        field: setting that names the file, for errors.
+
+    Raises:
+        ConfigError: the file can't be read, others may change it, or it has another form.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        self._path = path
+        self._field = field
+        self._latest = _read(path, field)
+
+    def current(self) -> Credentials:
+        """Read the file and return its credentials; those read before if it can't be read now."""
+        try:
+            self._latest = _read(self._path, self._field)
+        except ConfigError as exc:
+            log.error("the credentials that were read before are used: %s", exc.message)
+        return self._latest
+
+
+def _read(path: Path, field: str) -> Credentials:
+    shown = f"--{field.replace('_', '-')} {path}"
+    hint = "write it with: (umask 077; echo USER:PASSWORD > FILE)"
+    try:
+        text = read_trusted(path, _MAX_BYTES).data.decode()
+    except OSError as exc:
+        raise ConfigError(f"{shown} can't be read: {exc.strerror}; {hint}", field=field) from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{shown} is not UTF-8 text; {hint}", field=field) from exc
+    except UntrustedFile as exc:
+        raise ConfigError(f"{shown} {exc.problem}", field=field) from exc
+    lines = text.splitlines()
+    user, separator, password = lines[0].partition(":") if len(lines) == 1 else ("", "", "")
+    if not (user and separator and password):
+        raise ConfigError(
+            f"{shown} must have one line of the form USER:PASSWORD; {hint}", field=field
+        )
+    return Credentials(user, password)

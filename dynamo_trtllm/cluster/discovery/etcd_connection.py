@@ -1,0 +1,288 @@
+"""Connect to the members of an etcd cluster: failover, TLS, and the user of this process.
+
+A user proves who it is with a client certificate whose common name is its name, or with a password.
+A password gives a token, which etcd forgets when it restarts, or some minutes after the last call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import grpc.aio
+
+from dynamo_trtllm.cluster.credentials import CredentialsFile
+from dynamo_trtllm.cluster.discovery import etcd_api as api
+from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
+from dynamo_trtllm.config.config_base import ConnectionConfig
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S: Final = 3.0
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+_PORT = re.compile(r":\d+$")
+_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),  # share no back-off with other channels of the process
+    ("grpc.keepalive_time_ms", 10_000),  # detects a frozen peer; etcd rejects less than 5 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", -1),
+]
+# of errors of etcd
+_NO_USERS: Final = "authentication is not enabled"
+_TOKEN_REJECTED: Final = (
+    "invalid auth token",
+    "revision of auth store is old",
+    "user name is empty",  # users were set up after the login
+)
+_USER_REJECTED: Final = (
+    *_TOKEN_REJECTED,
+    "permission denied",
+    "authentication failed, invalid user ID or password",
+)
+
+
+def parse_endpoints(text: str) -> list[str]:
+    """Return `host:port` of each comma-separated endpoint of a `ConnectionConfig`.
+
+    The default port is 2379.
+    """
+    endpoints = []
+    for part in text.split(","):
+        host = part.strip().rpartition("//")[2].rstrip("/")
+        endpoints.append(host if _PORT.search(host) else f"{host}:2379")
+    return endpoints
+
+
+def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
+    """Return TLS credentials for https:// endpoints, or None for http:// ones.
+
+    Raises:
+        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or
+            not needed.
+    """
+    schemes = {part.strip().startswith("https://") for part in config.etcd_endpoints.split(",")}
+    if len(schemes) > 1:
+        raise ConfigError(
+            f"the etcd endpoints {config.etcd_endpoints} mix https:// and http://; use https:// for"
+            " all of them or for none",
+            field="etcd_endpoints",
+        )
+    if schemes != {True}:
+        if config.etcd_ca or config.etcd_cert or config.etcd_key:
+            raise ConfigError(
+                "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use"
+                " https:// endpoints or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and"
+                " ETCD_AUTH_CLIENT_KEY",
+                field="etcd_endpoints",
+            )
+        return None
+    if (config.etcd_cert is None) != (config.etcd_key is None):
+        raise ConfigError(
+            "only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert"
+        )
+    return grpc.ssl_channel_credentials(
+        root_certificates=_pem(config, "etcd_ca"),
+        private_key=_pem(config, "etcd_key"),
+        certificate_chain=_pem(config, "etcd_cert"),
+    )
+
+
+def _pem(config: ConnectionConfig, field: str) -> bytes | None:
+    """Read a PEM file at the start.
+
+    Without --etcd-ca, the certificate authorities of the system are used.
+    """
+    path = config.file_of_role(getattr(config, field))
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(
+            f"{flag} {path} can't be read: {exc.strerror or exc}", field=field
+        ) from exc
+
+
+class _Call(NamedTuple):
+    """What a call needs: the calls of a member of etcd, and the token of the user."""
+
+    etcd: EtcdCalls
+    metadata: Metadata
+
+
+class EtcdConnection:
+    """Channels to all members of one etcd cluster. After a failed call, the next one is used.
+
+    Create it on a running event loop.
+
+    Raises:
+        ConfigError: endpoints and certificate files don't fit together, or a file can't be read.
+    """
+
+    def __init__(self, config: ConnectionConfig) -> None:
+        self.addresses = parse_endpoints(config.etcd_endpoints)
+        self.closed = False
+        self.answered = False  # True after the first successful call
+        self._config = config
+        self._credentials: CredentialsFile | None = None
+        credentials_file = config.file_of_role(config.etcd_credentials_file)
+        if credentials_file is not None:
+            self._credentials = CredentialsFile(credentials_file, "etcd_credentials_file")
+        self._token: str | None = None  # None: log in before the next call
+        self._logging_in = asyncio.Lock()
+        self._current = 0
+        self._channels: list[grpc.aio.Channel] = []  # also of former certificates
+        self._calls: list[EtcdCalls] = []
+        self._files = _states(config)
+        self._open_channels()
+
+    def _open_channels(self) -> None:
+        credentials = channel_credentials(self._config)
+        connect = grpc.aio.insecure_channel
+        if credentials is not None:
+            connect = partial(grpc.aio.secure_channel, credentials=credentials)
+        channels = [connect(f"dns:///{address}", options=_OPTIONS) for address in self.addresses]
+        self._channels += channels
+        self._calls = [EtcdCalls(channel) for channel in channels]
+
+    async def call(self, name: str, request: Any) -> Any:
+        """Make a call of `EtcdCalls` that is no stream, and return the reply.
+
+        Raises:
+            Unreachable: etcd does not answer, or rejects the user of this process.
+        """
+        used = self._token
+        try:
+            async with self.attempt() as (etcd, metadata):
+                return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+        except Unreachable:
+            was_token_rejected = used is not None and self._token is None
+            if not was_token_rejected:
+                raise
+        async with self.attempt() as (etcd, metadata):
+            return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[_Call]:
+        """Log in if necessary, and raise failures of the block as Unreachable.
+
+        grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or
+        UsageError for a call that `aclose` ended.
+        """
+        used = self._current
+        try:
+            yield _Call(self._calls[used], await self._metadata(self._calls[used]))
+            self.answered = True
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
+            # Another call may have changed to the next endpoint already.
+            if used == self._current:
+                self._current = (used + 1) % len(self._calls)
+            self._reopen_if_changed()
+            raise self._failure(used, exc) from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if self.closed and task is not None and not task.cancelling():
+                raise self.unreachable(used, "closed") from exc
+            raise
+
+    async def _metadata(self, etcd: EtcdCalls) -> Metadata:
+        """Return the token of the user as metadata of a call. Log in if there is none."""
+        if self._credentials is None:
+            return ()
+        async with self._logging_in:
+            if self._token is None:
+                self._token = await self._log_in(etcd, self._credentials)
+        return (("token", self._token),) if self._token else ()
+
+    async def _log_in(self, etcd: EtcdCalls, file: CredentialsFile) -> str:
+        """Return a token; "" if etcd has no users yet."""
+        user, password = file.current()
+        request = api.AuthenticateRequest(name=user, password=password)
+        try:
+            reply = await etcd.authenticate(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as exc:
+            if _NO_USERS in (exc.details() or ""):
+                return ""
+            raise
+        return str(reply.token)
+
+    def _failure(self, index: int, error: Exception) -> Unreachable:
+        """Return the error of a call. Forget a token that is not valid any more."""
+        if not isinstance(error, grpc.aio.AioRpcError):
+            return self.unreachable(index, str(error))
+        details = error.details() or ""
+        reason = f"{error.code().name}: {details}"
+        if any(text in details for text in _TOKEN_REJECTED):
+            self._token = None
+        if not any(text in details for text in _USER_REJECTED):
+            return self.unreachable(index, reason)
+        return Unreachable(
+            f"etcd at {self.addresses[index]} rejects the user of this process ({reason}); check"
+            " --etcd-credentials-file or --etcd-cert, and the permissions of this user",
+            field="etcd_endpoints",
+        )
+
+    def unreachable(self, index: int | None, reason: str) -> Unreachable:
+        """Return the error that an endpoint, or the current one, did not answer."""
+        address = self.addresses[self._current if index is None else index]
+        text = (
+            f"etcd at {address} did not answer ({reason}); check --etcd-endpoints and that etcd"
+            " runs"
+        )
+        return Unreachable(text, field="etcd_endpoints")
+
+    def _reopen_if_changed(self) -> None:
+        """Open new channels if a certificate has changed, because gRPC reads it only once.
+
+        The former channels stay open, because a watch may still run on one.
+        """
+        files = _states(self._config)
+        if self.closed or files == self._files:
+            return
+        self._files = files
+        try:
+            self._open_channels()
+        except ConfigError as exc:
+            log.error("the certificates that were read before are used: %s", exc.message)
+        else:
+            log.info("certificates for etcd were read again")
+
+    async def aclose(self) -> None:
+        """Cancel running calls and close the connections. Idempotent."""
+        self.closed = True
+        for channel in self._channels:
+            await channel.close()
+
+
+class _FileState(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def _states(config: ConnectionConfig) -> list[_FileState | None]:
+    """Return the states of the certificate files; None: there is none."""
+    found: list[_FileState | None] = []
+    for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key):
+        path = config.file_of_role(setting)
+        try:
+            status = None if path is None else path.stat()
+        except OSError:
+            status = None
+        found.append(
+            None
+            if status is None
+            else _FileState(status.st_ino, status.st_size, status.st_mtime_ns)
+        )
+    return found
