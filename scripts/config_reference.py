@@ -26,6 +26,7 @@ from dynamo_trtllm.config.commands import (
     KeysConfig,
     LaunchConfig,
     PreflightConfig,
+    RolesConfig,
     ServeConfig,
     StatusConfig,
     VersionConfig,
@@ -76,6 +77,7 @@ PROGRAMS = (
         "dynamo_trtllm.clear_namespace",
     ),
     Program("API keys", "keys", KeysConfig, "dynamo_trtllm.cli.keys"),
+    Program("Users of etcd and NATS", "roles", RolesConfig),
     Program("Version", "version", VersionConfig),
     Program("Completion", "completion", CompletionConfig),
 )

@@ -64,6 +64,7 @@ GROUPS = {
     ),
     "other commands": (
         Command("keys", "Add, list and revoke API keys.", "cli.keys"),
+        Command("roles", "Set up the users of etcd and NATS.", "cli.roles"),
         Command("version", "Show versions, engines, GPUs and servers found here.", "cli.version"),
         Command(
             "completion",

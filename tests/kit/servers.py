@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.blocking import wait_for
-from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.launch.servers import JETSTREAM, LocalServer, start_etcd, start_nats
 
 
 class TestServer:
@@ -17,10 +17,22 @@ class TestServer:
 
     __test__ = False
 
-    def __init__(self, kind: str, data_dir: Path) -> None:
+    def __init__(self, kind: str, data_dir: Path, nats_config: Path | None = None) -> None:
+        """Start one.
+
+        Args:
+            kind: nats or etcd.
+            data_dir: folder for its data and log.
+            nats_config: configuration of nats-server.
+        """
         self._data_dir = data_dir
-        start = start_nats if kind == "nats" else start_etcd
-        self._server: LocalServer = wait_for(start(data_dir))
+        if kind == "etcd":
+            starting = start_etcd(data_dir)
+        elif nats_config is None:
+            starting = start_nats(data_dir)
+        else:
+            starting = start_nats(data_dir, [*JETSTREAM, "--config", str(nats_config)])
+        self._server: LocalServer = wait_for(starting)
         self.address = self._server.address
 
     @property
@@ -46,6 +58,10 @@ class TestServer:
     def lose_data(self) -> None:
         """Delete the data after `stop`."""
         shutil.rmtree(self._data_dir / "etcd", ignore_errors=True)
+
+    def reload(self) -> None:
+        """Let nats-server read its configuration again."""
+        os.kill(self.pid, signal.SIGHUP)
 
     def pause(self) -> None:
         """Stop the process with SIGSTOP. Connections stay open and nothing answers."""

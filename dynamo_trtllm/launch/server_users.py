@@ -1,0 +1,98 @@
+"""Make users of etcd and NATS with random passwords, one for each role."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+
+from dynamo_trtllm.cluster.credentials import CredentialsFile
+from dynamo_trtllm.cluster.discovery.etcd_connection import EtcdConnection
+from dynamo_trtllm.cluster.discovery.etcd_users import ROOT, set_up_users
+from dynamo_trtllm.cluster.discovery.records import parse_endpoint
+from dynamo_trtllm.cluster.roles import (
+    COMPONENTS,
+    ClusterUser,
+    cluster_users,
+    nats_configuration,
+)
+from dynamo_trtllm.config.config_base import ROLE_IN_PATH, ConnectionConfig
+from dynamo_trtllm.launch.plan import ProcessSpec
+
+_PASSWORD_BYTES: Final = 20
+_SUFFIX: Final = ".credentials"
+
+
+class PasswordFolder:
+    """A folder with a file USER.credentials for each user, which only its owner may read.
+
+    Args:
+        folder: the folder.
+        users: the users. Those without a file get one with a random password.
+        has_root: also has the user root of etcd, which can set up the users again.
+
+    Raises:
+        ConfigError: an existing file can't be read.
+        OSError: a file can't be written.
+    """
+
+    def __init__(
+        self, folder: Path, users: Sequence[ClusterUser], *, has_root: bool = False
+    ) -> None:
+        self.users = users
+        self.passwords: dict[str, str] = {}
+        # For --etcd-credentials-file and --nats-credentials-file of every process.
+        self.credentials_files = folder / f"{ROLE_IN_PATH}{_SUFFIX}"
+        names = [user.name for user in users]
+        if has_root:
+            names.append(ROOT)
+        for name in names:
+            path = folder / f"{name}{_SUFFIX}"
+            if not path.exists():
+                write_private(path, f"{name}:{secrets.token_hex(_PASSWORD_BYTES)}\n")
+            credentials = CredentialsFile(path, "credentials_folder").current()
+            self.passwords[name] = credentials.password
+
+    def nats_configuration(self) -> str:
+        """Return the part of a configuration of nats-server that lists the users."""
+        return nats_configuration(self.users, self.passwords)
+
+
+def users_of(namespace: str, specs: Sequence[ProcessSpec]) -> list[ClusterUser]:
+    """Return the users of a launched deployment.
+
+    Args:
+        namespace: its namespace.
+        specs: its processes.
+    """
+    endpoints = [spec.worker.endpoint for spec in specs if spec.worker is not None]
+    chosen = [parse_endpoint(endpoint).component for endpoint in endpoints if endpoint]
+    return cluster_users([namespace], components=list(dict.fromkeys([*COMPONENTS, *chosen])))
+
+
+async def set_up_etcd(
+    config: ConnectionConfig, users: Sequence[ClusterUser], passwords: Mapping[str, str] = {}
+) -> None:
+    """Create users in etcd, which rejects all others from then on.
+
+    Args:
+        config: address of an etcd without users, or with the certificate of its user root.
+        users: the users.
+        passwords: their passwords by name. A user without one needs a certificate with its name.
+
+    Raises:
+        ConfigError: a certificate file can't be read.
+        Unreachable: etcd does not answer, or rejects the user of this process.
+    """
+    async with aclosing(EtcdConnection(config)) as connection:
+        await set_up_users(connection, users, passwords)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its user may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
