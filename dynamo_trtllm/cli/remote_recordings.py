@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix, read_instance
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
+from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.cluster.request_plane.transport import Transport
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
@@ -84,20 +86,25 @@ def _connection(config: ExplainConfig) -> ExplainConfig:
     records = [record for record in launch_records() if record.etcd and record.nats]
     if len(records) != 1:
         return config
-    launched = {
-        "namespace": records[0].namespace,
-        "etcd_endpoints": records[0].etcd,
-        "nats_server": records[0].nats,
+    record = records[0]
+    launched: dict[str, object] = {
+        "namespace": record.namespace,
+        "etcd_endpoints": record.etcd,
+        "nats_server": record.nats,
     }
     if any(config.source_of(name) != DEFAULT_SOURCE for name in launched):
         return config
+    if record.etcd_credentials_file:
+        launched["etcd_credentials_file"] = Path(record.etcd_credentials_file)
+    if record.nats_credentials_file:
+        launched["nats_credentials_file"] = Path(record.nats_credentials_file)
     return config.model_copy(update=launched)
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
     async with asyncio.timeout(config.timeout_s), aclosing(EtcdStore(config)) as store:
         records = (await store.read_all(namespace_prefix(config.namespace))).records
-    transport = NatsTransport(config.nats_server)
+    transport = NatsTransport(config.nats_server, access=NatsAccess.of(config))
     await transport.connect(config.timeout_s)
     try:
         queries = RecordingQueries(

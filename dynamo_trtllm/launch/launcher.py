@@ -14,24 +14,44 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.config.engine_names import BUILT_IN
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.engines.gpu import VISIBLE
-from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
+from dynamo_trtllm.launch.plan import (
+    ADDRESS_VARIABLES,
+    FRONTEND,
+    ProcessSpec,
+    reachable,
+    without_other_servers,
+)
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
-from dynamo_trtllm.launch.servers import LocalServer, NotYet, ready, start_etcd, start_nats, until
-from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.launch.servers import (
+    JETSTREAM,
+    LocalServer,
+    NotYet,
+    ready,
+    start_etcd,
+    start_nats,
+    until,
+)
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
 
+if TYPE_CHECKING:
+    from dynamo_trtllm.launch.server_users import PasswordFolder
+
 _FOLDER = "dynamo-launch-"
 _RECORD = "deployment.json"
+_NATS_USERS = "nats-users.conf"
 _MAX_LINE_BYTES = 1 << 20
 _KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
 _KEY_BYTES = 32
@@ -75,6 +95,9 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     namespace: str
     etcd: str = ""
     nats: str = ""
+    # If the launcher has started the server; {role} stands for the role of a process.
+    etcd_credentials_file: str = ""
+    nats_credentials_file: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Ids of earlier runs, whose leases may still last.
     ended_instances: list[str] = msgspec.field(default_factory=list)
@@ -199,7 +222,10 @@ class Launcher:
     environ: Mapping[str, str]  # that the processes inherit
 
     def __post_init__(self) -> None:
-        self._environ = dict(self.environ)
+        services = self.deployment.services
+        addresses = {"etcd": services.etcd, "nats": services.nats}
+        self._own_servers = [name for name, address in addresses.items() if address == START]
+        self._environ = without_other_servers(self.environ, self._own_servers)
         # Names of the processes that have never been ready.
         self._not_ready = {spec.name for spec in self.specs}
         # How often ready_timeout_s the next run of a process may take until it is ready, by name.
@@ -236,14 +262,20 @@ class Launcher:
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
         services = self.deployment.services
-        for name, address, start in (
-            ("etcd", services.etcd, start_etcd),
-            ("nats", services.nats, start_nats),
-        ):
-            if address == START:
-                address = await self._start_server(name, partial(start, folder / name))
-            self._environ[ADDRESS_VARIABLES[name]] = address
-            setattr(self.record, name, address)
+        etcd_address = services.etcd
+        nats_address = services.nats
+        users = self._make_users(folder) if self._own_servers else None
+        if etcd_address == START:
+            etcd_address = await self._start_server("etcd", partial(start_etcd, folder / "etcd"))
+            await _set_up_etcd(users, etcd_address)
+        if nats_address == START:
+            flags = [*JETSTREAM, "--config", str(folder / _NATS_USERS)]
+            start = partial(start_nats, folder / "nats", flags)
+            nats_address = await self._start_server("nats", start)
+        self._environ[ADDRESS_VARIABLES["etcd"]] = etcd_address
+        self._environ[ADDRESS_VARIABLES["nats"]] = nats_address
+        self.record.etcd = etcd_address
+        self.record.nats = nats_address
         self._give_transfer_key(folder)
         self._write_record()
         for spec in self.specs:
@@ -255,13 +287,25 @@ class Launcher:
         if await on_ready(self.record):
             self._supervisor.stop()
 
+    def _make_users(self, folder: Path) -> PasswordFolder:
+        """Make random users for the servers that this launcher starts, and pass them on."""
+        # Imported here, because it loads the clients of etcd and NATS.
+        from dynamo_trtllm.launch.server_users import PasswordFolder, users_of, write_private
+
+        users = PasswordFolder(folder, users_of(self.deployment.namespace, self.specs))
+        write_private(folder / _NATS_USERS, users.nats_configuration())
+        for name in self._own_servers:
+            path = str(users.credentials_files)
+            self._environ[f"{ENV_PREFIX}{name.upper()}_CREDENTIALS_FILE"] = path
+            setattr(self.record, f"{name}_credentials_file", path)
+        return users
+
     def _give_transfer_key(self, folder: Path) -> None:
         """Give the workers a random key of KV transfers, if only they use this etcd and NATS.
 
         Workers of other launchers would have other keys. The environment may name a file of keys.
         """
-        services = self.deployment.services
-        is_alone = services.etcd == START and services.nats == START
+        is_alone = len(self._own_servers) == 2
         if is_alone and _KEY_FILE not in self._environ:
             key_file = folder / "kv-transfer-keys"
             # The folder is readable by its user only, and so is the file.
@@ -426,6 +470,23 @@ class Launcher:
             self._write_record()
             where = f"as instance {answer.instance_id}"
         self.output.report_ready(spec.name, time.monotonic() - began, where)
+
+
+async def _set_up_etcd(folder: PasswordFolder | None, address: str) -> None:
+    """Create the users in an etcd that was just started.
+
+    Raises:
+        RunFailed: it does not answer.
+    """
+    # Imported here, because it loads the clients of etcd and NATS.
+    from dynamo_trtllm.launch.server_users import set_up_etcd
+
+    assert folder is not None
+    config = ConnectionConfig(etcd_endpoints=address)
+    try:
+        await set_up_etcd(config, folder.users, folder.passwords)
+    except Unreachable as exc:
+        raise RunFailed(f"the users of etcd can't be set up: {exc.message}") from exc
 
 
 def _check_port(spec: ProcessSpec) -> None:

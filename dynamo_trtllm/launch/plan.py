@@ -28,6 +28,15 @@ from dynamo_trtllm.support.tls_files import TlsFiles
 FRONTEND = "frontend"
 # An address may contain a password, so it is passed in the environment: command lines are public.
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
+# Settings that belong to other servers than those of the launcher, by the variable that sets them.
+_OF_OTHER_SERVERS = {
+    "etcd": ("ETCD_CA", "ETCD_CERT", "ETCD_KEY", "ETCD_CREDENTIALS_FILE"),
+    "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY", "NATS_CREDENTIALS_FILE", "NATS_INBOX_PREFIX"),
+}
+_WELL_KNOWN = {
+    "etcd": ("ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
+    "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
+}
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
 # Settings that are specific to an engine.
@@ -130,6 +139,20 @@ def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> 
 def _with_addresses(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with addresses, which the launcher sets when its servers run."""
     return {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
+
+
+def without_other_servers(environ: Mapping[str, str], own_servers: Sequence[str]) -> dict[str, str]:
+    """Return an environment without certificates and users of other servers.
+
+    Args:
+        environ: environment that the processes inherit.
+        own_servers: `etcd` and `nats`, as far as the launcher starts them.
+    """
+    dropped = set()
+    for server in own_servers:
+        dropped |= {f"{ENV_PREFIX}{name}" for name in _OF_OTHER_SERVERS[server]}
+        dropped |= set(_WELL_KNOWN[server])
+    return {name: value for name, value in environ.items() if name not in dropped}
 
 
 def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> DeploymentConfig:

@@ -122,11 +122,12 @@ async def test_etcd_serves_only_when_healthy(status: int, body: str, serves: boo
     ("greeting", "answer", "serves"),
     [
         (b"INFO {}\r\n", b"PONG\r\n", True),
-        (b"INFO {}\r\n", b"-ERR 'Authorization Violation'\r\n", False),
+        (b"INFO {}\r\n", b"-ERR 'Authorization Violation'\r\n", True),
+        (b"INFO {}\r\n", b"-ERR 'maximum connections exceeded'\r\n", False),
         (b"HTTP/1.1 400 Bad Request\r\n", b"PONG\r\n", False),
     ],
 )
-async def test_nats_then_it_serves_only_when_it_answers_a_ping(
+async def test_nats_serves_when_it_answers_or_asks_for_a_user(
     greeting: bytes, answer: bytes, serves: bool
 ) -> None:
     await check(check_nats, serves, answer, greeting=greeting)
