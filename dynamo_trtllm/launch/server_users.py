@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from dynamo_trtllm.cluster.credentials import CredentialsFile
+from dynamo_trtllm.cluster.discovery.etcd import START_TIMEOUT_S
 from dynamo_trtllm.cluster.discovery.etcd_connection import EtcdConnection
+from dynamo_trtllm.cluster.discovery.etcd_store import backoff
 from dynamo_trtllm.cluster.discovery.etcd_users import ROOT, set_up_users
 from dynamo_trtllm.cluster.discovery.records import parse_endpoint
 from dynamo_trtllm.cluster.roles import (
@@ -21,6 +24,7 @@ from dynamo_trtllm.cluster.roles import (
 )
 from dynamo_trtllm.config.config_base import ROLE_IN_PATH, ConnectionConfig
 from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.protocol.errors import Unreachable
 
 _PASSWORD_BYTES: Final = 20
 _SUFFIX: Final = ".credentials"
@@ -78,6 +82,8 @@ async def set_up_etcd(
 ) -> None:
     """Create users in etcd, which rejects all others from then on.
 
+    It waits up to START_TIMEOUT_S for an etcd that does not answer yet.
+
     Args:
         config: address of an etcd without users, or with the certificate of its user root.
         users: the users.
@@ -87,8 +93,19 @@ async def set_up_etcd(
         ConfigError: a certificate file can't be read.
         Unreachable: etcd does not answer, or rejects the user of this process.
     """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + START_TIMEOUT_S
+    delays = backoff()
     async with aclosing(EtcdConnection(config)) as connection:
-        await set_up_users(connection, users, passwords)
+        while True:
+            try:
+                await set_up_users(connection, users, passwords)
+            except Unreachable:
+                if connection.answered or loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(next(delays))
+            else:
+                return
 
 
 def write_private(path: Path, text: str) -> None:

@@ -41,6 +41,7 @@ from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.launch.server_users import PasswordFolder, set_up_etcd
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, NoListener, Unreachable
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GetFile, token_ids
+from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.request_planes import LIMITS, ScriptedService, make_request
 from tests.kit.servers import TestServer
@@ -278,7 +279,7 @@ async def test_frontend_uses_workers_with_their_roles(servers: Servers) -> None:
     instance = make_instance(1)
     try:
         await discovery.register(instance)
-        async with aclosing(watcher.watch(instance.namespace)) as seen:
+        async with aclosing(instance_events(watcher, instance.namespace)) as seen:
             assert await anext(seen) == Added(instance)
             assert await anext(seen) == Synced()
     finally:

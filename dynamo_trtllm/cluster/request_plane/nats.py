@@ -225,15 +225,15 @@ class NatsTransport:
         message = await self._await_reply(
             own_subject, partial(self._send, own_subject, b""), timeout_s
         )
-        if message is None:
-            raise Unreachable(
-                f"NATS at {self._address} delivers no message of this process to itself within"
-                f" {timeout_s:g} s; check its load, and the permissions of the user of this process"
-            )
         if self._denied_subscription:
             raise Unreachable(
                 f"NATS at {self._address} rejects a subscription: {self._denied_subscription}; give"
                 " the user of this process the permissions of its role"
+            )
+        if message is None:
+            raise Unreachable(
+                f"NATS at {self._address} delivers no message of this process to itself within"
+                f" {timeout_s:g} s; check its load, and the permissions of the user of this process"
             )
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
@@ -406,6 +406,7 @@ class NatsTransport:
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
+        self._denied_subscription = ""  # the next connection may be that of another user
         if self._is_open:
             self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
 

@@ -99,7 +99,7 @@ def environment(pod: Pod) -> dict[str, str]:
     }
     return given | {
         "ETCD_ENDPOINTS": "https://etcd:2379",
-        "NATS_SERVER": "nats://dynamo:p0@nats:4222",
+        "NATS_SERVER": "tls://nats:4222",
     }
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dynamo_trtllm.cluster.roles import cluster_users, nats_configuration
+from dynamo_trtllm.config.commands import RolesConfig
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 
@@ -88,11 +91,37 @@ def test_etcd_when_any_client_asks_then_it_wants_a_certificate() -> None:
     assert not any("2381" in port for port in SERVICES["etcd"]["ports"])
 
 
+@pytest.mark.parametrize("folder", [DEPLOY / "compose", RECIPES / "base"], ids=lambda x: x.name)
+def test_nats_takes_the_user_from_the_certificate(folder: Path) -> None:
+    text = (folder / "nats.conf").read_text()
+    assert "verify_and_map: true" in text
+    assert "include ./nats-users.conf" in text
+    assert "jetstream" in text
+
+
+def test_users_of_nats_are_those_of_roles_in_compose() -> None:
+    """`dynamo-trtllm roles nats > deploy/compose/nats-users.conf` writes them."""
+    written = (DEPLOY / "compose" / "nats-users.conf").read_text()
+    assert written == nats_configuration(cluster_users(["dynamo"]))
+
+
+def test_users_of_nats_and_etcd_are_for_all_recipes() -> None:
+    """`dynamo-trtllm roles nats` with the flags of the Job writes them."""
+    (job,) = yaml.safe_load_all((RECIPES / "base" / "etcd-users.yaml").read_text())
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words[:3] == ["dynamo-trtllm", "roles", "etcd"]
+    config = load(RolesConfig, prog="p", argv=words[2:], environ={})
+    deployments = {
+        name
+        for path in (DEPLOY / "recipes").rglob("*.yaml")
+        for name in re.findall(r"name: DYN_NAMESPACE, value: ([\w-]+)", path.read_text())
+    }
+    assert deployments == set(config.other_namespaces)
+    users = cluster_users([config.namespace, *config.other_namespaces])
+    assert (RECIPES / "base" / "nats-users.conf").read_text() == nats_configuration(users)
+
+
 def test_passwords_when_not_set_then_compose_refuses() -> None:
-    nats = (DEPLOY / "compose/nats.conf").read_text()
-    assert "password: $NATS_PASSWORD" in nats
-    assert "jetstream" in nats
-    assert SERVICES["nats"]["environment"]["NATS_PASSWORD"].startswith("${NATS_PASSWORD:?")
     assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith(
         "${GRAFANA_PASSWORD:?"
     )
@@ -108,6 +137,10 @@ def test_nats_configuration_when_read_by_nats_server_then_valid(
     """A password that begins with a digit, or a variable that is not set, would be an error
     here.
     """
+    subprocess.run(
+        [DEPLOY / "make_secrets", "compose", "--folder", tmp_path], check=True, capture_output=True
+    )
+    made = tmp_path / "compose" / "secrets"
     folders = (
         [DEPLOY / "compose"]
         if folder == "compose"
@@ -115,19 +148,22 @@ def test_nats_configuration_when_read_by_nats_server_then_valid(
     )
     for source in folders:
         for path in source.glob("*.conf"):
-            (tmp_path / path.name).write_text(path.read_text().replace("/data", str(tmp_path)))
-    environ = {"NATS_PASSWORD": "p0", "POD_NAME": "nats-0"}
+            text = path.read_text().replace("/data", str(tmp_path)).replace("/tls/", f"{made}/")
+            (tmp_path / path.name).write_text(text.replace("/tls.", "/server."))
+    environ = {"NATS_ROUTE_PASSWORD": "p0", "POD_NAME": "nats-0"}
     environ |= {f"ROUTE_{i}": f"nats://route:p0@nats-{i}.nats-headless:6222" for i in range(3)}
     command = [nats_binary(), "-t", "-c", tmp_path / name]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | environ
     )
     assert done.returncode == 0, done.stderr
-    del environ["NATS_PASSWORD"]
+    if name != "cluster.conf":
+        return
+    del environ["NATS_ROUTE_PASSWORD"]
     without = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | environ
     )
-    assert "NATS_PASSWORD" in without.stderr + without.stdout
+    assert "NATS_ROUTE_PASSWORD" in without.stderr + without.stdout
 
 
 def test_prometheus_scrapes_every_service_and_our_ports() -> None:

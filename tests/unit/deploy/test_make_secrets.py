@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_trtllm.cluster.discovery.etcd_store import channel_credentials
+from dynamo_trtllm.cluster.discovery.etcd_connection import channel_credentials
+from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.kv_transfer.keys import read_keys
@@ -23,8 +24,12 @@ from tests.unit.deploy.test_recipe_schemas import check
 PROGRAM = ROOT / "deploy" / "make_secrets"
 SECRETS = {
     "etcd-server-tls",
-    "etcd-client-tls",
-    "nats-auth",
+    "nats-server-tls",
+    "frontend-tls",
+    "worker-tls",
+    "tool-tls",
+    "etcd-root-tls",
+    "nats-routes",
     "dynamo-platform",
     "kv-transfer-key",
 }
@@ -49,12 +54,13 @@ def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> 
     config = frontend(pairs(secrets / "client.env"))
     assert channel_credentials(config) is not None
     environ = pairs(tmp_path / ".env")
-    assert environ["NATS_PASSWORD"] in config.nats_server
     user = environ.pop("DYNAMO_USER")
     assert user == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
     for path in (secrets / "server.key", tmp_path / "compose/data/etcd"):
         assert str(path.stat().st_uid) == user.partition(":")[0]
-    assert environ.keys() == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}
+    assert (secrets / "root.key").stat().st_uid == os.getuid()
+    assert environ.keys() == {"GRAFANA_PASSWORD"}
+    assert NatsAccess.of(config).tls_context().get_ca_certs()
     assert all(re.fullmatch(r"p[0-9a-f]{40}", value) for value in environ.values())
     environ = pairs(secrets / "client.env")
     assert len(read_keys(Path(environ["DYN_TRTLLM_KV_TRANSFER_KEY_FILE"]))) == 1
@@ -78,15 +84,44 @@ def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
     environ = {name: decoded(text) for name, text in docs["dynamo-platform"]["data"].items()}
     config = frontend(environ)
     (pod, *_) = frontends(deployed("trtllm/agg"))
-    mounted = next(m["mountPath"] for m in pod.container["volumeMounts"] if m["name"] == "etcd-tls")
+    mounted = next(
+        m["mountPath"] for m in pod.container["volumeMounts"] if m["name"] == "cluster-tls"
+    )
     for path in (config.etcd_ca, config.etcd_cert, config.etcd_key):
         assert path is not None
         assert path.parent.as_posix() == mounted
-        assert path.name in docs["etcd-client-tls"]["data"]
-    assert (
-        config.nats_server
-        == f"nats://dynamo:{decoded(docs['nats-auth']['data']['password'])}@nats:4222"
+        assert path.name in docs["frontend-tls"]["data"]
+    assert config.nats_server == "tls://nats:4222"
+    assert (config.nats_cert, config.nats_key) == (config.etcd_cert, config.etcd_key)
+    for user in ("frontend", "worker", "tool"):
+        certificate = decoded(docs[f"{user}-tls"]["data"]["tls.crt"])
+        assert common_name(certificate) == user
+    assert common_name(decoded(docs["etcd-root-tls"]["data"]["tls.crt"])) == "root"
+    assert common_name(decoded(docs["etcd-server-tls"]["data"]["tls.crt"])) == "server"
+
+
+def common_name(certificate: str) -> str:
+    done = subprocess.run(
+        ["openssl", "x509", "-noout", "-subject", "-nameopt", "multiline"],
+        input=certificate,
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    match = re.search(r"commonName\s*= (\S+)", done.stdout)
+    assert match is not None
+    return match.group(1)
+
+
+@pytest.mark.parametrize("recipe", ["trtllm/agg", "trtllm/disagg", "vllm/disagg"])
+def test_pods_have_the_certificate_of_their_role_alone(recipe: str) -> None:
+    pods = deployed(recipe)
+    for role, found in (("frontend", frontends(pods)), ("worker", workers(pods))):
+        assert found
+        for pod in found:
+            volumes = pod.spec["volumes"]
+            names = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+            assert {name for name in names if name.endswith("-tls")} == {f"{role}-tls"}
 
 
 @pytest.mark.parametrize("recipe", ["trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"])
@@ -110,7 +145,13 @@ def decoded(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["kubernetes"], "--namespace"), (["compose", "--hosts"], "unknown argument"), ([], "usage")],
+    [
+        (["compose", "--worker", "a/b"], "letters, digits"),
+        (["kubernetes", "--namespace", "n", "--worker", "a"], "--worker is for compose"),
+        (["kubernetes"], "--namespace"),
+        (["compose", "--hosts"], "unknown argument"),
+        ([], "usage"),
+    ],
 )
 def test_secrets_when_given_nonsense_then_says_so(words: list[str], said: str) -> None:
     done: Any = made(*words)

@@ -54,7 +54,12 @@ EVERY_WORKER = [
     for pod in workers(deployed(target))
 ]
 # by deploy/make_secrets
-MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform", "kv-transfer-key"}
+MADE = {
+    *(f"{name}-tls" for name in ("etcd-server", "nats-server", "etcd-root", "frontend", "worker")),
+    "nats-routes",
+    "dynamo-platform",
+    "kv-transfer-key",
+}
 BY_HAND = {"hf-token-secret", "mpi-ssh"}
 
 
