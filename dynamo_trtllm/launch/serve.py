@@ -65,6 +65,9 @@ _NOT_FOR_WORKERS = {
     "disaggregation_mode": "type --prefill and --decode before --",
     "etcd_endpoints": _OWN_SERVERS,
     "nats_server": _OWN_SERVERS,
+    "etcd_credentials_file": _OWN_SERVERS,
+    "nats_credentials_file": _OWN_SERVERS,
+    "nats_inbox_prefix": _OWN_SERVERS,
 }
 _TINY_VALUES = 30_000_000  # of the bundled model, which is expanded when a worker starts
 

@@ -34,6 +34,7 @@ from tests.kit.request_planes import LIMITS, ScriptedService
 from tests.kit.waiting import SOON_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 OWN = "prefill-1"  # component of a worker with a certificate of its own
 
 
@@ -57,9 +58,7 @@ def etcd(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     client = free_ports(3)
     peer = client + 1
     metrics = client + 2
-    flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"][
-        "command"
-    ][1:]
+    flags = COMPOSE["services"]["etcd"]["command"][1:]
     for old, new in {
         "/tls": str(secrets),
         "=/data": f"={folder}/data",
@@ -83,11 +82,11 @@ def etcd(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 def set_up(endpoints: str, secrets: Path) -> None:
     """Create the users, as soon as etcd answers."""
-    files = [f"--etcd-{name}={secrets}/root.{name}" for name in ("crt", "key")]
-    files[0] = files[0].replace("--etcd-crt", "--etcd-cert")
-    words = ["etcd", "--worker", OWN, f"--etcd-endpoints={endpoints}", *files]
+    words = ["etcd", "--worker", OWN, f"--etcd-endpoints={endpoints}"]
+    for flag, file in (("ca", "ca.crt"), ("cert", "root.crt"), ("key", "root.key")):
+        words.append(f"--etcd-{flag}={secrets / file}")
     with pytest.raises(SystemExit) as ended:
-        roles.main([*words, f"--etcd-ca={secrets}/ca.crt"])
+        roles.main(words)
     assert ended.value.code == 0
 
 
@@ -201,6 +200,16 @@ async def test_servers_reject_a_client_without_what_they_want(
             await NatsPlane.connect(nats, access=NatsAccess.of(config), connect_timeout_s=0.5)
     finally:
         await discovery.aclose()
+
+
+def test_health_check_of_compose_passes_with_users(secrets: Path, etcd: str) -> None:
+    check = COMPOSE["services"]["etcd"]["healthcheck"]["test"][1:]
+    words = [
+        word.replace("https://127.0.0.1:2379", etcd).replace("/tls", str(secrets)) for word in check
+    ]
+    program = Path(etcd_binary()).with_name(words[0])
+    done = subprocess.run([program, *words[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_password_is_not_sent_to_a_server_without_tls(

@@ -99,6 +99,42 @@ def test_records_of_other_users_are_ignored(
     assert launcher.launch_records() == []
 
 
+@pytest.mark.parametrize(
+    ("services", "own"),
+    [
+        (ServicesConfig(), {"ETCD", "NATS"}),
+        (ServicesConfig(etcd="127.0.0.1:1"), {"NATS"}),
+        (ServicesConfig(nats="127.0.0.1:2"), {"ETCD"}),
+    ],
+    ids=["own servers", "shared etcd", "shared NATS"],
+)
+def test_launcher_makes_users_for_its_own_servers(
+    tmp_path: Path, services: ServicesConfig, own: set[str]
+) -> None:
+    given = {
+        f"DYN_TRTLLM_{server}_CREDENTIALS_FILE": "of other servers" for server in ("ETCD", "NATS")
+    }
+    given |= {"NATS_CA": "of other servers", "ETCD_AUTH_CA": "of other servers"}
+    of = deployment(WORKER).model_copy(update={"services": services})
+    made = launcher.Launcher(of, [], ProcessOutput(io.StringIO(), []), given)
+    made._make_users(tmp_path)
+    for server, authority in (("ETCD", "ETCD_AUTH_CA"), ("NATS", "NATS_CA")):
+        file = made._environ[f"DYN_TRTLLM_{server}_CREDENTIALS_FILE"]
+        assert (file != "of other servers") == (server in own)
+        assert (authority not in made._environ) == (server in own)
+        record = getattr(made.record, f"{server.lower()}_credentials_file")
+        assert record == (file if server in own else "")
+    passwords = set()
+    for role in ("frontend", "worker", "tool"):
+        path = tmp_path / f"{role}.credentials"
+        user, _, password = path.read_text().strip().partition(":")
+        assert user == role
+        passwords.add(password)
+    assert len(passwords) == 3
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
 async def test_process_serves_only_when_it_answers_so() -> None:
     made = await started(WORKER)
     latest_child("frontend").say("listening on http://0.0.0.0:8000")
