@@ -25,6 +25,7 @@ from nats.js.api import Header
 
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats_connection import (
+    DENIED,
     NO_CREDENTIALS,
     NatsAccess,
     NatsClient,
@@ -53,9 +54,7 @@ _UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
 RECEIVING_S = 0.003
 # A server closes the connection of a client that sends a line of more than 4096 bytes.
 _MAX_SUBJECT = 1024
-# of errors of the server
-_DENIED = "permissions violation"
-_DENIED_SUBSCRIPTION = "permissions violation for subscription"
+_DENIED_SUBSCRIPTION = f"{DENIED} for subscription"
 
 
 class Burst:
@@ -384,7 +383,7 @@ class NatsTransport:
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
             # The receiver of a message has failed: a bug.
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
-        elif _DENIED in str(error).lower():
+        elif DENIED in str(error):
             self._note_denied(str(error))
         elif not self._is_open:
             reason = str(error) or type(error).__name__
@@ -397,7 +396,7 @@ class NatsTransport:
 
     def _note_denied(self, reason: str) -> None:
         """Log that this user may not do something. A stream may be denied many messages."""
-        if _DENIED_SUBSCRIPTION in reason.lower():
+        if _DENIED_SUBSCRIPTION in reason:
             self._denied_subscription = reason
         self._num_denied += 1
         if self._num_denied.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …

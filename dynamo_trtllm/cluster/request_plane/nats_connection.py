@@ -87,6 +87,8 @@ class NatsAccess:
         return context
 
 
+# of errors of the server, in lower case as nats-py passes them on
+DENIED: Final = "permissions violation"
 NO_CREDENTIALS: Final = NatsAccess()
 
 
@@ -102,6 +104,9 @@ class NatsClient(Client):
 
     def __init__(self, access: NatsAccess) -> None:
         super().__init__()
+        self.requires_tls = (
+            False  # also of servers that the first one names; set by `connect_client`
+        )
         self._access = access
         self._inbox_prefix = bytearray(access.inbox_prefix.encode())  # also before `connect`
         self._credentials_file: CredentialsFile | None = None
@@ -145,8 +150,7 @@ class NatsClient(Client):
 
         nats-py sends it without TLS, also to a tls:// address, if the server does not ask for TLS.
         """
-        assert self._current_server is not None
-        if self._current_server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
+        if self.requires_tls and not self._server_info.get("tls_required"):
             raise nats_errors.Error(
                 "nats: the server does not require TLS; configure it, or use a nats:// address"
             )
@@ -158,7 +162,8 @@ class NatsClient(Client):
         After a change of users, the server ends the connections of those that it has no more.
         nats-py would then close for good; with new credentials it can connect again.
         """
-        if "auth" in err_msg.lower():
+        # A permissions violation has a subject, in which other clients may have put anything.
+        if DENIED not in err_msg and "auth" in err_msg:
             await self._process_op_err(nats_errors.AuthorizationError())
             return
         await super()._process_err(err_msg)
@@ -174,6 +179,7 @@ async def connect_client(client: NatsClient, url: str, timeout_s: float, **callb
     Raises:
         TimeoutError: the client did not connect in time.
     """
+    client.requires_tls = url.startswith("tls://")
     connecting = asyncio.get_running_loop().create_task(
         client.connect(url, **client.access_options(), **callbacks, **_CONNECT_OPTIONS)
     )

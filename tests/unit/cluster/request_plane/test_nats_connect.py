@@ -62,3 +62,30 @@ async def test_connect_cancelled_after_the_limit_raises_cancelled(
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("message", "reconnects"),
+    [
+        ("'user authentication expired'", True),
+        ("'authorization violation'", True),
+        ("'permissions violation for publish to \"auth.x\"'", False),
+    ],
+)
+async def test_server_that_rejects_a_user_is_connected_again(
+    message: str, reconnects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = NatsClient(NO_CREDENTIALS)
+    errors: list[Exception] = []
+    reported: list[Exception] = []
+
+    async def reconnect(error: Exception) -> None:
+        errors.append(error)
+
+    async def report(error: Exception) -> None:
+        reported.append(error)
+
+    monkeypatch.setattr(client, "_process_op_err", reconnect)
+    client._error_cb = report
+    await client._process_err(message)
+    assert (len(errors), len(reported)) == ((1, 0) if reconnects else (0, 1))
