@@ -146,7 +146,9 @@ def _numbers_of_others(first_chunk: bytes) -> range:
     return range(1, count + 1)
 
 
-async def bucket_state(url: str, namespace: str, access: NatsAccess) -> StreamState | None:
+async def bucket_state(
+    url: str, namespace: str, access: NatsAccess = NO_CREDENTIALS
+) -> StreamState | None:
     """Return the state of a deployment's bucket, such as its size.
 
     It is None if there is no bucket or no JetStream.
@@ -166,7 +168,7 @@ async def bucket_state(url: str, namespace: str, access: NatsAccess) -> StreamSt
         return info.state
 
 
-async def delete_bucket(url: str, namespace: str, access: NatsAccess) -> None:
+async def delete_bucket(url: str, namespace: str, access: NatsAccess = NO_CREDENTIALS) -> None:
     """Delete a deployment's bucket if it exists.
 
     Raises:
@@ -181,7 +183,7 @@ async def delete_bucket(url: str, namespace: str, access: NatsAccess) -> None:
 async def _connected(
     url: str,
     access: NatsAccess,
-    fix: str = "check --nats-server, the credentials of this process, and that NATS runs",
+    fix: str = "check --nats-server and that NATS runs",
     *,
     stays_open: bool = False,
 ) -> AsyncIterator[tuple[Client, JetStreamContext]]:
