@@ -14,8 +14,8 @@ from dynamo_trtllm.cluster.credentials import CredentialsFile
 from dynamo_trtllm.cluster.discovery.etcd import START_TIMEOUT_S
 from dynamo_trtllm.cluster.discovery.etcd_connection import EtcdConnection
 from dynamo_trtllm.cluster.discovery.etcd_store import backoff
-from dynamo_trtllm.cluster.discovery.etcd_users import ROOT, set_up_users
 from dynamo_trtllm.cluster.discovery.records import parse_endpoint
+from dynamo_trtllm.cluster.etcd_users import ROOT, set_up_users
 from dynamo_trtllm.cluster.roles import (
     COMPONENTS,
     ClusterUser,

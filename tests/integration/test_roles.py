@@ -20,8 +20,8 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Synced
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_connection import EtcdConnection
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, prefix_end
-from dynamo_trtllm.cluster.discovery.etcd_users import set_permissions
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
+from dynamo_trtllm.cluster.etcd_users import set_permissions
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.nats_connection import (
     NatsAccess,

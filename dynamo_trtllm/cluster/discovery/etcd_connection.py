@@ -263,26 +263,17 @@ class EtcdConnection:
             await channel.close()
 
 
-class _FileState(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    inode: int
-    size: int
-    modified_ns: int
-
-
-def _states(config: ConnectionConfig) -> list[_FileState | None]:
-    """Return the states of the certificate files; None: there is none."""
-    found: list[_FileState | None] = []
+def _states(config: ConnectionConfig) -> list[tuple[int, int, int] | None]:
+    """Return what changes when a certificate file is written or replaced; None: there is none."""
+    found: list[tuple[int, int, int] | None] = []
     for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key):
         path = config.file_of_role(setting)
         try:
             status = None if path is None else path.stat()
         except OSError:
             status = None
-        found.append(
-            None
-            if status is None
-            else _FileState(status.st_ino, status.st_size, status.st_mtime_ns)
-        )
+        state = None
+        if status is not None:
+            state = (status.st_ino, status.st_size, status.st_mtime_ns)
+        found.append(state)
     return found
