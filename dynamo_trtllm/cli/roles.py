@@ -32,13 +32,13 @@ def main(config: RolesConfig) -> None:
     if folder is not None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            passwords = PasswordFolder(folder, users, has_root=True).passwords
         except OSError as exc:
             raise ConfigError(
-                f"--credentials-folder {folder} can't be written: {exc.strerror or exc}; pass"
+                f"--credentials-folder {folder} can't be created: {exc.strerror or exc}; pass"
                 " another folder",
                 field="credentials_folder",
             ) from exc
+        passwords = PasswordFolder(folder, users, has_root=True).passwords
     if config.action == "nats":
         sys.stdout.write(nats_configuration(users, passwords))
         return

@@ -24,7 +24,7 @@ from dynamo_trtllm.cluster.roles import (
 )
 from dynamo_trtllm.config.config_base import ROLE_IN_PATH, ConnectionConfig
 from dynamo_trtllm.launch.plan import ProcessSpec
-from dynamo_trtllm.protocol.errors import Unreachable
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 
 _PASSWORD_BYTES: Final = 20
 _SUFFIX: Final = ".credentials"
@@ -39,8 +39,7 @@ class PasswordFolder:
         has_root: also has the user root of etcd, which can set up the users again.
 
     Raises:
-        ConfigError: an existing file can't be read.
-        OSError: a file can't be written.
+        ConfigError: a file can't be read or written.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ async def set_up_etcd(
     It waits up to START_TIMEOUT_S for an etcd that does not answer yet.
 
     Args:
-        config: address of an etcd without users, or with the certificate of its user root.
+        config: address of an etcd without users, or with the certificate or password of root.
         users: the users.
         passwords: their passwords by name. A user without one needs a certificate with its name.
 
@@ -109,7 +108,16 @@ async def set_up_etcd(
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its user may read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    """Write a file that only its user may read.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as exc:
+        raise ConfigError(
+            f"{path} can't be written: {exc.strerror or exc}; free space, or use another folder"
+        ) from exc

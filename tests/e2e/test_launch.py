@@ -4,6 +4,7 @@ its processes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,11 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cli import status as status_command
+from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.launch.servers import nats_binary
+from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.support.network.addresses import free_ports
 from tests.kit.cluster import PLAIN
 from tests.kit.launcher_process import WAIT_S, LauncherProcess, ask_until_answered
@@ -114,6 +120,15 @@ def serve_while_stopped(launched: LauncherProcess, port: int) -> None:
     assert sum(len(line) for line in launched.lines if " request-" in line) > 1 << 16
 
 
+async def check_strangers(etcd: str, nats: str) -> None:
+    """Check that the servers of the launcher reject clients without credentials."""
+    with pytest.raises(Unreachable, match="rejects this process"):
+        await NatsPlane.connect(nats, connect_timeout_s=0.3)
+    async with aclosing(EtcdStore(ConnectionConfig(etcd_endpoints=etcd))) as store:
+        with pytest.raises(Unreachable, match="rejects the user of this process"):
+            await store.read_all("v1/instances/")
+
+
 def test_launch_when_all_is_well_then_it_serves_until_sigterm(
     launch: Launch, deployment: Path, port: int, temporary: Path, status: Callable[[], Any]
 ) -> None:
@@ -138,6 +153,8 @@ def test_launch_when_all_is_well_then_it_serves_until_sigterm(
         name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")
     }
     assert report["processes"][-1]["load"]["running"] == 0
+    addresses = {process["name"]: process["address"] for process in report["processes"]}
+    asyncio.run(check_strangers(addresses["etcd"], addresses["nats"]))
     serve_while_stopped(launched, port)
     launched.process.terminate()
     assert launched.end() == (0, "")
