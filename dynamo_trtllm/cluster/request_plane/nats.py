@@ -387,7 +387,9 @@ class NatsTransport:
             self._note_denied(str(error))
         elif not self._is_open:
             reason = str(error) or type(error).__name__
-            self._rejection = reason if isinstance(error, nats_errors.Error) else ""
+            # The server also closes the connection, which is another error.
+            if isinstance(error, nats_errors.Error) and not isinstance(error, TimeoutError):
+                self._rejection = reason
             if not self._is_waiting_logged:
                 self._is_waiting_logged = True
                 log.warning("waiting for NATS at %s: %s", self._address, reason)
