@@ -121,6 +121,7 @@ def connects(source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bo
 
 FRONTEND, PREFILL, DECODE = (peer(f"{DISAGG}-{role}") for role in ("frontend", "prefill", "decode"))
 ETCD, NATS = peer("etcd"), peer("nats")
+ETCD_USERS = peer("etcd-users")
 DOWNLOAD, PERF = peer("model-download"), peer("gpt-oss-120b-disagg-bench")
 
 
@@ -132,7 +133,14 @@ def test_clients_reach_etcd_nats_and_dns(client: Peer) -> None:
     assert connects(client, DNS, 53)
 
 
-@pytest.mark.parametrize("client", [FRONTEND, PREFILL, DECODE, ETCD, NATS, PERF])
+def test_job_that_creates_users_reaches_etcd_and_dns_alone() -> None:
+    assert connects(ETCD_USERS, ETCD, 2379)
+    assert connects(ETCD_USERS, DNS, 53, "UDP")
+    assert not connects(ETCD_USERS, ETCD, 2380)
+    assert not connects(ETCD_USERS, NATS, 4222)
+
+
+@pytest.mark.parametrize("client", [FRONTEND, PREFILL, DECODE, ETCD, NATS, PERF, ETCD_USERS])
 @pytest.mark.parametrize("target", [WORLD, METADATA, STRANGER, NEIGHBOR, PROMETHEUS])
 def test_no_process_connects_to_other_hosts(client: Peer, target: Peer) -> None:
     assert not any(connects(client, target, port) for port in (53, 80, 443, 2379, 4222, UCX))
