@@ -50,7 +50,7 @@ def _read(path: Path, field: str) -> Credentials:
     shown = f"--{field.replace('_', '-')} {path}"
     hint = "write it with: (umask 077; echo USER:PASSWORD > FILE)"
     try:
-        text = read_trusted(path, _MAX_BYTES).data.decode()
+        text = read_trusted(path, _MAX_BYTES).decode()
     except OSError as exc:
         raise ConfigError(f"{shown} can't be read: {exc.strerror}; {hint}", field=field) from exc
     except UnicodeDecodeError as exc:
