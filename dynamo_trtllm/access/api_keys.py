@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from dynamo_trtllm.protocol.number_types import MAX_PRIORITY
+from dynamo_trtllm.protocol.number_types import MAX_PRIORITY, MAX_WEIGHT, MIN_WEIGHT
 
 MAX_KEY_CHARS: Final = 256
 PREFIX: Final = "sk-"  # tools that search for leaked keys look for it
@@ -22,6 +22,7 @@ KeyName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}
 _Sha256: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 _ModelName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+_Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
 
 class ApiKey(
@@ -36,6 +37,8 @@ class ApiKey(
     models: tuple[_ModelName, ...] | None = None
     # Lower values first. The priority of its requests, unless they ask for a higher value.
     priority: _Priority = 0
+    # Share of the workers, relative to those of other keys whose requests wait.
+    weight: _Weight = 1.0
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent_generations: _Limit | None = None  # a request for n choices counts as n

@@ -38,6 +38,7 @@ def _add(config: KeysConfig) -> None:
             scope=config.scope,
             models=config.models or None,
             priority=config.priority,
+            weight=config.weight,
             requests_per_minute=config.requests_per_minute,
             tokens_per_minute=config.tokens_per_minute,
             concurrent_generations=config.concurrent_generations,
@@ -54,7 +55,7 @@ def _add(config: KeysConfig) -> None:
 def _table(path: Path) -> str:
     """Return a table of the keys of a file."""
     limits = ("requests/min", "tokens/min", "generations")
-    rows = [("name", "scope", "models", "priority", *limits, "expires")]
+    rows = [("name", "scope", "models", "priority", "weight", *limits, "expires")]
     now = datetime.now(UTC)
     for key in read_keys(path).keys:
         expires = "-"
@@ -68,6 +69,7 @@ def _table(path: Path) -> str:
                 key.scope,
                 ",".join(key.models) if key.models is not None else "all",
                 str(key.priority),
+                f"{key.weight:g}",
                 _limit(key.requests_per_minute),
                 _limit(key.tokens_per_minute),
                 _limit(key.concurrent_generations),

@@ -32,7 +32,12 @@ from dynamo_trtllm.config.http_access import SENT_API_KEY_HELP, SentApiKey
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
-from dynamo_trtllm.protocol.number_types import MAX_PRIORITY, MAX_SECONDS
+from dynamo_trtllm.protocol.number_types import (
+    MAX_PRIORITY,
+    MAX_SECONDS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+)
 
 
 def _server_url(value: str) -> str:
@@ -498,6 +503,11 @@ class KeysConfig(Config):
         0,
         help="Priority of its requests; lower values first. They may ask for higher values only."
         " Other values than 0 need workers that support priorities.",
+    )
+    weight: Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = option(
+        "HTTP access",
+        1.0,
+        help="Share of the workers, relative to those of other keys whose requests wait.",
     )
     requests_per_minute: PositiveInt | None = option(
         "HTTP access", None, help="Maximum requests per minute. Default: no limit."

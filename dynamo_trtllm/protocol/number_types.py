@@ -14,6 +14,9 @@ from msgspec import Meta
 MAX_COUNT: Final = (1 << 31) - 1
 MAX_INT64: Final = (1 << 63) - 1
 MAX_PRIORITY: Final = 1 << 20  # not every engine distinguishes more values
+# Of an API key. With a lower one than a hundredth of that of others, requests would seem to hang.
+MIN_WEIGHT: Final = 0.01
+MAX_WEIGHT: Final = 100.0
 MAX_DP_RANKS: Final = 1 << 16
 MAX_LOGPROBS: Final = 20  # alternatives of one token
 MAX_SECONDS: Final = 1e9  # 31 years

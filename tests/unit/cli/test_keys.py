@@ -28,6 +28,7 @@ def test_add_prints_the_key_once_and_writes_its_hash(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = "--models a,b --model c --requests-per-minute 60 --expires 2030-01-31 --priority 2"
+    limits += " --weight 2.5"
     assert keys(f"add --name alice {limits}", path) == 0
     shown = capsys.readouterr()
     key = shown.out.strip()
@@ -36,6 +37,7 @@ def test_add_prints_the_key_once_and_writes_its_hash(
     (written,) = read_keys(path).keys
     assert written.sha256 == digest_of(key).hex()
     assert (written.name, written.models, written.priority) == ("alice", ("a", "b", "c"), 2)
+    assert written.weight == 2.5
     assert str(written.expires) == "2030-01-31 00:00:00+00:00"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -51,7 +53,7 @@ def test_list_shows_names_and_limits_and_no_hash(
     assert head.split()[0] == "name"
     assert "900" in alice
     assert alice.endswith("(expired)")
-    assert bob.split() == ["bob", "all", "all", "0", "-", "-", "-", "-"]
+    assert bob.split() == ["bob", "all", "all", "0", "1", "-", "-", "-", "-"]
     assert read_keys(path).keys[0].sha256 not in alice
 
 
