@@ -126,7 +126,11 @@ def mock_info(args: MockArgs, layout: KvLayout) -> EngineInfo:
         eos_token_ids=(200002, 200012),
         renderer="harmony",
         layout=layout,
-        limits=Limits(max_batch_size=args.max_batch_size, kv_blocks=args.kv_cache_blocks),
+        limits=Limits(
+            max_batch_size=args.max_batch_size,
+            max_num_tokens=args.prefill_tokens_per_step,
+            kv_blocks=args.kv_cache_blocks,
+        ),
         unsupported_features=_UNSUPPORTED_FEATURES,
         supported_features=("priority",),
         can_aggregate=True,

@@ -12,9 +12,11 @@ from typing import NamedTuple, Self, TypeVar
 from dynamo_trtllm.access.key_usage import Charge
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.fair_queue import Claim
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody, read_body
-from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
+from dynamo_trtllm.frontend.requests.timeline import RequestFacts, RequestTimeline
+from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces, StartWindows
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
@@ -43,7 +45,8 @@ class AdmissionLimits:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-        self.start_windows = StartWindows(view, config.workers, self.choices.grant)
+        self.start_windows = StartWindows(view, self.choices.grant)
+        self.has_requests = asyncio.Event()  # set by each request
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
     async def acquire_slot(self) -> None:
@@ -86,6 +89,9 @@ class RequestAdmission:
         self._num_permits = 0
         self._places: RequestPlaces | None = None  # of its choices, in the start window
         tenant = timeline.facts.tenant
+        self._client = _client(timeline.facts)
+        limits.has_requests.set()
+        self._counted: CountedRequest | None = None  # for the share of its client
         self._usage = None if tenant is None else tenant.usage
         self._charge: Charge | None = None  # of its API key
 
@@ -97,7 +103,10 @@ class RequestAdmission:
         if self._places is not None:
             self._places.close()
             self._places = None
-        self._limits.choices.release(self._num_permits, self._timeline.facts.client)
+        if self._counted is not None:
+            self._counted.end()
+            self._counted = None
+        self._limits.choices.release(self._num_permits, self._client.name)
         self._num_permits = 0
         if self._charge is not None:
             usage = self._timeline.usage
@@ -131,7 +140,7 @@ class RequestAdmission:
 
         Call it before the body is read.
         """
-        self._limits.choices.check(self._timeline.facts.client)
+        self._limits.choices.check(self._client.name)
 
     async def read_body(self, request: HttpRequest) -> RequestBody:
         """Read the body. Its bytes are held until `release_body`, and the slot of a large one.
@@ -176,34 +185,53 @@ class RequestAdmission:
                 " lower n"
             )
 
-    async def acquire_permits(
-        self, model: str, count: int, prompt_tokens: int, deadline: float
-    ) -> RequestPlaces:
-        """Wait for the permits of all choices, and until workers can begin them.
+    async def acquire_permits(self, plan: GenerationPlan) -> RequestPlaces:
+        """Wait for the permits of all choices of a plan, and until workers can begin them.
 
-        Args:
-            model: the name of the model.
-            count: the number of choices.
-            prompt_tokens: of the longest prompt.
-            deadline: seconds since the epoch.
-
-        Returns:
-            The places of the choices in the start window of the model.
+        Return the places of the choices in the start window of the model.
 
         Raises:
             Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
-        client = self._timeline.facts.client
         self._timeline.enter("frontend_queue")
-        places = self._limits.start_windows.window(model).request(count, prompt_tokens)
+        request = plan.choices[0].request
+        num_choices = len(plan.choices)
+        window = self._limits.start_windows.window(request.model)
+        places = window.request(num_choices, plan.longest_prompt)
+        tenant = self._timeline.facts.tenant
+        # Without a key, a client may not place itself before others.
+        least_rank = 0 if tenant is None else tenant.key.priority
+        claim = Claim(
+            client=self._client,
+            num_choices=num_choices,
+            prompt_tokens=sum(len(choice.request.token_ids) for choice in plan.choices),
+            places=places,
+            rank=max(request.priority, least_rank),
+            priority=request.priority,
+        )
+        within_s = plan.deadline - time.time()
         try:
-            await self._limits.choices.acquire(count, client, deadline - time.time(), places)
+            self._counted = await self._limits.choices.acquire(claim, within_s, self._more_tokens)
         finally:
             self._timeline.left_queue()
         self._timeline.enter("select")
-        self._num_permits = count
+        self._num_permits = num_choices
         self._places = places
         return places
+
+    def _more_tokens(self) -> int:
+        """Return what the choices took beside their prompts, see `CountedRequest`."""
+        num_tokens = 0
+        for choice in self._timeline.choices:
+            num_tokens += OUTPUT_COST * choice.num_tokens - choice.cached_tokens
+        return num_tokens
+
+
+def _client(facts: RequestFacts) -> Client:
+    """Return the sender of a request: its API key, or else its network."""
+    if facts.tenant is None:
+        return Client(facts.client)
+    return Client(facts.tenant.key.name, facts.tenant.key.weight)
 
 
 class _WaitingTurn(NamedTuple):

@@ -231,16 +231,22 @@ class Choice:
                     sums[name] = sums.get(name, 0.0) + seconds
         return sums
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that a worker had in its prefix cache, as far as known by now."""
+        stats = self.timeline.prefill_stats or self.timeline.decode_stats
+        if stats is None:
+            return 0
+        # After a migration the engine counts output tokens, too: they are part of the new worker's
+        # prompt.
+        return min(stats.cached_tokens, len(self._choice_request.request.token_ids))
+
     def usage(self) -> Usage:
         """Return the usage so far."""
-        prompt_tokens = len(self._choice_request.request.token_ids)
-        stats = self.timeline.prefill_stats or self.timeline.decode_stats or PhaseTimings()
         return Usage(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(self._choice_request.request.token_ids),
             completion_tokens=self.num_tokens,
-            # After a migration the engine counts output tokens, too: they are part of the new
-            # worker's prompt.
-            cached_tokens=min(stats.cached_tokens, prompt_tokens),
+            cached_tokens=self.cached_tokens,
             reasoning_tokens=self._reasoning_tokens,
         )
 

@@ -7,88 +7,18 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
+from dynamo_trtllm.frontend.requests.fair_queue import Claim, FairQueue, QueuedRequest
+from dynamo_trtllm.frontend.requests.token_counters import CountedRequest, TokenCounters
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.support.network.by_network import ByNetwork
 
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _MAX_RETRY_S = 60
-# A network may hold so many times as many permits as are free. So one network leaves a sixteenth of
+# A client may hold this many times as many permits as are free. So one client leaves a sixteenth of
 # all permits to others, however long its answers are and however slowly it reads them. A limit of
 # up to 15 permits leaves none.
 _MAX_HELD_PER_FREE = 15
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    network: str  # of the client
-    count: int  # choices
-    places: RequestPlaces
-    decided: asyncio.Future[None]  # done when the request has permits or was displaced
-    has_permits: bool = False
-
-
-class FairQueue:
-    """The requests for one model that wait.
-
-    Networks of clients take turns; requests of one network wait in order of arrival.
-
-    This is deficit round robin: in each turn, a network gains one choice, and when it has gained as
-    many as its oldest request has, this request is the next. So a network with large requests
-    starts no more choices than one with small ones. The time per request depends on its choices
-    only.
-    """
-
-    def __init__(self) -> None:
-        self._requests = ByNetwork[_Waiting]()
-        # Choices by network. The first network has the turn.
-        self._gained: OrderedDict[str, int] = OrderedDict()
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no request waits."""
-        return not self._gained
-
-    def add(self, request: _Waiting) -> None:
-        """Add a request. The turn of a network that had none comes after those of the others."""
-        self._requests.add(request)
-        self._gained.setdefault(request.network, 0)
-
-    def remove(self, request: _Waiting) -> None:
-        """Remove a request that waits. A network without requests loses what it has gained."""
-        self._requests.discard(request)
-        if not self._requests.count(request.network):
-            del self._gained[request.network]
-
-    def first(self, has_share: Callable[[_Waiting], bool]) -> _Waiting | None:
-        """Return the request that is the next; None if none may run.
-
-        Further calls return the same until it leaves.
-
-        Args:
-            has_share: returns whether the network of a request may hold its permits. Networks
-                that may not are passed over.
-        """
-        num_passed = 0
-        while num_passed < len(self._gained):
-            network = next(iter(self._gained))
-            oldest = self._requests.oldest(network)
-            if not has_share(oldest):
-                num_passed += 1
-            elif self._gained[network] >= oldest.count:
-                return oldest
-            else:
-                num_passed = 0
-                self._gained[network] += 1
-            self._gained.move_to_end(network)
-        return None
-
-    def take(self, first: _Waiting) -> None:
-        """Remove the request that `first` has returned."""
-        self._gained[first.network] -= first.count
-        self.remove(first)
 
 
 class ConcurrencyLimiter:
@@ -99,7 +29,7 @@ class ConcurrencyLimiter:
 
     Each choice takes a permit, because each is a stream of its own for engines and memory. A
     request gets the permits of all its choices at once: otherwise it would hold some while it waits
-    for others. It holds them until its client has the answer, so the permits of one network are
+    for others. It holds them until its client has the answer, so the permits of one client are
     limited, too.
 
     Args:
@@ -116,11 +46,12 @@ class ConcurrencyLimiter:
         self.in_use = 0
         self._max_queued = max_queued
         self._clock = clock
-        self._held = Counter[str]()  # permits by network
-        self._waiting = ByNetwork[_Waiting]()
+        self._held = Counter[str]()  # permits by client
+        self._waiting = ByNetwork[QueuedRequest]()
         self._num_waiting_choices = 0
         # By model; none is empty.
         self._queues: OrderedDict[str, FairQueue] = OrderedDict()
+        self._counters: dict[str, TokenCounters] = {}  # by model
         # The next request for some model waits for permits, and no other one overtakes it.
         self._lacks_permits = False
         self._idle_since_s = clock()  # valid while no permit is in use
@@ -133,54 +64,57 @@ class ConcurrencyLimiter:
         """The number of requests that wait."""
         return len(self._waiting)
 
-    def check(self, network: str) -> None:
-        """Raise Overloaded if there is no place in the queue.
+    def check(self, client: str) -> None:
+        """Raise Overloaded if there is no place in the queue for a client.
 
         Called before the body of a request is read.
-
-        Args:
-            network: of the client, see `network_of`.
         """
-        if self._is_full(1) and self._displaced_by(network) is None:
+        if self._is_full(1) and self._displaced_by(client) is None:
             raise self._full()
 
     async def acquire(
-        self, count: int, network: str, within_s: float, places: RequestPlaces
-    ) -> None:
-        """Take `count` permits for one request of a client, waiting for its turn.
+        self, claim: Claim, within_s: float, more_tokens: Callable[[], int]
+    ) -> CountedRequest:
+        """Take the permits of one request, waiting for its turn. Its places begin.
 
         Args:
-            count: the choices of the request.
-            network: of the client, see `network_of`.
+            claim: what the request needs.
             within_s: seconds until the request's deadline.
-            places: those of the request in the start window of its model. They begin.
+            more_tokens: see `CountedRequest`.
+
+        Returns:
+            What counts the request for its client. The caller ends it.
 
         Raises:
-            Overloaded: the queue is full, or a request of another network took the place of this
+            Overloaded: the queue is full, or a request of another client took the place of this
                 one in it.
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
+        count = claim.num_choices
+        places = claim.places
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
         if (
             are_permits_free
-            and self._has_share(network, count)
+            and self._has_share(claim)
             and places.model not in self._queues
             and places.may_begin()
         ):
             if not self.in_use:
                 self._restart_stale_rate()
-            self._take(network, count)
+            self._take(claim)
             places.begin()
-            return
+            counters = self.counters(places.model)
+            counters.lift(counters.counter(claim.client))
+            return counters.begin(claim.client, claim.prompt_tokens, more_tokens)
         if self._is_full(count):
-            self._displace(network)
+            self._displace(claim.client.name)
         decided = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(network, count, places, decided)
+        waiting = QueuedRequest(claim, more_tokens, decided)
         self._add(waiting)
         if not are_permits_free:
             self._lacks_permits = True
         else:
-            self.grant()  # the requests before it may be of networks that hold their share
+            self.grant()  # the requests before it may be of clients that hold their share
         try:
             async with asyncio.timeout(within_s):
                 await waiting.decided
@@ -193,15 +127,29 @@ class ConcurrencyLimiter:
         except asyncio.CancelledError:
             self._withdraw(waiting)
             raise
-        if not waiting.has_permits:
+        if waiting.counted is None:
             raise errors.Overloaded(
                 "the server is at capacity, and a request of another client took the place of this"
                 " one in the queue, because its client has the most waiting requests; send fewer at"
                 " the same time, or try again later"
             )
+        return waiting.counted
 
-    def release(self, count: int, network: str) -> None:
-        """Return the permits of `count` choices that have ended, of a client of this network."""
+    def counters(self, model: str) -> TokenCounters:
+        """Return the counters of a model that exists."""
+        counters = self._counters.get(model)
+        if counters is None:
+            counters = TokenCounters(self._clock)
+            self._counters[model] = counters
+        return counters
+
+    def weights(self, model: str) -> dict[str, float]:
+        """Return the weights of the clients whose requests for a model wait, by name."""
+        queue = self._queues.get(model)
+        return {} if queue is None else queue.weights()
+
+    def release(self, count: int, client: str) -> None:
+        """Return the permits of `count` choices of a client that have ended."""
         if count == 0:
             return
         self._finished += count
@@ -210,7 +158,7 @@ class ConcurrencyLimiter:
         if counted_s > 2 * _RATE_WINDOW_S:
             self._finished = self._finished * _RATE_WINDOW_S / counted_s
             self._counted_since_s += counted_s - _RATE_WINDOW_S
-        self._free(count, network)
+        self._free(count, client)
 
     def retry_after_s(self) -> int:
         """Estimate, in whole seconds, how long one more choice would wait.
@@ -231,10 +179,10 @@ class ConcurrencyLimiter:
             return
         for model in list(self._queues):
             while model in self._queues:
-                first = self._queues[model].first(self._has_share_for)
-                if first is None or not first.places.may_begin():
+                first = self._queues[model].first(self._has_share)
+                if first is None or not first.claim.places.may_begin():
                     break
-                if self.in_use + first.count > self.limit:
+                if self.in_use + first.claim.num_choices > self.limit:
                     self._lacks_permits = True
                     return
                 self._queues.move_to_end(model)  # the models take turns
@@ -250,35 +198,35 @@ class ConcurrencyLimiter:
             self._finished = 0.0
             self._counted_since_s = now_s
 
-    def _let_run(self, first: _Waiting) -> None:
+    def _let_run(self, first: QueuedRequest) -> None:
         """Let the first request of its queue run."""
-        model = first.places.model
+        claim = first.claim
+        model = claim.places.model
         self._queues[model].take(first)
         self._forget(first)
         if first.decided.cancelled():
             return  # it is about to withdraw
-        self._take(first.network, first.count)
-        first.has_permits = True
-        first.places.begin()
+        self._take(claim)
+        claim.places.begin()
+        first.counted = self.counters(model).begin(
+            claim.client, claim.prompt_tokens, first.more_tokens
+        )
         first.decided.set_result(None)
 
-    def _has_share(self, network: str, count: int) -> bool:
-        """Return whether a network may hold so many more permits."""
+    def _has_share(self, claim: Claim) -> bool:
+        """Return whether the client of a request may hold its permits, too."""
         free = self.limit - self.in_use
-        return self._held[network] + count <= _MAX_HELD_PER_FREE * free
+        return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
 
-    def _has_share_for(self, waiting: _Waiting) -> bool:
-        return self._has_share(waiting.network, waiting.count)
+    def _take(self, claim: Claim) -> None:
+        self.in_use += claim.num_choices
+        self._held[claim.client.name] += claim.num_choices
 
-    def _take(self, network: str, count: int) -> None:
-        self.in_use += count
-        self._held[network] += count
-
-    def _free(self, count: int, network: str) -> None:
+    def _free(self, count: int, client: str) -> None:
         self.in_use -= count
-        self._held[network] -= count
-        if not self._held[network]:
-            del self._held[network]
+        self._held[client] -= count
+        if not self._held[client]:
+            del self._held[client]
         if not self.in_use:
             self._idle_since_s = self._clock()
         self.grant()
@@ -289,54 +237,59 @@ class ConcurrencyLimiter:
             return False
         return self.in_use + self._num_waiting_choices + count > self.limit
 
-    def _add(self, waiting: _Waiting) -> None:
-        queue = self._queues.setdefault(waiting.places.model, FairQueue())
+    def _add(self, waiting: QueuedRequest) -> None:
+        model = waiting.claim.places.model
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = FairQueue(self.counters(model), self._clock)
+            self._queues[model] = queue
         queue.add(waiting)
         self._waiting.add(waiting)
-        self._num_waiting_choices += waiting.count
+        self._num_waiting_choices += waiting.claim.num_choices
 
-    def _remove(self, waiting: _Waiting) -> None:
-        self._queues[waiting.places.model].remove(waiting)
+    def _remove(self, waiting: QueuedRequest) -> None:
+        self._queues[waiting.claim.places.model].remove(waiting)
         self._forget(waiting)
 
-    def _forget(self, waiting: _Waiting) -> None:
+    def _forget(self, waiting: QueuedRequest) -> None:
         """Do not count a request that has left the queue of its model."""
-        model = waiting.places.model
+        model = waiting.claim.places.model
         if self._queues[model].is_empty:
             del self._queues[model]
         self._waiting.discard(waiting)
-        self._num_waiting_choices -= waiting.count
+        self._num_waiting_choices -= waiting.claim.num_choices
 
-    def _displaced_by(self, network: str) -> _Waiting | None:
-        """Return the request that gives its place to one more of this network.
+    def _displaced_by(self, client: str) -> QueuedRequest | None:
+        """Return the request that gives its place to one more of this client.
 
-        It is the newest of the network with the most. Return None if that network would then have
+        It is the newest of the client with the most. Return None if that client would then have
         fewer requests than this one.
         """
-        largest = self._waiting.largest()  # a network
+        largest = self._waiting.largest()  # a client
         if largest is None:
             return None
-        if self._waiting.count(network) + 1 >= self._waiting.count(largest):
+        if self._waiting.count(client) + 1 >= self._waiting.count(largest):
             return None
         return self._waiting.newest(largest)
 
-    def _displace(self, network: str) -> None:
-        """Reject a waiting request, so that one more of this network has a place in the queue.
+    def _displace(self, client: str) -> None:
+        """Reject a waiting request, so that one more of this client has a place in the queue.
 
         Raises Overloaded.
         """
-        displaced = self._displaced_by(network)
+        displaced = self._displaced_by(client)
         if displaced is None:
             raise self._full()
         self._remove(displaced)
         if not displaced.decided.cancelled():
             displaced.decided.set_result(None)
 
-    def _withdraw(self, waiting: _Waiting) -> None:
+    def _withdraw(self, waiting: QueuedRequest) -> None:
         """Remove a request from the queue, or return permits that were granted just now."""
-        if waiting.has_permits:
-            waiting.places.close()
-            self._free(waiting.count, waiting.network)
+        if waiting.counted is not None:
+            waiting.counted.cancel()
+            waiting.claim.places.close()
+            self._free(waiting.claim.num_choices, waiting.claim.client.name)
         elif waiting in self._waiting:
             self._remove(waiting)
             self.grant()  # requests behind it may need fewer permits

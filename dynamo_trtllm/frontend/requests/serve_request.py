@@ -103,9 +103,7 @@ async def serve_request(
     answer = _new_answer(api, body, plan, ignored, timeline, response)
     timeline.accepted(answer)
     with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
-        places = await admission.acquire_permits(
-            body.model, len(plan.choices), plan.longest_prompt, plan.deadline
-        )
+        places = await admission.acquire_permits(plan)
         async with state.turns.creation(len(plan.choices)):
             answer.create_choices()
         timeline.started()

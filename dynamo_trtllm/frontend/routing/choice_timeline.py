@@ -125,7 +125,7 @@ class ChoiceTimeline:
     def calling(self, request: GenerateRequest, worker: Instance) -> None:
         """Note that a worker is called. `request`: the call."""
         if self.place is not None:
-            self.place.called(worker)
+            self.place.called(worker, request.phase)
         phase = request.phase
         self._called_role = worker.role
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
@@ -134,7 +134,7 @@ class ChoiceTimeline:
     def decode_began(self) -> None:
         """Note the first answer of a decode call."""
         if self.place is not None:
-            self.place.leave()
+            self.place.first_token()
         # Not the role of the last span: a migration is one of the frontend.
         self._enter("decode", self._called_role)
 
@@ -150,8 +150,12 @@ class ChoiceTimeline:
 
     def ended(self) -> None:
         """Note the end of the choice, maybe without a decode call."""
-        if self.place is not None:
-            self.place.leave()
+        if self.place is None:
+            return
+        stats = self.prefill_stats or self.decode_stats
+        if stats is not None:
+            self.place.computed(stats.cached_tokens)
+        self.place.leave()
 
     def _enter(self, phase: str, role: str = FRONTEND) -> None:
         """Begin a span and end the one before.

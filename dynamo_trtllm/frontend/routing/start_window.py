@@ -1,9 +1,14 @@
-"""Limit how many choices of a model wait for their first token at its workers.
+"""Limit how many choices of a model are at its workers, so that the others wait in the frontend.
 
-Such choices wait for a worker's batch, or their KV waits for a decode worker. If a frontend sent
-all that it has, workers would reject some, and those of one client would delay those of others.
-So the rest waits in the frontend's queue, where clients take turns. The first token of a choice
-lets another one start: nothing has to be estimated, and no worker has to be asked.
+Workers have queues of their own, in order of arrival: what waits there delays all clients alike. In
+the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy:
+
+- prompts of the step that a prefill worker runs, and of the next one
+- choices without a first token: those above, and those whose KV is being transferred
+- choices that have not ended: those in the batches of the decode workers, and a few more, which use
+  the slots that become free
+
+The events of a choice let other ones start: no worker has to be asked.
 
 The module does no I/O.
 """
@@ -12,79 +17,97 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Final
 
-from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
-from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
+from dynamo_trtllm.protocol.messages import Instance, Phase, Role
 
 GROUP: Final = 8  # choices of one request that start together
-# Steps may have more choices, but a worker for which so many wait is never idle.
-_MAX_STEP_CHOICES: Final = 64
-# Waiting prompts may take a quarter of the KV blocks. At half of them, workers reject prompts, and
-# other frontends send some, too.
-_KV_DIVISOR: Final = 4
-# A window is full when the costs of its choices add up to this. Costs are integers, because
-# rounding errors of their sum would stay for ever.
-_WINDOW: Final = 1 << 20
+# Prompts that the share of their cached tokens is known from: about so many of the last ones.
+_RECENT_PROMPTS: Final = 50
 
 
-class _Capacity(NamedTuple):
-    """What the workers of a model can begin. It decides what a choice costs."""
+class Stage(IntEnum):
+    """What a choice waits for at the workers. The value is the index of its first cost."""
 
-    num_choices: int  # that fill the window; 0: there are no workers
-    prompt_tokens: int  # that fill the window; 0: the workers report no KV blocks
-    block_tokens: int  # a prompt takes whole KV blocks of so many tokens
-    num_prompts: int  # that fill the window, however long they are
+    PREFILL = 0  # its prompt
+    START = 1  # its first token
+    RUN = 2  # its end
+    NONE = 3  # it is at no worker
+
+
+class _Taken:
+    """What all choices take of one limit of the workers."""
+
+    __slots__ = ("at", "limit", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.limit = WINDOW  # less while other frontends take a part
+        # By id of the worker. Workers without choices stay, because to remove them for each request
+        # would take longer.
+        self.at: defaultdict[int, int] = defaultdict(int)
 
 
 class StartPlace:
-    """The place of one choice in the window, until its first token or its end.
+    """The place of one choice in the window, until its end.
 
     Args:
         request: the places of its request, where the choice counts already.
     """
 
-    __slots__ = ("_is_counted", "_request", "_worker_id")
+    __slots__ = ("_has_token", "_request", "_stage", "_worker_id")
 
     def __init__(self, request: RequestPlaces) -> None:
         self._request: RequestPlaces | None = request  # None: it has left
-        self._is_counted = True
+        self._stage = Stage.PREFILL
         self._worker_id: int | None = None  # of the worker that is called
+        self._has_token = False
 
-    def called(self, worker: Instance) -> None:
+    def called(self, worker: Instance, phase: Phase) -> None:
         """Note that a worker is called with the choice."""
-        request = self._request
-        if request is None:
-            return
-        cost_at = request.window.cost_at
-        if self._worker_id is not None:
-            cost_at[self._worker_id] -= request.cost
-        if not self._is_counted:
-            self._is_counted = True
-            request.count(1)
-        self._worker_id = worker.id
-        cost_at[worker.id] += request.cost
+        if self._has_token:
+            stage = Stage.RUN
+        elif phase is Phase.DECODE:
+            stage = Stage.START
+        else:
+            stage = Stage.PREFILL
+        self._move(stage, worker.id)
 
     def waits_for_workers(self) -> None:
         """Note that there are no workers for the choice now. Others may find some."""
-        if self._request is not None:
-            self._uncount(self._request)
+        self._move(Stage.NONE, None)
 
-    def leave(self) -> None:
-        """Note the first token or the end of the choice. Idempotent."""
+    def first_token(self) -> None:
+        """Note the first token of the choice."""
+        self._has_token = True
+        self._move(Stage.RUN, self._worker_id)
+
+    def computed(self, cached_tokens: int) -> None:
+        """Note how many tokens of the prompt were in a prefix cache."""
         request = self._request
         if request is not None:
-            self._request = None
-            self._uncount(request)
+            request.window.computed(request.prompt_tokens, cached_tokens)
 
-    def _uncount(self, request: RequestPlaces) -> None:
-        if self._worker_id is not None:
-            request.window.cost_at[self._worker_id] -= request.cost
-            self._worker_id = None
-        if self._is_counted:
-            self._is_counted = False
-            request.uncount(1)
+    def leave(self) -> None:
+        """Note the end of the choice. Idempotent."""
+        self._move(Stage.NONE, None)
+        self._request = None
+
+    def _move(self, stage: Stage, worker_id: int | None) -> None:
+        request = self._request
+        if request is None:
+            return
+        before = self._stage
+        request.count(-1, before, self._worker_id)
+        self._stage = stage
+        self._worker_id = worker_id
+        request.count(1, stage, worker_id)
+        if stage > before:
+            request.window.changed()
 
 
 class RequestPlaces:
@@ -96,26 +119,31 @@ class RequestPlaces:
 
     Args:
         window: that of the model.
-        cost: of one choice.
+        costs: of one choice.
         num_choices: of the request.
+        prompt_tokens: of its longest prompt.
     """
 
     __slots__ = (
+        "_num_counted",
         "_num_left",
         "_num_reserved",
-        "_num_waiting",
         "_places",
         "_waiting",
-        "cost",
+        "costs",
+        "prompt_tokens",
         "window",
     )
 
-    def __init__(self, window: StartWindow, cost: int, num_choices: int) -> None:
+    def __init__(
+        self, window: StartWindow, costs: ChoiceCosts, num_choices: int, prompt_tokens: int
+    ) -> None:
         self.window = window
-        self.cost = cost
+        self.costs = costs
+        self.prompt_tokens = prompt_tokens
         self._num_left = num_choices  # choices without a place
         self._num_reserved = 0  # places that no choice has taken yet
-        self._num_waiting = 0  # choices that wait for their first token, and reserved places
+        self._num_counted = [0, 0, 0]  # choices for each of `costs`, with reserved places
         self._places: list[StartPlace] = []
         self._waiting: asyncio.Future[None] | None = None  # until the next group may start
 
@@ -153,7 +181,11 @@ class RequestPlaces:
 
         The choices of a prompt run on the same workers, and wait for these.
         """
-        return self._num_waiting * self.cost < self.window.smallest_share()
+        shares = self.window.smallest_shares()
+        return all(
+            num_choices * cost < share
+            for num_choices, cost, share in zip(self._num_counted, self.costs, shares, strict=True)
+        )
 
     def changed(self) -> None:
         """Look again whether the next group may start."""
@@ -174,20 +206,26 @@ class RequestPlaces:
             place.leave()
         self._places.clear()
         if self._num_reserved:
-            self.uncount(self._num_reserved)
+            self.count(-self._num_reserved, Stage.PREFILL, None)
             self._num_reserved = 0
+            self.window.changed()
         self._end_beginning()
 
-    def count(self, num_choices: int) -> None:
-        """Count choices that wait for their first token."""
-        self._num_waiting += num_choices
-        self.window.cost += num_choices * self.cost
+    def count(self, num_choices: int, stage: Stage, worker_id: int | None) -> None:
+        """Count choices of this stage.
 
-    def uncount(self, num_choices: int) -> None:
-        """Do not count choices any more."""
-        self._num_waiting -= num_choices
-        self.window.cost -= num_choices * self.cost
-        self.window.changed()
+        Args:
+            num_choices: how many; negative: they do not count any more.
+            stage: what they wait for.
+            worker_id: of the worker that is called; None: the places are reserved.
+        """
+        for index in range(stage, Stage.NONE):
+            self._num_counted[index] += num_choices
+            cost = num_choices * self.costs[index]
+            usage = self.window.usages[index]
+            usage.total += cost
+            if worker_id is not None:
+                usage.at[worker_id] += cost
 
     def _may_continue(self) -> bool:
         return self.is_share_free() and self.window.has_capacity()
@@ -196,7 +234,7 @@ class RequestPlaces:
         group = min(GROUP, self._num_left)
         self._num_left -= group
         self._num_reserved += group
-        self.count(group)
+        self.count(group, Stage.PREFILL, None)
 
     def _end_beginning(self) -> None:
         if self in self.window.beginning:
@@ -205,32 +243,28 @@ class RequestPlaces:
 
 
 class StartWindow:
-    """The choices of one model that wait for their first token.
+    """The choices of one model that are at its workers.
 
-    The choices that wait at one worker count at most its share. So a worker that has stopped
-    answering delays no requests to others.
+    The choices at one worker count at most its share. So a worker that has stopped answering delays
+    no requests to others.
 
     Args:
         model: the name of the model.
         view: the workers.
-        num_processes: processes of the frontend, which share the capacity of the workers.
         on_capacity: called when further choices may start.
     """
 
-    def __init__(
-        self, model: str, view: ClusterView, num_processes: int, on_capacity: Callable[[], None]
-    ) -> None:
+    def __init__(self, model: str, view: ClusterView, on_capacity: Callable[[], None]) -> None:
         self.model = model
         self.on_capacity = on_capacity
         # The requests that have groups to start, the oldest first. They are few: each had taken a
         # worker's share when the next one began.
         self.beginning: list[RequestPlaces] = []
-        self.cost = 0  # of all choices
-        # By id of the worker. Workers without choices stay, because to remove them for each request
-        # would take longer.
-        self.cost_at: defaultdict[int, int] = defaultdict(int)
+        self.usages = (_Taken(), _Taken(), _Taken())  # for each of `ChoiceCosts`
         self._view = view
-        self._limit = _WINDOW // num_processes
+        # Of recent prompts: all of their tokens, and those that were in a prefix cache.
+        self._prompt_tokens = 0.0
+        self._cached_tokens = 0.0
 
     def request(self, num_choices: int, prompt_tokens: int) -> RequestPlaces:
         """Return the places of a request, which takes none yet.
@@ -239,23 +273,50 @@ class StartWindow:
             num_choices: of the request.
             prompt_tokens: of its longest prompt.
         """
-        cost = _choice_cost(_capacity(self._view.model(self.model)), prompt_tokens)
-        return RequestPlaces(self, cost, num_choices)
+        workers = capacity(self._view.model(self.model))
+        costs = FREE
+        if workers is not None:
+            cached = self._cached_tokens / max(1.0, self._prompt_tokens)
+            costs = workers.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
+        return RequestPlaces(self, costs, num_choices, prompt_tokens)
+
+    def computed(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Note how many tokens of a prompt were in a prefix cache."""
+        kept = 1.0 - 1.0 / _RECENT_PROMPTS
+        self._prompt_tokens = kept * self._prompt_tokens + prompt_tokens
+        self._cached_tokens = kept * self._cached_tokens + cached_tokens
+
+    def set_limits(self, limits: Sequence[int]) -> None:
+        """Set what this process may take of the workers, as parts of WINDOW.
+
+        The rest is for other frontends.
+
+        Args:
+            limits: for each of `ChoiceCosts`.
+        """
+        before = [usage.limit for usage in self.usages]
+        for usage, limit in zip(self.usages, limits, strict=True):
+            usage.limit = limit
+        if any(usage.limit > limit for usage, limit in zip(self.usages, before, strict=True)):
+            self.changed()
 
     def has_capacity(self) -> bool:
         """Return whether a further group may start. It may then exceed the limit."""
-        # `cost` is known at once, and usually low enough.
-        return self.cost < self._limit or self._limited_cost() < self._limit
+        # The total is known at once, and usually low enough.
+        return all(
+            usage.total < usage.limit or self._limited_cost(usage) < usage.limit
+            for usage in self.usages
+        )
 
     def is_reserved(self) -> bool:
         """Return whether free capacity is for the next group of a request that has begun."""
         return any(request.is_share_free() for request in self.beginning)
 
-    def smallest_share(self) -> int:
-        """Return the share of a worker of the role that has the most workers."""
+    def smallest_shares(self) -> list[int]:
+        """Return the shares of a worker of the role that has the most workers."""
         view = self._view.model(self.model)
         num_workers = max(len(view.prefill), len(view.decode), len(view.aggregated), 1)
-        return self._limit // num_workers
+        return [usage.limit // num_workers for usage in self.usages]
 
     def changed(self) -> None:
         """Let those that wait look again whether they may start: first those that have begun."""
@@ -263,7 +324,7 @@ class StartWindow:
             request.changed()
         self.on_capacity()
 
-    def _limited_cost(self) -> int:
+    def _limited_cost(self, usage: _Taken) -> int:
         """Return the cost of all choices, of which each worker has at most its share."""
         view = self._view.model(self.model)
         num_workers = {
@@ -271,14 +332,14 @@ class StartWindow:
             Role.DECODE: len(view.decode),
             Role.AGGREGATED: len(view.aggregated),
         }
-        cost = self.cost
-        for worker_id, cost_here in list(self.cost_at.items()):
+        cost = usage.total
+        for worker_id, cost_here in list(usage.at.items()):
             worker = self._view.instance(worker_id)
             share = 0
             if worker is not None:
-                share = self._limit // max(1, num_workers[worker.role])
+                share = usage.limit // max(1, num_workers[worker.role])
             elif not cost_here:
-                del self.cost_at[worker_id]  # the worker has left, and no choice waits for its end
+                del usage.at[worker_id]  # the worker has left, and no choice waits for its end
             cost -= max(0, cost_here - share)
         return cost
 
@@ -288,81 +349,18 @@ class StartWindows:
 
     Args:
         view: the workers.
-        num_processes: processes of the frontend.
         on_capacity: called when requests may begin.
     """
 
-    def __init__(
-        self, view: ClusterView, num_processes: int, on_capacity: Callable[[], None]
-    ) -> None:
+    def __init__(self, view: ClusterView, on_capacity: Callable[[], None]) -> None:
         self._view = view
-        self._num_processes = num_processes
         self._on_capacity = on_capacity
-        self._windows: dict[str, StartWindow] = {}
+        self.by_model: dict[str, StartWindow] = {}
 
     def window(self, model: str) -> StartWindow:
         """Return the window of a model that exists."""
-        window = self._windows.get(model)
+        window = self.by_model.get(model)
         if window is None:
-            window = StartWindow(model, self._view, self._num_processes, self._on_capacity)
-            self._windows[model] = window
+            window = StartWindow(model, self._view, self._on_capacity)
+            self.by_model[model] = window
         return window
-
-
-def _capacity(view: ModelView) -> _Capacity:
-    """Return what the workers can begin. The result is cached in the view."""
-    cached: _Capacity | None = view.cache.get("start_capacity")
-    if cached is not None:
-        return cached
-    capacity = _new_capacity(view)
-    view.cache["start_capacity"] = capacity
-    return capacity
-
-
-def _new_capacity(view: ModelView) -> _Capacity:
-    has_pairs = bool(view.prefill and view.decode)
-    # Workers that compute prompts.
-    if has_pairs:
-        workers = view.prefill
-    else:
-        workers = view.aggregated or view.decode
-    num_choices = 0
-    prompt_tokens = 0
-    block_tokens = max((worker.layout.block_tokens for worker in workers), default=0)
-    for worker in workers:
-        # One step runs, and the choices of the next one wait.
-        num_choices += 2 * _step_choices(worker)
-        prompt_tokens += worker.limits.kv_blocks * worker.layout.block_tokens // _KV_DIVISOR
-    if has_pairs:
-        # The KV of these choices is being transferred, or waits for a step.
-        num_choices += sum(_step_choices(worker) for worker in view.decode)
-    # Two prompts of any length can wait at each worker: otherwise a worker would be idle after
-    # each long one.
-    return _Capacity(num_choices, prompt_tokens, block_tokens, num_prompts=2 * len(workers))
-
-
-def _step_choices(worker: Instance) -> int:
-    """Return how many choices a step of a worker has at most."""
-    return min(worker.limits.max_batch_size or _MAX_STEP_CHOICES, _MAX_STEP_CHOICES)
-
-
-def _choice_cost(capacity: _Capacity, prompt_tokens: int) -> int:
-    """Return the part of a window that a choice takes: as one of the choices, or for its KV.
-
-    It is the larger one. Without workers it is 0: the router waits for some, or rejects the
-    request.
-    """
-    if not capacity.num_choices:
-        return 0
-    batch_cost = _rounded_up(_WINDOW, capacity.num_choices)
-    if not capacity.prompt_tokens:
-        return batch_cost
-    kv_tokens = _rounded_up(prompt_tokens, capacity.block_tokens) * capacity.block_tokens
-    kv_cost = _rounded_up(_WINDOW * kv_tokens, capacity.prompt_tokens)
-    max_kv_cost = _WINDOW // capacity.num_prompts
-    return max(batch_cost, min(kv_cost, max_kv_cost))
-
-
-def _rounded_up(dividend: int, divisor: int) -> int:
-    """Return the quotient of two numbers, rounded up."""
-    return -(-dividend // divisor)

@@ -9,30 +9,31 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.token_counters import CountedRequest
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, Overloaded
-from tests.kit.admission import FREE, Clock, left, wait_until_loaded
+from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 
 CLIENT = "192.0.2.1"
 
 
 async def waiting(
     limiter: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0, client: str = CLIENT
-) -> asyncio.Task[None]:
-    task = asyncio.create_task(limiter.acquire(count, client, within_s, FREE))
+) -> asyncio.Task[CountedRequest]:
+    task = asyncio.create_task(acquire(limiter, count, client, within_s))
     await wait_until_loaded()
     return task
 
 
 async def test_acquire_when_there_are_permits_then_at_once() -> None:
     limiter = ConcurrencyLimiter(3)
-    await limiter.acquire(2, CLIENT, 30.0, FREE)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 2, CLIENT)
+    await acquire(limiter, 1, CLIENT)
     assert (limiter.in_use, limiter.queued) == (3, 0)
 
 
 async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     first = await waiting(limiter)
     second = await waiting(limiter)
     assert limiter.queued == 2
@@ -47,7 +48,7 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
 async def test_take_with_full_queue_is_overloaded() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
     limiter.check(CLIENT)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     limiter.check(CLIENT)
     task = await waiting(limiter)
     with pytest.raises(
@@ -55,14 +56,14 @@ async def test_take_with_full_queue_is_overloaded() -> None:
     ):
         limiter.check(CLIENT)
     with pytest.raises(Overloaded):
-        await limiter.acquire(1, CLIENT, 30.0, FREE)
+        await acquire(limiter, 1, CLIENT)
     await left(task)
     limiter.check(CLIENT)
 
 
 async def test_acquire_of_several_choices_is_atomic_and_fair() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
-    await limiter.acquire(2, CLIENT, 30.0, FREE)
+    await acquire(limiter, 2, CLIENT)
     large = await waiting(limiter, 3)
     small = await waiting(limiter, 1)
     assert limiter.in_use == 2
@@ -76,7 +77,7 @@ async def test_acquire_of_several_choices_is_atomic_and_fair() -> None:
 
 async def test_take_after_deadline_leaves_the_queue() -> None:
     limiter = ConcurrencyLimiter(2, max_queued=9)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     large = await waiting(limiter, 2, within_s=0.01)
     small = await waiting(limiter, 1)
     with pytest.raises(DeadlineExceeded, match="while it was queued"):
@@ -87,15 +88,15 @@ async def test_take_after_deadline_leaves_the_queue() -> None:
 
 async def test_take_when_no_time_is_left_then_deadline() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     with pytest.raises(DeadlineExceeded):
-        await limiter.acquire(1, CLIENT, -1.0, FREE)
+        await acquire(limiter, 1, CLIENT, -1.0)
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
 async def test_take_by_gone_client_frees_its_place() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=1)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     await left(await waiting(limiter))
     assert (limiter.in_use, limiter.queued) == (1, 0)
     limiter.release(1, CLIENT)
@@ -104,7 +105,7 @@ async def test_take_by_gone_client_frees_its_place() -> None:
 
 async def test_take_by_client_leaving_at_its_turn_passes_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     first = await waiting(limiter)
     second = await waiting(limiter)
     limiter.release(1, CLIENT)  # its turn came, and before it could run it is cancelled
@@ -116,7 +117,7 @@ async def test_take_by_client_leaving_at_its_turn_passes_permit() -> None:
 
 async def test_take_by_client_that_just_left_passes_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=2)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     first = await waiting(limiter)
     second = await waiting(limiter)
     first.cancel()
@@ -126,37 +127,12 @@ async def test_take_by_client_that_just_left_passes_permit() -> None:
     assert (limiter.in_use, limiter.queued) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("requests", "order"),
-    [
-        (["a1", "a1", "a1", "b1", "b1", "c1"], ["a1", "b1", "c1", "a1", "b1", "a1"]),
-        (["a4", "a4", "b1", "b1", "b1", "b1", "b1"], ["b1", "b1", "b1", "a4", "b1", "b1", "a4"]),
-        (["a4", "a1", "b3", "b3"], ["b3", "a4", "a1", "b3"]),
-    ],
-)
-async def test_turns_of_waiting_clients_are_equal_in_choices(
-    requests: list[str], order: list[str]
-) -> None:
-    limiter = ConcurrencyLimiter(4, max_queued=9)
-    await limiter.acquire(4, CLIENT, 30.0, FREE)
-    started = list[str]()
-    tasks = list[asyncio.Task[None]]()
-    for name in requests:
-        task = await waiting(limiter, int(name[1:]), client=name[0])
-        task.add_done_callback(lambda _, name=name: started.append(name))  # type: ignore[misc]
-        tasks.append(task)
-    while limiter.queued:
-        limiter.release(1, CLIENT)
-        await wait_until_loaded()
-    assert started == order
-
-
 async def test_permits_of_one_client_leave_some_to_others() -> None:
     limiter = ConcurrencyLimiter(160, max_queued=9)
     for _ in range(150):
-        await limiter.acquire(1, "a", 30.0, FREE)
+        await acquire(limiter, 1, "a")
     own = await waiting(limiter, client="a")
-    await limiter.acquire(2, "b", 30.0, FREE)
+    await acquire(limiter, 2, "b")
     assert (own.done(), limiter.in_use) == (False, 152)
     limiter.release(1, "a")
     await wait_until_loaded()
@@ -169,7 +145,7 @@ async def test_permits_of_one_client_leave_some_to_others() -> None:
 async def test_small_limit_may_be_used_by_one_client() -> None:
     limiter = ConcurrencyLimiter(15)
     for _ in range(15):
-        await limiter.acquire(1, CLIENT, 30.0, FREE)
+        await acquire(limiter, 1, CLIENT)
     assert (limiter.in_use, limiter.queued) == (15, 0)
 
 
@@ -188,13 +164,13 @@ async def test_acquire_with_full_queue_displaces_the_busiest_client(
     queued: list[str], newcomer: str, displaced: int | None
 ) -> None:
     limiter = ConcurrencyLimiter(1, max_queued=4)
-    await limiter.acquire(1, "a", 30.0, FREE)
+    await acquire(limiter, 1, "a")
     tasks = [await waiting(limiter, client=client) for client in queued]
     if displaced is None:
         with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
             limiter.check(newcomer)
         with pytest.raises(Overloaded, match="4 of 4 requests are queued"):
-            await limiter.acquire(1, newcomer, 30.0, FREE)
+            await acquire(limiter, 1, newcomer)
     else:
         limiter.check(newcomer)
         tasks.append(await waiting(limiter, client=newcomer))
@@ -210,9 +186,9 @@ async def test_acquire_with_full_queue_displaces_the_busiest_client(
 
 async def test_acquire_by_displaced_client_returns_no_permit() -> None:
     limiter = ConcurrencyLimiter(1, max_queued=3)
-    await limiter.acquire(1, "a", 30.0, FREE)
+    await acquire(limiter, 1, "a")
     tasks = [await waiting(limiter, client="a") for _ in range(3)]
-    newcomer = asyncio.create_task(limiter.acquire(1, "b", 30.0, FREE))
+    newcomer = asyncio.create_task(acquire(limiter, 1, "b"))
     # it takes a place, and before the displaced request could run it is cancelled
     await asyncio.sleep(0)
     await left(tasks[-1])
@@ -230,11 +206,11 @@ async def test_retry_after_is_the_time_of_the_queue(
 ) -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
-    await limiter.acquire(1000, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1000, CLIENT)
     for _ in range(400):
         clock.now += 1 / per_s
         limiter.release(1, CLIENT)
-    await limiter.acquire(400, CLIENT, 30.0, FREE)
+    await acquire(limiter, 400, CLIENT)
     tasks = [await waiting(limiter, 1) for _ in range(queued)]
     assert least <= limiter.retry_after_s() <= most
     await left(*tasks)
@@ -243,11 +219,11 @@ async def test_retry_after_is_the_time_of_the_queue(
 async def test_retry_after_counts_each_queued_choice() -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
-    await limiter.acquire(400, CLIENT, 30.0, FREE)
+    await acquire(limiter, 400, CLIENT)
     for _ in range(400):
         clock.now += 1.0
         limiter.release(1, CLIENT)
-    await limiter.acquire(400, CLIENT, 30.0, FREE)
+    await acquire(limiter, 400, CLIENT)
     tasks = [await waiting(limiter, 8) for _ in range(2)]
     assert limiter.retry_after_s() == 17
     await left(*tasks)
@@ -261,7 +237,7 @@ async def test_retry_after_ignores_time_before_the_first_request() -> None:
     clock = Clock()
     limiter = ConcurrencyLimiter(2, clock=clock)
     clock.now += 29.0
-    await limiter.acquire(2, CLIENT, 30.0, FREE)
+    await acquire(limiter, 2, CLIENT)
     clock.now += 1.0
     limiter.release(1, CLIENT)
     assert limiter.retry_after_s() == 1
@@ -271,13 +247,13 @@ async def test_retry_after_ignores_ends_before_a_long_pause() -> None:
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):
-        await limiter.acquire(1, CLIENT, 30.0, FREE)
+        await acquire(limiter, 1, CLIENT)
         now += 1.0
         limiter.release(1, CLIENT)
     now += 600.0
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     assert limiter.retry_after_s() == 1  # not a minute, as if one answer took that long
     now += 2.0
     limiter.release(1, CLIENT)
-    await limiter.acquire(1, CLIENT, 30.0, FREE)
+    await acquire(limiter, 1, CLIENT)
     assert limiter.retry_after_s() <= 2

@@ -232,7 +232,7 @@ async def test_admission_returns_bytes_and_permits(fails: bool) -> None:
         with RequestAdmission(limits, timeline) as admission:
             body = await admission.read_body(request)
             assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
-            await admission.acquire_permits("m", 2, 1, timeline.facts.arrived_at + 60)
+            await admission.acquire_permits(answer_of_two_choices().plan)
             assert limits.choices.in_use == 2
             if fails:
                 raise Overloaded("the worker is full")

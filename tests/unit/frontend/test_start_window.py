@@ -1,4 +1,4 @@
-"""Choices that wait for their first token: how many workers get, and who starts next."""
+"""Choices at workers: how many there are, and who starts next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import (
     GROUP,
     RequestPlaces,
+    Stage,
     StartPlace,
     StartWindow,
     StartWindows,
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
-from dynamo_trtllm.protocol.messages import Instance, Limits, Role
-from tests.kit.admission import left, wait_until_loaded
+from dynamo_trtllm.protocol.messages import Instance, Limits, Phase, Role
+from tests.kit.admission import acquire, left, wait_until_loaded
 from tests.kit.instances import make_instance
 from tests.kit.routing import FINISHED, Cluster, kv_chunk
 from tests.kit.waiting import SOON_S
@@ -28,21 +29,29 @@ from tests.kit.waiting import SOON_S
 MODEL = "mock"
 NUM_BLOCKS = 1024
 PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE = range(1, 5)
+PHASES = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE}
+
+
+PREFILL_LIMITS = Limits(max_batch_size=4, kv_blocks=NUM_BLOCKS)
+DECODE_LIMITS = Limits(max_batch_size=512, kv_blocks=64 * NUM_BLOCKS)
 
 
 class Frontend:
     """The queue of a frontend, and its choices at two prefill and two decode workers."""
 
-    def __init__(self, batch_size: int = 4, num_processes: int = 1) -> None:
+    def __init__(
+        self,
+        prefill: Limits = PREFILL_LIMITS,
+        decode: Limits = DECODE_LIMITS,
+    ) -> None:
         self.view = ClusterView()
-        limits = Limits(max_batch_size=batch_size, kv_blocks=NUM_BLOCKS)
         for instance_id in (PREFILL, OTHER_PREFILL):
-            self.add(make_instance(instance_id, role=Role.PREFILL), limits)
+            self.add(make_instance(instance_id, role=Role.PREFILL), prefill)
         for instance_id in (DECODE, OTHER_DECODE):
-            self.add(make_instance(instance_id, role=Role.DECODE), limits)
+            self.add(make_instance(instance_id, role=Role.DECODE), decode)
         self.limiter = ConcurrencyLimiter(4096, max_queued=1024)
-        self.windows = StartWindows(self.view, num_processes, lambda: self.limiter.grant())
-        self.waiting_places: list[tuple[str, StartPlace]] = []  # choices without a token
+        self.windows = StartWindows(self.view, lambda: self.limiter.grant())
+        self.waiting_places: list[tuple[str, StartPlace]] = []  # choices that have not ended
         self.started: Counter[str] = Counter()  # choices by client
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -67,12 +76,12 @@ class Frontend:
         places = window.request(num_choices, prompt_tokens)
 
         async def run() -> None:
-            await self.limiter.acquire(num_choices, client, 60.0, places)
+            await acquire(self.limiter, num_choices, client, 60.0, places)
             for first in range(0, num_choices, GROUP):
                 await places.wait_for_group()
                 for _ in range(min(GROUP, num_choices - first)):
                     place = places.take()
-                    place.called(self.worker(worker))
+                    place.called(self.worker(worker), PHASES[self.worker(worker).role])
                     self.started[client] += 1
                     self.waiting_places.append((client, place))
 
@@ -86,8 +95,8 @@ class Frontend:
             await self.send(client, 1, **options)
         return self.started[client]
 
-    async def first_token(self) -> None:
-        """Let the oldest choice have its first token."""
+    async def end(self) -> None:
+        """Let the oldest choice end."""
         _, place = self.waiting_places.pop(0)
         place.leave()
         await wait_until_loaded()
@@ -97,25 +106,82 @@ class Frontend:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "prompt_tokens", "num_processes", "expected"),
+    ("limits", "prompt_tokens", "expected"),
     [
-        (4, 1, 1, 24),  # two steps of each prefill worker, one of each decode worker
-        (4, 1, 2, 12),
-        (4096, 1, 1, 384),
-        (4096, 17, 1, 256),  # each prompt takes two blocks
-        (4096, 16 * 16, 1, 32),  # a quarter of the KV of the prefill workers
-        (4096, 16 * NUM_BLOCKS, 1, 4),  # two at each prefill worker
+        (PREFILL_LIMITS, 1, 16),  # two steps of each prefill worker
+        (Limits(max_batch_size=4096), 1, 256),
+        (Limits(max_batch_size=64, max_num_tokens=1000), 100, 40),
+        (Limits(max_batch_size=64, max_num_tokens=1000), 5000, 4),  # two at each worker
+        # A quarter of the KV blocks of the prefill workers; a prompt takes two blocks.
+        (Limits(max_batch_size=64, kv_blocks=256), 17, 64),
+        (Limits(max_batch_size=64, kv_blocks=256), 16 * 256, 4),
     ],
 )
-async def test_start_window_is_limited_until_a_token(
-    batch_size: int, prompt_tokens: int, num_processes: int, expected: int
+async def test_prompts_at_workers_are_limited_to_two_steps(
+    limits: Limits, prompt_tokens: int, expected: int
 ) -> None:
-    frontend = Frontend(batch_size, num_processes)
+    frontend = Frontend(limits)
     started = await frontend.send_until_one_waits("a", prompt_tokens=prompt_tokens)
-    assert expected <= started <= expected + 1
-    await frontend.first_token()
-    await frontend.first_token()
+    assert started == expected
+    await frontend.end()
     assert not frontend.limiter.queued
+    await frontend.close()
+
+
+async def test_computed_prompt_lets_the_next_request_begin() -> None:
+    frontend = Frontend()
+    await frontend.send_until_one_waits("a")
+    _, place = frontend.waiting_places[0]
+    place.called(frontend.worker(DECODE), Phase.DECODE)
+    await wait_until_loaded()
+    assert not frontend.limiter.queued
+    await frontend.close()
+
+
+async def test_choices_without_token_are_limited_to_batches() -> None:
+    frontend = Frontend()
+    # 16 choices of the prefill workers, and 64 of each decode worker.
+    assert await frontend.send_until_one_waits("a", worker=DECODE) > 144
+    for _, place in frontend.waiting_places[:-100]:
+        place.called(frontend.worker(OTHER_DECODE), Phase.DECODE)
+    await wait_until_loaded()
+    assert frontend.limiter.queued == 1
+    await frontend.close()
+
+
+async def test_decoding_choices_are_limited_to_slots_and_few_more() -> None:
+    frontend = Frontend(decode=Limits(max_batch_size=4))
+    for number in range(12):  # a slot, and one of four, for each of two workers
+        await frontend.send("a", 1, worker=DECODE + number % 2)
+        frontend.waiting_places[-1][1].first_token()
+    assert not frontend.limiter.queued
+    await frontend.send("a", 1)
+    assert frontend.limiter.queued == 1
+    await frontend.end()
+    assert not frontend.limiter.queued
+    await frontend.close()
+
+
+async def test_migrated_choice_counts_as_decoding() -> None:
+    frontend = Frontend()
+    await frontend.send("a", 1, worker=DECODE)
+    ((_, place),) = frontend.waiting_places
+    place.first_token()
+    place.called(frontend.worker(PREFILL), Phase.PREFILL)
+    window = frontend.windows.window(frontend.worker(PREFILL).card.name)
+    assert [usage.total > 0 for usage in window.usages] == [False, False, True]
+    assert window.usages[-1].at == {DECODE: 0, PREFILL: window.usages[-1].total}
+    await frontend.close()
+
+
+async def test_cached_prompts_leave_place_for_more() -> None:
+    frontend = Frontend(Limits(max_batch_size=64, max_num_tokens=1000))
+    await frontend.send("a", 1, prompt_tokens=100)
+    ((_, place),) = frontend.waiting_places
+    place.computed(cached_tokens=75)
+    await frontend.end()
+    started = await frontend.send_until_one_waits("b", prompt_tokens=100)
+    assert started == 4 * 40
     await frontend.close()
 
 
@@ -124,19 +190,19 @@ async def test_start_window_flooded_by_one_client_lets_another_next() -> None:
     for _ in range(50):
         await frontend.send("a", 128)
     await frontend.send("b", 1)
-    # Of the requests of a, the first has begun, and the next one has had the turn before.
+    # Two requests of a have begun, one at each prefill worker.
     while not frontend.started["b"]:
-        await frontend.first_token()
-    assert frontend.started["a"] <= 2 * 128 + 2 * GROUP
+        await frontend.end()
+    assert frontend.started["a"] == 256
     await frontend.close()
 
 
 async def test_start_window_starts_many_choices_in_groups() -> None:
     frontend = Frontend()
     await frontend.send("a", 128)
-    assert 12 <= frontend.started["a"] <= 12 + GROUP  # the share of one of two workers
+    assert frontend.started["a"] == 8  # the share of one of two workers
     for _ in range(128):
-        await frontend.first_token()
+        await frontend.end()
     assert frontend.started == {"a": 128}
     await frontend.close()
 
@@ -146,7 +212,7 @@ async def test_group_of_hanging_workers_lets_other_requests_begin() -> None:
     await frontend.send("a", 128, worker=PREFILL)
     await frontend.send("b", 1, worker=OTHER_PREFILL)
     await frontend.send("c", 128, worker=OTHER_PREFILL)
-    assert frontend.started == {"a": 2 * GROUP, "b": 1, "c": 2 * GROUP}
+    assert frontend.started == {"a": GROUP, "b": 1, "c": GROUP}
     await frontend.close()
 
 
@@ -155,20 +221,19 @@ async def test_group_with_free_places_starts_before_requests() -> None:
     await frontend.send("a", 128, worker=PREFILL)
     for _ in range(20):
         await frontend.send("b", 1, worker=OTHER_PREFILL)
-    assert frontend.started == {"a": 2 * GROUP, "b": 12}
-    for _ in range(5):  # now fewer than its share wait
-        await frontend.first_token()
-    assert frontend.started == {"a": 3 * GROUP, "b": 12}
+    assert frontend.started == {"a": GROUP, "b": 8}
+    await frontend.end()  # now fewer than its share wait
+    assert frontend.started == {"a": 2 * GROUP, "b": 8}
     await frontend.close()
 
 
 async def test_start_window_with_hanging_worker_serves_others() -> None:
     frontend = Frontend()
-    for _ in range(100):  # they never get a token
+    for _ in range(200):  # they never get a token
         await frontend.send("a", 1, worker=DECODE)
     assert not frontend.limiter.queued
     await frontend.send_until_one_waits("b", worker=OTHER_DECODE)
-    assert frontend.started["b"] >= 12
+    assert frontend.started["b"] >= 72
     await frontend.close()
 
 
@@ -177,10 +242,11 @@ async def test_start_window_forgets_workers_that_have_left() -> None:
     places = await frontend.send("a", 1, worker=OTHER_DECODE)
     frontend.view.remove(OTHER_DECODE)
     await frontend.send_until_one_waits("b", worker=DECODE)
-    assert OTHER_DECODE in places.window.cost_at  # its choice has not ended
-    await frontend.first_token()
+    usage = places.window.usages[Stage.START]
+    assert OTHER_DECODE in usage.at  # its choice has not ended
+    await frontend.end()
     await frontend.send("b", 1, worker=DECODE)
-    assert OTHER_DECODE not in places.window.cost_at
+    assert OTHER_DECODE not in usage.at
     await frontend.close()
 
 
@@ -194,7 +260,7 @@ async def test_start_window_skips_choices_without_worker(ends: object) -> None:
     await wait_until_loaded()
     assert not frontend.limiter.queued
     window = frontend.windows.window(frontend.worker(PREFILL).card.name)
-    assert sum(window.cost_at.values()) > 0  # the last one
+    assert sum(window.usages[Stage.PREFILL].at.values()) > 0  # the last one
     await frontend.close()
 
 
@@ -203,11 +269,11 @@ async def test_start_window_of_ended_request_starts_the_next() -> None:
     places = await frontend.send("a", 128, worker=PREFILL)
     for _ in range(20):
         await frontend.send("b", 1, worker=OTHER_PREFILL)
-    assert frontend.started["b"] == 12
+    assert frontend.started["b"] == 8
     frontend.tasks[0].cancel()  # its client leaves
     places.close()
     await wait_until_loaded()
-    assert frontend.started["b"] == 20
+    assert frontend.started["b"] == 16
     await frontend.close()
 
 
@@ -215,23 +281,23 @@ async def test_start_window_of_full_model_spares_another() -> None:
     frontend = Frontend()
     await frontend.send_until_one_waits("a")
     places = frontend.windows.window("other").request(1, 1)
-    await asyncio.wait_for(frontend.limiter.acquire(1, "a", 60.0, places), 10)
+    await asyncio.wait_for(acquire(frontend.limiter, 1, "a", 60.0, places), 10)
     assert frontend.limiter.queued == 1
     await frontend.close()
 
 
 async def test_request_does_not_overtake_another_model() -> None:
-    frontend = Frontend()
+    frontend = Frontend(Limits(max_batch_size=8))
     frontend.limiter = ConcurrencyLimiter(30, max_queued=10)
     for _ in range(20):
         await frontend.send("a", 1)
     large = frontend.windows.window("other").request(20, 1)
-    waiting = asyncio.create_task(frontend.limiter.acquire(20, "b", 60.0, large))
+    waiting = asyncio.create_task(acquire(frontend.limiter, 20, "b", 60.0, large))
     await wait_until_loaded()
     await frontend.send("c", 1)
     frontend.limiter.release(5, "a")
     small = frontend.windows.window("third").request(1, 1)
-    later = asyncio.create_task(frontend.limiter.acquire(1, "d", 60.0, small))
+    later = asyncio.create_task(acquire(frontend.limiter, 1, "d", 60.0, small))
     await wait_until_loaded()
     assert (frontend.limiter.queued, frontend.limiter.in_use) == (3, 15)
     frontend.limiter.release(5, "a")
@@ -246,8 +312,8 @@ async def test_queue_with_permits_for_all_is_never_full() -> None:
     frontend.limiter = ConcurrencyLimiter(40, max_queued=0)
     for _ in range(40):
         await frontend.send("a", 1)
-    assert (frontend.started["a"], frontend.limiter.queued) == (24, 16)
-    with pytest.raises(Overloaded, match="16 of 0 requests are queued"):
+    assert (frontend.started["a"], frontend.limiter.queued) == (16, 24)
+    with pytest.raises(Overloaded, match="24 of 0 requests are queued"):
         frontend.limiter.check("a")
     await frontend.close()
 
@@ -260,15 +326,17 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     await cluster.add(PREFILL, Role.PREFILL, [prefilled, kv_chunk("t1")])
     decoded = [InternalError("a bug")] if fails else [FINISHED[0], held, *FINISHED[1:]]
     decode = await cluster.add(DECODE, Role.DECODE, decoded)
-    window = StartWindow("tiny", cluster.router.view, 1, lambda: None)
+    window = StartWindow("tiny", cluster.router.view, lambda: None)
     places = window.request(1, 3)
     places.begin()
     timeline = ChoiceTimeline()
     timeline.place = places.take()
     generating = asyncio.create_task(cluster.tokens(timeline))
     await wait_until_loaded()
-    assert window.cost_at == {PREFILL: window.cost}
-    assert window.cost > 0
+    prefill, start, _ = window.usages
+    assert prefill.at == {PREFILL: prefill.total}
+    assert start.at == {PREFILL: start.total}
+    assert min(prefill.total, start.total) > 0
     prefilled.set()
     if fails:
         with pytest.raises(InternalError):
@@ -276,6 +344,6 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     else:
         await asyncio.wait_for(decode.hanging.wait(), SOON_S)
         await wait_until_loaded()
-    assert (window.cost, sum(window.cost_at.values())) == (0, 0)
+    assert (prefill.total, start.total, sum(start.at.values())) == (0, 0, 0)
     held.set()
     await asyncio.gather(generating, return_exceptions=True)

@@ -1,0 +1,256 @@
+"""Order the requests for one model that wait: by priority, then by what their clients have got."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo_trtllm.frontend.requests.token_counters import (
+    Client,
+    CountedRequest,
+    TokenCounter,
+    TokenCounters,
+)
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
+
+# Clients that send many requests of a high priority could keep those of all others waiting. When a
+# request has waited for so long, one of every OVERDUE_TURNS turns is for those of its rank.
+MAX_WAIT_S: Final = 30.0
+OVERDUE_TURNS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a request needs to begin, and what decides when it may."""
+
+    client: Client
+    num_choices: int
+    prompt_tokens: int  # of all choices
+    places: RequestPlaces
+    # Among the requests of all clients, and among those of its own. Lower values first.
+    rank: int = 0
+    priority: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """A request that waits."""
+
+    claim: Claim
+    more_tokens: Callable[[], int]  # see `CountedRequest`
+    decided: asyncio.Future[None]  # done when the request has permits or was displaced
+    queued_s: float = 0.0
+    order: tuple[int, int] = (0, 0)  # priority, and number of arrival
+    counted: CountedRequest | None = None  # it has permits
+
+    @property
+    def network(self) -> str:
+        """Return the client, by which `ByNetwork` counts."""
+        return self.claim.client.name
+
+
+class _Flow:
+    """The requests of one client and one rank, in the order of priority and arrival."""
+
+    __slots__ = ("counter", "requests", "since")
+
+    def __init__(self, counter: TokenCounter, since: int) -> None:
+        self.counter = counter
+        self.since = since  # the number of its last turn, or of its arrival
+        self.requests: list[QueuedRequest] = []
+
+
+class _Rank:
+    """The requests of one rank. The next one is of the client with the least counter.
+
+    Of clients with equal counters, it is the one whose last turn, or arrival, is the longest ago.
+    """
+
+    def __init__(self) -> None:
+        self._flows: dict[str, _Flow] = {}  # by client; each has a request
+        # One entry for each flow, with the counter that it had when it was added, and entries of
+        # flows that have become empty.
+        self._heap: list[tuple[float, int, _Flow]] = []
+        self._arrivals: dict[QueuedRequest, None] = {}  # the oldest request first
+
+    @property
+    def clients(self) -> Iterable[TokenCounter]:
+        """The counters of the clients whose requests wait."""
+        return (flow.counter for flow in self._flows.values())
+
+    @property
+    def oldest(self) -> QueuedRequest:
+        """The request that has waited longest."""
+        return next(iter(self._arrivals))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request waits."""
+        return not self._flows
+
+    def has(self, client: str) -> bool:
+        """Return whether a request of a client waits."""
+        return client in self._flows
+
+    def add(self, request: QueuedRequest, counter: TokenCounter, number: int) -> None:
+        """Add a request. `number`: of its arrival."""
+        flow = self._flows.get(counter.name)
+        if flow is None:
+            flow = _Flow(counter, number)
+            self._flows[counter.name] = flow
+            heapq.heappush(self._heap, (counter.value, number, flow))
+        insort(flow.requests, request, key=_order)
+        self._arrivals[request] = None
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Remove a request."""
+        client = request.claim.client.name
+        requests = self._flows[client].requests
+        del requests[bisect_left(requests, request.order, key=_order)]
+        del self._arrivals[request]
+        if not requests:
+            del self._flows[client]
+
+    def least(self) -> float:
+        """Return the least counter of the clients whose requests wait."""
+        first = self.first(lambda _: True)
+        assert first is not None
+        return first.counter.value
+
+    def first(self, has_share: Callable[[Claim], bool]) -> _Flow | None:
+        """Return the client whose request is the next; None if none may run."""
+        heap = self._heap
+        passed: list[tuple[float, int, _Flow]] = []
+        found: _Flow | None = None
+        while heap and found is None:
+            value, since, flow = heap[0]
+            if not flow.requests:
+                heapq.heappop(heap)
+            elif flow.counter.value > value or flow.since > since:
+                heapq.heapreplace(heap, (flow.counter.value, flow.since, flow))
+            elif has_share(flow.requests[0].claim):
+                found = flow
+            else:
+                passed.append(heapq.heappop(heap))
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
+
+    def reorder(self) -> None:
+        """Order all clients again, because counters may have become less."""
+        self._heap = [(flow.counter.value, flow.since, flow) for flow in self._flows.values()]
+        heapq.heapify(self._heap)
+
+    def take(self, first: QueuedRequest, number: int) -> None:
+        """Remove the next request. `number`: of the client's turn."""
+        self._flows[first.claim.client.name].since = number
+        self.remove(first)
+
+
+class FairQueue:
+    """The requests for one model that wait.
+
+    Lower ranks come first. Clients of one rank take turns, so that the tokens that the workers
+    compute for them are in proportion to their weights. Requests of one client and rank are in the
+    order of priority and arrival. The time per request depends on the number of different ranks,
+    and on the logarithm of the number of clients.
+
+    Args:
+        counters: of the model.
+        clock: returns seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self, counters: TokenCounters, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._ranks: dict[int, _Rank] = {}  # none is empty
+        self._numbers = itertools.count()  # of arrivals and turns
+        self._num_taken = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no request waits."""
+        return not self._ranks
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of the clients whose requests wait, by name."""
+        return {
+            counter.name: counter.weight
+            for rank in self._ranks.values()
+            for counter in rank.clients
+        }
+
+    def add(self, request: QueuedRequest) -> None:
+        """Add a request."""
+        self._update()
+        claim = request.claim
+        number = next(self._numbers)
+        request.order = (claim.priority, number)
+        request.queued_s = self._clock()
+        counter = self._counters.counter(claim.client)
+        rank = self._ranks.setdefault(claim.rank, _Rank())
+        if rank.is_empty:
+            self._counters.lift(counter)
+        elif not rank.has(claim.client.name):
+            self._counters.lift(counter, rank.least())
+        rank.add(request, counter, number)
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Remove a request that waits."""
+        self._ranks[request.claim.rank].remove(request)
+        self._drop_if_empty(request.claim.rank)
+
+    def first(self, has_share: Callable[[Claim], bool]) -> QueuedRequest | None:
+        """Return the request that is the next; None if none may run.
+
+        Args:
+            has_share: returns whether the client of a request may hold its permits. Clients that
+                may not are passed over.
+        """
+        self._update()
+        for rank in self._in_turn():
+            flow = rank.first(has_share)
+            if flow is not None:
+                return flow.requests[0]
+        return None
+
+    def take(self, first: QueuedRequest) -> None:
+        """Remove the request that `first` has returned."""
+        rank = self._ranks[first.claim.rank]
+        rank.take(first, next(self._numbers))
+        self._num_taken += 1
+        self._drop_if_empty(first.claim.rank)
+
+    def _update(self) -> None:
+        if self._counters.update():
+            for rank in self._ranks.values():
+                rank.reorder()
+
+    def _in_turn(self) -> Iterator[_Rank]:
+        """Yield the ranks in the order of their turns."""
+        if self._ranks and self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1:
+            oldest = min(self._ranks.values(), key=_waiting_since)
+            if self._clock() - oldest.oldest.queued_s >= MAX_WAIT_S:
+                yield oldest
+        for number in sorted(self._ranks):
+            yield self._ranks[number]
+
+    def _drop_if_empty(self, rank: int) -> None:
+        if self._ranks[rank].is_empty:
+            del self._ranks[rank]
+
+
+def _order(request: QueuedRequest) -> tuple[int, int]:
+    return request.order
+
+
+def _waiting_since(rank: _Rank) -> float:
+    return rank.oldest.queued_s

@@ -1,0 +1,187 @@
+"""Count the tokens that the workers of a model have computed for each client.
+
+The queue of a frontend orders clients by these counters. They are the virtual token counters of
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), over prefill and decode:
+
+- A prompt counts when its request begins, because a client could otherwise begin many of them
+  before the first one counts. Tokens that a worker had in its prefix cache are taken off later.
+- Tokens of the output count while they are generated.
+- A client that had nothing waiting is lifted to those that wait. So it can't save up credit, except
+  for BURST_TOKENS: without these, a client that takes less than its share would have to wait in
+  each of its bursts for a client that always takes all that it gets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
+# By how much a client may be behind those that wait. A few seconds of a worker.
+BURST_TOKENS: Final = 32_768
+# Each update looks at all running requests: 1 ms of CPU time for 4,000 of them.
+UPDATE_S: Final = 0.1
+# More than there are requests that wait or run. The counters of other clients are dropped, the
+# least recently used first.
+MAX_COUNTERS: Final = 16_384
+MAX_REPORTED: Final = 4096  # clients in one report to other frontends
+
+
+class Client(NamedTuple):
+    """The sender of requests, as far as shares depend on it."""
+
+    name: str  # of its API key; without keys, its network
+    weight: float = 1.0  # its share, relative to others
+
+
+class TokenCounter:
+    """The tokens of one client, divided by its weight."""
+
+    __slots__ = ("name", "unreported", "value", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.value = 0.0
+        self.unreported = 0.0  # the part that other frontends do not know yet
+
+
+class CountedRequest:
+    """What the workers have computed for one running request.
+
+    Args:
+        counters: of its model.
+        counter: of its client.
+        prompt_tokens: of all choices.
+        more_tokens: returns what the request took beside its prompts, until now.
+    """
+
+    __slots__ = ("_counted", "_counter", "_counters", "_more_tokens", "_prompt_tokens")
+
+    def __init__(
+        self,
+        counters: TokenCounters,
+        counter: TokenCounter,
+        prompt_tokens: int,
+        more_tokens: Callable[[], int],
+    ) -> None:
+        self._counters = counters
+        self._counter = counter
+        self._prompt_tokens = prompt_tokens
+        self._more_tokens = more_tokens
+        self._counted = 0
+
+    def update(self) -> None:
+        """Count what was computed since the last update."""
+        num_tokens = self._prompt_tokens + self._more_tokens()
+        self._counters.count(self._counter, num_tokens - self._counted)
+        self._counted = num_tokens
+
+    def end(self) -> None:
+        """Count the rest, because the request has ended."""
+        self.update()
+        self._counters.end(self)
+
+    def cancel(self) -> None:
+        """Count nothing, because the request has left before its choices were started."""
+        self._counters.count(self._counter, -self._counted)
+        self._counters.end(self)
+
+
+class TokenCounters:
+    """The counters of all clients of one model.
+
+    Nothing is done per token: an update reads how many tokens each running request has.
+
+    Args:
+        clock: returns seconds of a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_client: OrderedDict[str, TokenCounter] = OrderedDict()
+        self._running: dict[CountedRequest, None] = {}
+        self._updated_s = clock()
+        self._last_begun = TokenCounter("")  # of the client whose request began last
+        self._unreported: dict[TokenCounter, None] = {}
+
+    def counter(self, client: Client) -> TokenCounter:
+        """Return the counter of a client."""
+        counter = self._named(client.name)
+        counter.weight = client.weight  # the file of keys may have changed
+        return counter
+
+    def count(self, counter: TokenCounter, num_tokens: int) -> None:
+        """Count tokens of a client."""
+        if num_tokens:
+            value = num_tokens / counter.weight
+            counter.value += value
+            counter.unreported += value
+            self._unreported[counter] = None
+
+    def count_others(self, tokens: Mapping[str, float]) -> None:
+        """Count what another frontend has reported: tokens divided by weights, by client."""
+        for name, value in tokens.items():
+            self._named(name).value += value
+
+    def take_unreported(self) -> dict[str, float]:
+        """Return what other frontends do not know yet, for `count_others`."""
+        tokens: dict[str, float] = {}
+        while self._unreported and len(tokens) < MAX_REPORTED:
+            counter, _ = self._unreported.popitem()
+            tokens[counter.name] = counter.unreported
+            counter.unreported = 0.0
+        return tokens
+
+    def lift(self, counter: TokenCounter, least: float | None = None) -> None:
+        """Lift the counter of a client that had nothing waiting.
+
+        Args:
+            counter: of the client.
+            least: the least value of the clients that wait. None: none waits, and the client whose
+                request began last counts.
+        """
+        if least is None:
+            least = self._last_begun.value
+        counter.value = max(counter.value, least - BURST_TOKENS / counter.weight)
+
+    def begin(
+        self, client: Client, prompt_tokens: int, more_tokens: Callable[[], int]
+    ) -> CountedRequest:
+        """Count a request of a client, which begins, until its end.
+
+        Arguments as for `CountedRequest`.
+        """
+        counter = self.counter(client)
+        request = CountedRequest(self, counter, prompt_tokens, more_tokens)
+        request.update()
+        self._running[request] = None
+        self._last_begun = counter
+        return request
+
+    def end(self, request: CountedRequest) -> None:
+        """Do not update a request any more. Idempotent."""
+        self._running.pop(request, None)
+
+    def update(self) -> bool:
+        """Count what was computed since the last update. Return False if that was just now."""
+        now_s = self._clock()
+        if now_s - self._updated_s < UPDATE_S:
+            return False
+        self._updated_s = now_s
+        for request in self._running:
+            request.update()
+        return True
+
+    def _named(self, name: str) -> TokenCounter:
+        counter = self._by_client.get(name)
+        if counter is None:
+            if len(self._by_client) == MAX_COUNTERS:
+                self._by_client.popitem(last=False)
+            counter = TokenCounter(name)
+            self._by_client[name] = counter
+        else:
+            self._by_client.move_to_end(name)
+        return counter

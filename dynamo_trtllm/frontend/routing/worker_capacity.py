@@ -1,0 +1,149 @@
+"""Tell how many choices the workers of a model can compute, from what the workers register."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
+from dynamo_trtllm.protocol.messages import Instance
+
+# The workers can take choices whose costs add up to this. Costs are integers, because rounding
+# errors of their sum would stay for ever.
+WINDOW: Final = 1 << 20
+# Steps may have more choices, but a worker for which so many wait is never idle.
+_MAX_STEP_CHOICES: Final = 64
+# Waiting prompts may take a quarter of the KV blocks. At half of them, workers reject prompts, and
+# other frontends send some, too.
+_KV_DIVISOR: Final = 4
+# Choices that are prefilled while the batches of the decode workers are full: this part of a batch.
+# They use the slots that become free.
+_AHEAD_DIVISOR: Final = 8
+_MIN_AHEAD: Final = 2
+
+
+class ChoiceCosts(NamedTuple):
+    """What one choice takes, as parts of WINDOW."""
+
+    prefill: int  # until its prompt is computed
+    start: int  # until its first token
+    run: int  # until its end
+
+
+FREE: Final = ChoiceCosts(0, 0, 0)
+
+
+class _Limit(NamedTuple):
+    """How many choices the workers can take. 0: not limited, or not known."""
+
+    num_choices: int
+    tokens: int = 0  # of prompts
+    block_tokens: int = 1  # a prompt takes whole blocks of so many tokens
+    num_prompts: int = 1  # however long they are
+
+    def cost(self, prompt_tokens: int) -> int:
+        """Return the part that a choice takes: as one of the choices, or for its prompt.
+
+        It is the larger one.
+        """
+        cost = _rounded_up(WINDOW, self.num_choices) if self.num_choices else 0
+        if not self.tokens:
+            return cost
+        tokens = _rounded_up(prompt_tokens, self.block_tokens) * self.block_tokens
+        tokens_cost = _rounded_up(WINDOW * tokens, self.tokens)
+        return max(cost, min(tokens_cost, WINDOW // self.num_prompts))
+
+
+class WorkerCapacity(NamedTuple):
+    """What the workers of a model can take."""
+
+    prefill: _Limit
+    start: _Limit
+    run: _Limit
+
+    def costs(self, prompt_tokens: int, computed_tokens: int) -> ChoiceCosts:
+        """Return what a choice takes.
+
+        Args:
+            prompt_tokens: of its prompt.
+            computed_tokens: those that are probably in no prefix cache.
+        """
+        return ChoiceCosts(
+            self.prefill.cost(computed_tokens),
+            self.start.cost(prompt_tokens),
+            self.run.cost(prompt_tokens),
+        )
+
+
+def capacity(view: ModelView) -> WorkerCapacity | None:
+    """Return what the workers can take; None if there are none. The result is cached in the view.
+
+    Without workers, the router waits for some, or rejects the request.
+    """
+    if "capacity" not in view.cache:
+        view.cache["capacity"] = _new_capacity(view)
+    cached: WorkerCapacity | None = view.cache["capacity"]
+    return cached
+
+
+def _new_capacity(view: ModelView) -> WorkerCapacity | None:
+    has_pairs = bool(view.prefill and view.decode)
+    prefill = view.prefill if has_pairs else view.aggregated or view.decode
+    decode = view.decode if has_pairs else prefill
+    if not prefill:
+        return None
+    # One step runs, and the choices of the next one wait.
+    in_prefill = 2 * sum(_step_choices(worker) for worker in prefill)
+    # The KV of these choices is being transferred, or waits for a step.
+    in_transfer = sum(_step_choices(worker) for worker in decode) if has_pairs else 0
+    # Two prompts of any length can wait at each worker: otherwise a worker would be idle after each
+    # long one.
+    num_prompts = 2 * len(prefill)
+    step_tokens = _sum_if_known([worker.limits.max_num_tokens for worker in prefill])
+    return WorkerCapacity(
+        prefill=_Limit(in_prefill, 2 * step_tokens, num_prompts=num_prompts),
+        start=_Limit(
+            in_prefill + in_transfer,
+            _kv_tokens(prefill) // _KV_DIVISOR,
+            _block_tokens(prefill),
+            num_prompts,
+        ),
+        run=_Limit(
+            _sum_if_known([_slots(worker) for worker in decode]),
+            _kv_tokens(decode),
+            _block_tokens(decode),
+            2 * len(decode),
+        ),
+    )
+
+
+def _step_choices(worker: Instance) -> int:
+    """Return how many choices a step of a worker has at most."""
+    return min(worker.limits.max_batch_size or _MAX_STEP_CHOICES, _MAX_STEP_CHOICES)
+
+
+def _slots(worker: Instance) -> int:
+    """Return how many choices run and wait at a worker that is never idle; 0: not known."""
+    batch_size = worker.limits.max_batch_size
+    return batch_size and batch_size + max(_MIN_AHEAD, batch_size // _AHEAD_DIVISOR)
+
+
+def _kv_tokens(workers: Sequence[Instance]) -> int:
+    """Return for how many tokens the workers have KV blocks; 0: not known."""
+    return _sum_if_known(
+        [worker.limits.kv_blocks * worker.layout.block_tokens for worker in workers]
+    )
+
+
+def _block_tokens(workers: Sequence[Instance]) -> int:
+    return max(1, *(worker.layout.block_tokens for worker in workers))
+
+
+def _sum_if_known(numbers: Sequence[int]) -> int:
+    """Return the sum of what the workers report; 0 if one of them does not report it."""
+    return sum(numbers) if all(numbers) else 0
+
+
+def _rounded_up(dividend: int, divisor: int) -> int:
+    """Return the quotient of two numbers, rounded up."""
+    return -(-dividend // divisor)

@@ -1,0 +1,235 @@
+"""The order of waiting requests: shares of clients, idle clients, weights, ranks and priorities."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from dynamo_trtllm.frontend.requests.fair_queue import (
+    MAX_WAIT_S,
+    OVERDUE_TURNS,
+    Claim,
+    FairQueue,
+    QueuedRequest,
+)
+from dynamo_trtllm.frontend.requests.token_counters import (
+    BURST_TOKENS,
+    MAX_COUNTERS,
+    OUTPUT_COST,
+    UPDATE_S,
+    Client,
+    CountedRequest,
+    TokenCounters,
+)
+from tests.kit.admission import FREE, Clock
+
+
+class Queue:
+    """A queue of one model, and what its running requests have generated."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.counters = TokenCounters(self.clock)
+        self.queue = FairQueue(self.counters, self.clock)
+        self.more_tokens: Counter[str] = Counter()  # by client, of its running requests
+
+    def add(
+        self, client: str, tokens: int = 1, *, weight: float = 1.0, rank: int = 0, priority: int = 0
+    ) -> QueuedRequest:
+        claim = Claim(
+            client=Client(client, weight),
+            num_choices=1,
+            prompt_tokens=tokens,
+            places=FREE,
+            rank=rank,
+            priority=priority,
+        )
+        decided = asyncio.get_running_loop().create_future()
+        request = QueuedRequest(claim, lambda: self.more_tokens[client], decided)
+        self.queue.add(request)
+        return request
+
+    def begin(self) -> tuple[QueuedRequest, CountedRequest]:
+        """Let the next request begin."""
+        first = self.queue.first(lambda _: True)
+        assert first is not None
+        self.queue.take(first)
+        claim = first.claim
+        return first, self.counters.begin(claim.client, claim.prompt_tokens, first.more_tokens)
+
+    def next(self) -> str:
+        """Let the next request begin. Return its client."""
+        return self.begin()[0].claim.client.name
+
+    def order(self, num_requests: int) -> str:
+        """Return the clients of the next requests, one letter each."""
+        return "".join(self.next() for _ in range(num_requests))
+
+    def add_all(self, clients: str, tokens: int = 1) -> None:
+        """Add a request of each of these clients, one letter each."""
+        for client in clients:
+            self.add(client, tokens)
+
+
+async def test_clients_with_equal_requests_take_turns() -> None:
+    queue = Queue()
+    queue.add_all("aaabbc")
+    assert queue.order(6) == "abcaba"
+    assert queue.queue.is_empty
+
+
+async def test_client_with_large_prompts_has_fewer_turns() -> None:
+    queue = Queue()
+    queue.add_all("aaa", tokens=400)
+    queue.add_all("b" * 9, tokens=100)
+    assert queue.order(12) == "abbbbabbbbab"
+
+
+async def test_output_counts_while_it_is_generated() -> None:
+    queue = Queue()
+    queue.add_all("aabbb", tokens=10)
+    assert queue.order(2) == "ab"
+    queue.more_tokens["a"] = 15 * OUTPUT_COST
+    queue.clock.now += 2 * UPDATE_S
+    assert queue.order(3) == "bba"
+
+
+async def test_cached_tokens_do_not_count() -> None:
+    queue = Queue()
+    queue.add_all("aa", tokens=150)
+    queue.add_all("bbb", tokens=100)
+    assert queue.order(2) == "ab"
+    queue.more_tokens["a"] = -100  # they were in a prefix cache
+    queue.clock.now += 2 * UPDATE_S
+    assert queue.next() == "a"
+
+
+async def test_output_of_an_ended_request_counts_at_once() -> None:
+    queue = Queue()
+    queue.add_all("aabbb", tokens=10)
+    _, counted = queue.begin()
+    queue.more_tokens["a"] = 15
+    counted.end()
+    queue.more_tokens["a"] = 1000  # it does not count any more
+    queue.clock.now += 2 * UPDATE_S
+    assert queue.order(4) == "bbba"
+
+
+async def test_request_that_leaves_before_its_start_does_not_count() -> None:
+    queue = Queue()
+    queue.add_all("aab", tokens=10)
+    _, counted = queue.begin()
+    counted.cancel()
+    assert queue.counters.counter(Client("a")).value == 0
+
+
+@pytest.mark.parametrize("num_tokens", [10 * BURST_TOKENS, 1000 * BURST_TOKENS])
+async def test_idle_client_saves_up_one_burst_only(num_tokens: int) -> None:
+    queue = Queue()
+    queue.add("a", num_tokens)
+    queue.next()
+    queue.add_all("a" * 9 + "b" * 9, tokens=BURST_TOKENS // 4)
+    # The turns of a burst, and then each has its share.
+    assert queue.order(10) == "bbbbababab"
+
+
+async def test_client_that_returns_pays_for_what_it_took() -> None:
+    queue = Queue()
+    queue.add_all("ab", tokens=10)
+    queue.add_all("b", tokens=10)
+    assert queue.next() == "a"
+    queue.more_tokens["a"] = 1000
+    queue.clock.now += 2 * UPDATE_S
+    queue.add_all("a" + "b" * 10, tokens=100)
+    # The output of a counts as ten requests of b.
+    assert queue.order(13) == "bb" + "b" * 10 + "a"
+
+
+async def test_keys_get_tokens_in_proportion_to_their_weights() -> None:
+    queue = Queue()
+    for _ in range(40):
+        queue.add("a", 100, weight=3.0)
+        queue.add("b", 100)
+    assert Counter(queue.order(40)) == {"a": 30, "b": 10}
+
+
+async def test_lower_rank_goes_first() -> None:
+    queue = Queue()
+    queue.add("a", rank=1)
+    queue.add("b", rank=0)
+    queue.add("c", rank=-5)
+    queue.add("b", rank=1)
+    assert queue.order(4) == "cbab"
+
+
+async def test_priority_orders_the_requests_of_one_client() -> None:
+    queue = Queue()
+    requests = [queue.add("a", priority=priority) for priority in (0, 5, -1, 0)]
+    queue.add("b", priority=-9)
+    begun = [queue.begin()[0] for _ in range(5)]
+    assert [request.claim.priority for request in begun] == [-1, -9, 0, 0, 5]
+    assert begun[2] is requests[0]
+
+
+async def test_overdue_rank_has_one_of_eight_turns() -> None:
+    queue = Queue()
+    for _ in range(2):
+        queue.add("c", rank=2)
+        queue.clock.now += 1
+        queue.add("b", rank=1)
+        queue.clock.now += 1
+    for _ in range(40):
+        queue.add("a")
+    assert queue.order(OVERDUE_TURNS) == "a" * OVERDUE_TURNS
+    queue.clock.now += MAX_WAIT_S
+    for _ in range(40):
+        queue.add("a")
+    # The oldest request of all has the turn.
+    assert queue.order(4 * OVERDUE_TURNS) == "".join("a" * 7 + last for last in "cbcb")
+
+
+async def test_client_that_leaves_does_not_hold_up_others() -> None:
+    queue = Queue()
+    queue.add("a")
+    queue.add("b", 10)
+    left = queue.add("b", 10)
+    gone = queue.add("c")
+    queue.queue.remove(left)
+    queue.queue.remove(gone)
+    assert queue.order(2) == "ab"
+    assert queue.queue.is_empty
+    assert queue.queue.first(lambda _: True) is None
+
+
+async def test_client_that_holds_its_share_is_passed_over() -> None:
+    queue = Queue()
+    queue.add_all("aab")
+    queue.add("c", rank=1)
+    second = queue.queue.first(lambda claim: claim.client.name != "a")
+    assert second is not None
+    assert second.claim.client.name == "b"
+    last = queue.queue.first(lambda claim: claim.rank == 1)
+    assert last is not None
+    assert last.claim.client.name == "c"
+    assert queue.order(4) == "abac"
+
+
+async def test_client_that_waits_longest_is_first_among_equals() -> None:
+    queue = Queue()
+    queue.add_all("ab")
+    assert queue.order(2) == "ab"
+    queue.add_all("ba")
+    assert queue.next() == "b"
+    queue.add("c")
+    assert queue.next() == "c"
+
+
+async def test_counters_of_old_clients_are_dropped() -> None:
+    queue = Queue()
+    for number in range(2 * MAX_COUNTERS):
+        queue.counters.count(queue.counters.counter(Client(str(number))), 1)
+    newest = str(2 * MAX_COUNTERS - 1)
+    assert queue.counters.counter(Client(newest)).value == 1
+    assert queue.counters.counter(Client("0")).value == 0
