@@ -100,6 +100,8 @@ class AccessControl:
         """
         self.needs_api_key = config.needs_api_key
         self._needs_certificate = config.needs_certificate
+        # The usage of keys; None: none has limits.
+        self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
         for key in config.api_key:
@@ -113,7 +115,7 @@ class AccessControl:
         self.count: Callable[[str, str], None] = _do_nothing
         self._watch: FileWatch[KeysFile] | None = None
         if config.api_keys_file is not None:
-            self._table = table or UsageTable()
+            self.usage = table or UsageTable()
             self._watch = FileWatch(
                 "API keys",
                 [config.api_keys_file],
@@ -239,7 +241,7 @@ class AccessControl:
         """Use these keys from now on. Raises ConfigError."""
         tenants = dict(self._from_settings)
         for digest, key in by_digest(content.keys).items():
-            tenants[digest] = Tenant(key, self._table.usage(key))
+            tenants[digest] = Tenant(key, self.usage and self.usage.usage(key))
         self._tenants = tenants
 
 

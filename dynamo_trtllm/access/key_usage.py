@@ -4,6 +4,8 @@ The processes share memory. Each writes only its own part of it and reads those 
 no locks, and a process that stops or dies delays no other one. A process counts first and checks
 the sum of all parts afterwards. So requests that arrive at several processes at the same moment
 never exceed a limit together, though all of them may be rejected.
+
+What the keys use at other frontends is in `OtherFrontends`, and counts, too.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import secrets
+import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from dynamo_trtllm.access.api_keys import ApiKey
+from dynamo_trtllm.access.other_frontends import OtherFrontends
 from dynamo_trtllm.protocol.errors import ConfigError, RateLimitExceeded
+from dynamo_trtllm.protocol.frontend_usage import KeyTotals
 
 # Usage per minute is counted in slots of 4 s. The newest 16 of them cover any 60 s.
 SLOT_S: Final = 4.0
@@ -37,6 +44,8 @@ _ROW = _TOKENS + 1 + _NUM_SLOTS
 _MAX_ROWS = 32_768
 _PART = 1 + _MAX_ROWS * _ROW  # numbers of a process: how many rows it has, and the rows
 _NUMBER_BYTES = 8
+_HEAD = 1  # numbers before the parts: the id of the frontend
+_MAX_REPORTED = 4096  # keys in one report
 _RETRY_S = 1  # for a limit whose end is not known
 
 
@@ -46,8 +55,14 @@ def shared_memory(num_processes: int) -> int:
     The file takes space only for what was written.
     """
     file = os.memfd_create("api-key-usage")
-    os.ftruncate(file, num_processes * _PART * _NUMBER_BYTES)
+    os.ftruncate(file, (_HEAD + num_processes * _PART) * _NUMBER_BYTES)
+    os.pwrite(file, _new_id().to_bytes(_NUMBER_BYTES, sys.byteorder), 0)
     return file
+
+
+def _new_id() -> int:
+    """Return a random id of a frontend. It is positive."""
+    return secrets.randbits(62) + 1
 
 
 class UsageTable:
@@ -67,9 +82,14 @@ class UsageTable:
         num_processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        memory = mmap.mmap(-1 if file is None else file, num_processes * _PART * _NUMBER_BYTES)
+        size = (_HEAD + num_processes * _PART) * _NUMBER_BYTES
+        memory = mmap.mmap(-1 if file is None else file, size)
         self.numbers = memoryview(memory).cast("q")
+        self.frontend_id = self.numbers[0] or _new_id()
         self.clock = clock
+        self.others = OtherFrontends(clock)
+        # Ids of the keys whose usage may have changed since the last report, the oldest first.
+        self._changed: dict[int, None] = {}
         self._own = _ProcessPart(self.numbers, number - 1)
         self._others = [
             _ProcessPart(self.numbers, index)
@@ -96,6 +116,47 @@ class UsageTable:
         found = [part.find(key_id) for part in self._others]
         return [row for row in found if row is not None]
 
+    def changed(self, key_id: int) -> None:
+        """Report the usage of a key until it is nothing."""
+        self._changed[key_id] = None
+
+    def totals(self) -> dict[int, KeyTotals]:
+        """Return what keys use in this process, by id of the key, for a report.
+
+        Only keys whose usage may have changed, and at most _MAX_REPORTED at once.
+        """
+        slot = int(self.clock() / SLOT_S)
+        totals: dict[int, KeyTotals] = {}
+        for key_id in list(islice(self._changed, _MAX_REPORTED)):
+            row = self.own_row(key_id)
+            totals[key_id] = KeyTotals(
+                self.numbers[row + _RUNNING],
+                self.minute(row, _REQUESTS, slot),
+                self.minute(row, _TOKENS, slot),
+            )
+            del self._changed[key_id]
+            if totals[key_id] != KeyTotals():
+                self._changed[key_id] = None  # its usage will become less
+        return totals
+
+    def minute(self, row: int, first: int, slot: int) -> int:
+        """Return the sum of the minute that ends with a slot.
+
+        Args:
+            row: place of the row of a key.
+            first: offset of the sum of requests or of tokens in a row.
+            slot: the slot of now, or a later one.
+        """
+        numbers = self.numbers
+        newest = numbers[row + _NEWEST]
+        if newest <= slot - _NUM_SLOTS:
+            return 0
+        total = numbers[row + first]
+        # The process has not cleared these slots yet.
+        for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
+            total -= numbers[row + first + 1 + passed % _NUM_SLOTS]
+        return total
+
     @property
     def num_processes(self) -> int:
         """The number of processes."""
@@ -107,7 +168,7 @@ class _ProcessPart:
 
     def __init__(self, numbers: memoryview, index: int) -> None:
         self._numbers = numbers
-        self._begin = index * _PART
+        self._begin = _HEAD + index * _PART
         self._rows: dict[int, int] = {}  # place by key id; those that were read so far
 
     def find(self, key_id: int) -> int | None:
@@ -183,6 +244,7 @@ class KeyUsage:
             RateLimitExceeded: they are too many. They are not counted.
         """
         limit = self._key.concurrent_generations
+        self._table.changed(self._id)
         self._numbers[self._own + _RUNNING] += generations
         try:
             if limit is not None and self._running() > limit:
@@ -195,6 +257,7 @@ class KeyUsage:
 
     def settle(self, charge: Charge, tokens: int) -> None:
         """Count the generations of a charge as ended, and the tokens that the request took."""
+        self._table.changed(self._id)
         self._numbers[self._own + _RUNNING] -= charge.generations
         newest = self._advance()
         more = tokens - charge.tokens
@@ -253,6 +316,7 @@ class KeyUsage:
 
     def _count(self, first: int, slot: int, count: int) -> None:
         """Add to a slot of the minute, and to its sum."""
+        self._table.changed(self._id)
         self._numbers[self._own + first] += count
         self._numbers[self._own + first + 1 + slot % _NUM_SLOTS] += count
 
@@ -276,26 +340,19 @@ class KeyUsage:
         return slot
 
     def _sum(self, first: int, slot: int) -> int:
-        """Return the sum of the minute that ends with a slot, over all processes.
+        """Return the sum of the minute that ends with a slot, over all processes and frontends.
 
         Args:
-            first: place of the requests or of the tokens in a row.
+            first: offset of the sum of requests or of tokens in a row.
             slot: the slot of now, or a later one.
         """
-        numbers = self._numbers
-        total = 0
-        for row in self._rows():
-            newest = numbers[row + _NEWEST]
-            if newest <= slot - _NUM_SLOTS:
-                continue
-            total += numbers[row + first]
-            # The process has not cleared these slots yet.
-            for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
-                total -= numbers[row + first + 1 + passed % _NUM_SLOTS]
-        return total
+        others = self._table.others.total(self._id)
+        total = others.requests if first == _REQUESTS else others.tokens
+        return total + sum(self._table.minute(row, first, slot) for row in self._rows())
 
     def _running(self) -> int:
-        return sum(self._numbers[row + _RUNNING] for row in self._rows())
+        here = sum(self._numbers[row + _RUNNING] for row in self._rows())
+        return here + self._table.others.total(self._id).running
 
     def _exceeded(self, what: str, first: int, count: int, limit: int) -> RateLimitExceeded:
         """Return the error of a limit per minute, with the time after which `count` fit into it."""

@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.http.responses_api_routes import ResponseRoutes
 from dynamo_trtllm.frontend.http.status_routes import StatusRoutes, version
 from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
 from dynamo_trtllm.frontend.messages_api.message_builder import MessagesAdapter
+from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
 from dynamo_trtllm.frontend.requests.answer import ApiAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.completions import CHAT, TEXT
@@ -43,6 +44,7 @@ class FrontendApp(NamedTuple):
 
     router: Router
     access: AccessControl  # reads its file again only in `follow_file`
+    limits: AdmissionLimits
     traces: TraceExporter | None  # sends nothing before its `run`
     close_response_store: Callable[[], Awaitable[None]]
 
@@ -106,7 +108,7 @@ def build_app(
     guard = _guard(config, access)
     origins = config.allowed_origins
     router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
-    return FrontendApp(router, access, traces, response_store.aclose)
+    return FrontendApp(router, access, app_state.limits, traces, response_store.aclose)
 
 
 def _response_store(
