@@ -9,7 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from dynamo_trtllm.access.access_control import Tenant
+from dynamo_trtllm.access.api_keys import ApiKey
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
@@ -19,13 +22,16 @@ from dynamo_trtllm.frontend.requests.answer import Answer, RunningAnswers
 from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.completions import TEXT
+from dynamo_trtllm.frontend.requests.fair_queue import Claim
 from dynamo_trtllm.frontend.requests.preprocess import prepare_text
 from dynamo_trtllm.frontend.requests.request_reports import RequestLog, extras_of
 from dynamo_trtllm.frontend.requests.send_answer import RunningChoices
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline, TimelineSubscribers
+from dynamo_trtllm.frontend.requests.token_counters import Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
+from dynamo_trtllm.protocol.messages import PhaseTimings
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
@@ -241,3 +247,54 @@ async def test_admission_returns_bytes_and_permits(fails: bool) -> None:
     except Overloaded:
         assert fails
     assert (limits.body_budget.in_use, limits.choices.in_use) == (0, 0)
+
+
+async def test_admission_counts_output_twice_and_no_cached_tokens() -> None:
+    limits = AdmissionLimits(FrontendConfig(), ClusterView())
+    _, timeline = received(TimelineSubscribers())
+    counter = limits.choices.counters(MODEL).counter(Client(timeline.facts.client))
+    answer = answer_of_two_choices()
+    prompt_tokens = answer.plan.longest_prompt
+    with RequestAdmission(limits, timeline) as admission:
+        await admission.acquire_permits(answer.plan)
+        assert counter.value == 2 * prompt_tokens
+        answer.create_choices()
+        timeline.accepted(answer)
+        timeline.started()
+        answer.choices[0].num_tokens = 5
+        answer.choices[1].timeline.prefill_stats = PhaseTimings(cached_tokens=prompt_tokens)
+    assert counter.value == prompt_tokens + 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("key", "priority", "rank"),
+    [
+        (None, -5, 0),  # no client places itself before others
+        (None, 5, 5),
+        (ApiKey(name="k", sha256="", priority=-3), -3, -3),
+        (ApiKey(name="k", sha256="", priority=4), 7, 7),
+    ],
+)
+async def test_priority_counts_among_clients_if_the_key_allows_it(
+    monkeypatch: pytest.MonkeyPatch, key: ApiKey | None, priority: int, rank: int
+) -> None:
+    limits = AdmissionLimits(FrontendConfig(), ClusterView())
+    claims: list[Claim] = []
+
+    async def acquire(claim: Claim, *_: object) -> CountedRequest:
+        claims.append(claim)
+        return limits.choices.counters(MODEL).begin(claim.client, 0, lambda: 0)
+
+    monkeypatch.setattr(limits.choices, "acquire", acquire)
+    request = HttpRequest("POST", "/v1/completions", "", Headers(), "10.0.0.1", lambda: None)
+    request.sender = None if key is None else Tenant(key, None)
+    plan = answer_of_two_choices().plan
+    (first, *others) = plan.choices
+    call = replace(first.request, priority=priority)
+    plan = replace(plan, choices=(replace(first, request=call), *others))
+    timeline = RequestTimeline(request, "completions", TimelineSubscribers())
+    with RequestAdmission(limits, timeline) as admission:
+        await admission.acquire_permits(plan)
+    (claim,) = claims
+    assert (claim.rank, claim.priority) == (rank, priority)
+    assert claim.client.name == ("10.0.0.1" if key is None else "k")
