@@ -6,21 +6,24 @@ The queue of a frontend orders clients by these counters. They are the virtual t
 - A prompt counts when its request begins, because a client could otherwise begin many of them
   before the first one counts. Tokens that a worker had in its prefix cache are taken off later.
 - Tokens of the output count while they are generated.
-- A client that had nothing waiting is lifted to those that wait. So it can't save up credit, except
-  for BURST_TOKENS: without these, a client that takes less than its share would have to wait in
-  each of its bursts for a client that always takes all that it gets.
+- A client that had nothing waiting is lifted to those that wait, so that it can't save up credit.
+  If it was active just now, it may be BURST_TOKENS behind them: otherwise, a client that takes less
+  than its share would have to wait in each of its bursts for one that takes all that it gets.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
-# By how much a client may be behind those that wait. A few seconds of a worker.
+# By how much a client may be behind those that wait, if a request of it has begun within IDLE_S. A
+# few seconds of a worker.
 BURST_TOKENS: Final = 32_768
+IDLE_S: Final = 30.0
 # Each update looks at all running requests: 1 ms of CPU time for 4,000 of them.
 UPDATE_S: Final = 0.1
 # More than there are requests that wait or run. The counters of other clients are dropped, the
@@ -39,12 +42,13 @@ class Client(NamedTuple):
 class TokenCounter:
     """The tokens of one client, divided by its weight."""
 
-    __slots__ = ("name", "unreported", "value", "weight")
+    __slots__ = ("begun_s", "name", "unreported", "value", "weight")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.weight = 1.0
         self.value = 0.0
+        self.begun_s = -math.inf  # when its last request began
         self.unreported = 0.0  # the part that other frontends do not know yet
 
 
@@ -145,7 +149,9 @@ class TokenCounters:
         """
         if least is None:
             least = self._last_begun.value
-        counter.value = max(counter.value, least - BURST_TOKENS / counter.weight)
+        if self._clock() - counter.begun_s < IDLE_S:
+            least -= BURST_TOKENS / counter.weight
+        counter.value = max(counter.value, least)
 
     def begin(
         self, client: Client, prompt_tokens: int, more_tokens: Callable[[], int]
@@ -158,6 +164,7 @@ class TokenCounters:
         request = CountedRequest(self, counter, prompt_tokens, more_tokens)
         request.update()
         self._running[request] = None
+        counter.begun_s = self._clock()
         self._last_begun = counter
         return request
 

@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.requests.fair_queue import (
 )
 from dynamo_trtllm.frontend.requests.token_counters import (
     BURST_TOKENS,
+    IDLE_S,
     MAX_COUNTERS,
     OUTPUT_COST,
     UPDATE_S,
@@ -66,6 +67,10 @@ class Queue:
     def order(self, num_requests: int) -> str:
         """Return the clients of the next requests, one letter each."""
         return "".join(self.next() for _ in range(num_requests))
+
+    def take(self, client: str, tokens: int) -> None:
+        """Count tokens of a client."""
+        self.counters.count(self.counters.counter(Client(client)), tokens)
 
     def add_all(self, clients: str, tokens: int = 1) -> None:
         """Add a request of each of these clients, one letter each."""
@@ -126,13 +131,37 @@ async def test_request_that_leaves_before_its_start_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [10 * BURST_TOKENS, 1000 * BURST_TOKENS])
-async def test_idle_client_saves_up_one_burst_only(num_tokens: int) -> None:
+async def test_active_client_saves_up_one_burst_only(num_tokens: int) -> None:
     queue = Queue()
-    queue.add("a", num_tokens)
-    queue.next()
+    queue.add_all("ba")
+    assert queue.order(2) == "ba"
+    queue.take("a", num_tokens)
+    queue.clock.now += IDLE_S - 1
     queue.add_all("a" * 9 + "b" * 9, tokens=BURST_TOKENS // 4)
     # The turns of a burst, and then each has its share.
     assert queue.order(10) == "bbbbababab"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_idle_client_is_lifted_to_those_that_wait(is_new: bool) -> None:
+    queue = Queue()
+    if not is_new:
+        queue.add("b")
+        queue.next()
+    queue.add("a")
+    queue.next()
+    queue.take("a", 1000 * BURST_TOKENS)
+    queue.clock.now += IDLE_S
+    queue.add_all("aaabbb", tokens=10)
+    assert queue.order(6) == "ababab"
+
+
+async def test_idle_client_is_lifted_to_the_last_one_that_began() -> None:
+    queue = Queue()
+    queue.add("a", 1000)
+    queue.next()
+    queue.add("b", 1)
+    assert queue.counters.counter(Client("b")).value == 1000
 
 
 async def test_client_that_returns_pays_for_what_it_took() -> None:
@@ -223,7 +252,7 @@ async def test_client_that_waits_longest_is_first_among_equals() -> None:
     queue.add_all("ba")
     assert queue.next() == "b"
     queue.add("c")
-    assert queue.next() == "c"
+    assert queue.order(2) == "ac"
 
 
 async def test_counters_of_old_clients_are_dropped() -> None:

