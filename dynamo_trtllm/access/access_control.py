@@ -239,9 +239,10 @@ class AccessControl:
 
     def _use(self, content: KeysFile) -> None:
         """Use these keys from now on. Raises ConfigError."""
+        assert self.usage is not None
         tenants = dict(self._from_settings)
         for digest, key in by_digest(content.keys).items():
-            tenants[digest] = Tenant(key, self.usage and self.usage.usage(key))
+            tenants[digest] = Tenant(key, self.usage.usage(key))
         self._tenants = tenants
 
 

@@ -101,11 +101,9 @@ class ConcurrencyLimiter:
         ):
             if not self.in_use:
                 self._restart_stale_rate()
-            self._take(claim)
-            places.begin()
             counters = self.counters(places.model)
             counters.lift(counters.counter(claim.client))
-            return counters.begin(claim.client, claim.prompt_tokens, more_tokens)
+            return self._begin(claim, more_tokens)
         if self._is_full(count):
             self._displace(claim.client.name)
         decided = asyncio.get_running_loop().create_future()
@@ -206,11 +204,7 @@ class ConcurrencyLimiter:
         self._forget(first)
         if first.decided.cancelled():
             return  # it is about to withdraw
-        self._take(claim)
-        claim.places.begin()
-        first.counted = self.counters(model).begin(
-            claim.client, claim.prompt_tokens, first.more_tokens
-        )
+        first.counted = self._begin(claim, first.more_tokens)
         first.decided.set_result(None)
 
     def _has_share(self, claim: Claim) -> bool:
@@ -218,9 +212,13 @@ class ConcurrencyLimiter:
         free = self.limit - self.in_use
         return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
 
-    def _take(self, claim: Claim) -> None:
+    def _begin(self, claim: Claim, more_tokens: Callable[[], int]) -> CountedRequest:
+        """Take the permits and places of a request, and count it for its client."""
         self.in_use += claim.num_choices
         self._held[claim.client.name] += claim.num_choices
+        claim.places.begin()
+        counters = self.counters(claim.places.model)
+        return counters.begin(claim.client, claim.prompt_tokens, more_tokens)
 
     def _free(self, count: int, client: str) -> None:
         self.in_use -= count
