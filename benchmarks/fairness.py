@@ -258,11 +258,12 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    cells = [
-        f"{name} {value:.3g}" if name == "index" else f"{name} {value:.0f}"
-        for name, value in row.items()
-        if isinstance(value, int | float)
-    ]
+    cells: list[str] = []
+    for name, value in row.items():
+        if name == "index":
+            cells.append(f"{name} {value:.3f}")
+        elif isinstance(value, int | float):
+            cells.append(f"{name} -" if math.isnan(value) else f"{name} {value:.0f}")
     return "  ".join([f"{row['key']:<36}", *cells, row.get("growth", "")]).rstrip()
 
 
