@@ -9,6 +9,7 @@ Nothing more is allowed. Every subject and key of this project is in this module
 | _INBOX_worker.> | frontends: replies to heartbeats; a worker to itself | workers |
 | _INBOX_tool.> | workers and frontends: recordings | tools |
 | NAMESPACE.load, NAMESPACE.kv_events | workers | frontends |
+| NAMESPACE.frontend_usage | frontends | frontends |
 | NAMESPACE.recordings | tools: queries | workers and frontends |
 | $KV, $JS.API of the bucket of stored responses | frontends; tools: state, deletion | JetStream |
 
@@ -29,6 +30,7 @@ from dynamo_trtllm.cluster.discovery.records import PREFIX, namespace_prefix
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.config_base import ClusterRole
 from dynamo_trtllm.observability.recording_server import recordings_subject
+from dynamo_trtllm.protocol.frontend_usage import frontend_usage_subject
 from dynamo_trtllm.protocol.kv_events import kv_events_subject
 
 # Of workers without --endpoint: prefill, and decode of the engines of this package and of others.
@@ -115,13 +117,18 @@ def _frontend(namespaces: Sequence[str], components: Sequence[str]) -> ClusterUs
         stream = f"KV_{bucket_of(namespace)}"
         publish += [
             *_requests(namespace, components),
+            frontend_usage_subject(namespace),
             f"$KV.{bucket_of(namespace)}.>",
             f"$JS.API.STREAM.INFO.{stream}",
             f"$JS.API.STREAM.CREATE.{stream}",
             f"$JS.API.STREAM.MSG.GET.{stream}",
             f"$JS.API.DIRECT.GET.{stream}.>",  # of a bucket that an operator has created
         ]
-        subscribe += [*_broadcasts(namespace), recordings_subject(namespace)]
+        subscribe += [
+            *_broadcasts(namespace),
+            frontend_usage_subject(namespace),
+            recordings_subject(namespace),
+        ]
     return ClusterUser(
         name=ClusterRole.FRONTEND,
         nats=NatsPermissions(publish=publish, subscribe=subscribe),
