@@ -273,12 +273,12 @@ def test_status_when_text_of_others_is_shown_then_it_is_escaped(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://user:secret@x:1", "https://x:1", "http://x:1/a", "http://x:1?a"]
+    "url", ["http://user:secret@x:1", "https://user:secret@x:1", "http://x:1/a", "http://x:1?a"]
 )
 def test_status_rejects_unused_address_parts(show: Status, url: str) -> None:
     code, _, error = show("--url", url)
     assert code == 2
-    assert "status needs http://HOST:PORT, without TLS, password or path" in error
+    assert "needs http://HOST:PORT or https://HOST:PORT, without a password or path" in error
     assert "secret" not in error
 
 
