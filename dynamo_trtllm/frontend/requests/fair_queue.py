@@ -33,9 +33,8 @@ class Claim:
     num_choices: int
     prompt_tokens: int  # of all choices
     places: RequestPlaces
-    # Among the requests of all clients, and among those of its own. Lower values first.
-    rank: int = 0
-    priority: int = 0
+    rank: int = 0  # its priority among the requests of all clients. Lower values first
+    priority: int = 0  # that among the requests of its own client, which may be lower
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +46,7 @@ class QueuedRequest:
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0
     order: tuple[int, int] = (0, 0)  # priority, and number of arrival
-    counted: CountedRequest | None = None  # it has permits
+    counted: CountedRequest | None = None  # None: it has no permits yet
 
     @property
     def network(self) -> str:
@@ -74,8 +73,8 @@ class _Rank:
 
     def __init__(self) -> None:
         self._flows: dict[str, _Flow] = {}  # by client; each has a request
-        # One entry for each flow, with the counter that it had when it was added, and entries of
-        # flows that have become empty.
+        # One entry for each flow, and entries of flows that have become empty. Counters grow while
+        # the heap stays as it is: `first` moves the entries whose values are outdated.
         self._heap: list[tuple[float, int, _Flow]] = []
         self._arrivals: dict[QueuedRequest, None] = {}  # the oldest request first
 

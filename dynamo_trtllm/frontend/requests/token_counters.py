@@ -145,7 +145,7 @@ class TokenCounters:
         Args:
             counter: of the client.
             least: the least value of the clients that wait. None: none waits, and the client whose
-                request began last counts.
+                request began last is taken instead.
         """
         if least is None:
             least = self._last_begun.value

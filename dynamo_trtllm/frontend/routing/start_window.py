@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceC
 from dynamo_trtllm.protocol.messages import Instance, Phase, Role
 
 GROUP: Final = 8  # choices of one request that start together
-# Prompts that the share of their cached tokens is known from: about so many of the last ones.
+# The part of prompt tokens that is cached is an average over about this number of recent prompts.
 _RECENT_PROMPTS: Final = 50
 
 
@@ -39,8 +39,8 @@ class Stage(IntEnum):
     NONE = 3  # it is at no worker
 
 
-class _Taken:
-    """What all choices take of one limit of the workers."""
+class _LimitUsage:
+    """What all choices use of one limit of the workers."""
 
     __slots__ = ("at", "limit", "total")
 
@@ -257,12 +257,12 @@ class StartWindow:
     def __init__(self, model: str, view: ClusterView, on_capacity: Callable[[], None]) -> None:
         self.model = model
         self.on_capacity = on_capacity
-        # The requests that have groups to start, the oldest first. They are few: each had taken a
-        # worker's share when the next one began.
+        # The requests that have groups to start, the oldest first. They are few: a request begins
+        # only when those before it have taken the whole share of their workers.
         self.beginning: list[RequestPlaces] = []
-        self.usages = (_Taken(), _Taken(), _Taken())  # for each of `ChoiceCosts`
+        self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # for each of `ChoiceCosts`
         self._view = view
-        # Of recent prompts: all of their tokens, and those that were in a prefix cache.
+        # Sums over recent prompts: all tokens, and those that were in a prefix cache.
         self._prompt_tokens = 0.0
         self._cached_tokens = 0.0
 
@@ -324,7 +324,7 @@ class StartWindow:
             request.changed()
         self.on_capacity()
 
-    def _limited_cost(self, usage: _Taken) -> int:
+    def _limited_cost(self, usage: _LimitUsage) -> int:
         """Return the cost of all choices, of which each worker has at most its share."""
         view = self._view.model(self.model)
         num_workers = {

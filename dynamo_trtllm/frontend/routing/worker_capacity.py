@@ -1,4 +1,4 @@
-"""Tell how many choices the workers of a model can compute, from what the workers register."""
+"""Compute how many choices the workers of a model can take, from what the workers register."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _Limit(NamedTuple):
     """How many choices the workers can take. 0: not limited, or not known."""
 
     num_choices: int
-    tokens: int = 0  # of prompts
+    tokens: int = 0  # of the prompts of these choices
     block_tokens: int = 1  # a prompt takes whole blocks of so many tokens
-    num_prompts: int = 1  # however long they are
+    num_prompts: int = 1  # that the workers can take even if they have more tokens
 
     def cost(self, prompt_tokens: int) -> int:
-        """Return the part that a choice takes: as one of the choices, or for its prompt.
+        """Return the part of WINDOW that a choice takes.
 
-        It is the larger one.
+        It is the larger one of two parts: that of one choice, and that of the tokens of its prompt.
         """
         cost = _rounded_up(WINDOW, self.num_choices) if self.num_choices else 0
         if not self.tokens:
