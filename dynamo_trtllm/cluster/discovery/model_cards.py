@@ -95,27 +95,27 @@ class _CardsOfKind:
 class ModelCards:
     """The cards of the instances of one model.
 
-    The chosen card is that of the most instances, among the cards of the kind that most instances
-    have. If several have as many, the chosen one stays; otherwise, it is the one whose oldest
-    record was written first. The card of a decode or aggregated instance is preferred, because its
-    context length limits prompt and output.
+    First, the kind that most instances have is chosen. Then, among its cards, one that decode or
+    aggregated instances have, because its context length limits prompt and output; of these, the
+    one that most instances have. If several have as many, the last choice stays; without one, the
+    kind or card whose oldest record was written first is chosen.
     """
 
     def __init__(self) -> None:
         self.instances: dict[str, Instance] = {}  # by key, in the order of their records' writes
         self.chosen: ChosenCard | None = None
         self._kinds: dict[CardKind, _CardsOfKind] = {}
-        # What had instances ever since it was chosen.
-        self._lasting_kind: CardKind | None = None
-        self._lasting_card: bytes | None = None
+        # The last choice. None: nothing was chosen yet, or it has lost its last instance since.
+        self._last_kind: CardKind | None = None
+        self._last_card: bytes | None = None
 
     def put(self, key: str, instance: Instance, number: int) -> None:
         """Add an instance whose record was written just now. `number`: of the write."""
         self.discard(key)
         self.instances[key] = instance
-        kind = self._kinds.setdefault(CardKind.of(instance.card), _CardsOfKind())
-        _, votes = kind.cards.setdefault(encode(instance.card), (instance.card, _Votes()))
-        for voters in (kind.votes, votes):
+        of_kind = self._kinds.setdefault(CardKind.of(instance.card), _CardsOfKind())
+        _, votes = of_kind.cards.setdefault(encode(instance.card), (instance.card, _Votes()))
+        for voters in (of_kind.votes, votes):
             voters.all[key] = number
             if instance.role is not Role.PREFILL:
                 voters.decode[key] = number
@@ -125,21 +125,21 @@ class ModelCards:
         instance = self.instances.pop(key, None)
         if instance is None:
             return
-        card_kind = CardKind.of(instance.card)
+        kind = CardKind.of(instance.card)
         encoded = encode(instance.card)
-        kind = self._kinds[card_kind]
-        _, votes = kind.cards[encoded]
-        for voters in (kind.votes, votes):
+        of_kind = self._kinds[kind]
+        _, votes = of_kind.cards[encoded]
+        for voters in (of_kind.votes, votes):
             del voters.all[key]
             voters.decode.pop(key, None)
         if not votes.all:
-            del kind.cards[encoded]
-            if encoded == self._lasting_card:
-                self._lasting_card = None
-        if not kind.votes.all:
-            del self._kinds[card_kind]
-            if card_kind == self._lasting_kind:
-                self._lasting_kind = None
+            del of_kind.cards[encoded]
+            if encoded == self._last_card:
+                self._last_card = None
+        if not of_kind.votes.all:
+            del self._kinds[kind]
+            if kind == self._last_kind:
+                self._last_kind = None
 
     def choose(self) -> ChosenCard:
         """Choose the card again. There must be an instance."""
@@ -148,17 +148,17 @@ class ModelCards:
 
         def rank(encoded: bytes) -> tuple[bool, int, bool, int]:
             _, votes = cards[encoded]
-            is_chosen = encoded == self._lasting_card
-            return bool(votes.decode), len(votes.all), is_chosen, -votes.first_write
+            is_last_choice = encoded == self._last_card
+            return bool(votes.decode), len(votes.all), is_last_choice, -votes.first_write
 
         chosen = max(cards, key=rank)
         card, votes = cards[chosen]
         min_context_length = card.context_length if votes.decode else 0
-        self._lasting_kind = kind
-        self._lasting_card = chosen
+        self._last_kind = kind
+        self._last_card = chosen
         self.chosen = ChosenCard(card, kind, min_context_length)
         return self.chosen
 
     def _rank_of_kind(self, kind: CardKind) -> tuple[int, bool, int]:
         votes = self._kinds[kind].votes
-        return len(votes.all), kind == self._lasting_kind, -votes.first_write
+        return len(votes.all), kind == self._last_kind, -votes.first_write
