@@ -1,6 +1,6 @@
-"""Say what each role of process may do in NATS and etcd, and describe it to these servers.
+"""Define what each role of process may do in NATS and etcd, and write it for these servers.
 
-Nothing more is allowed. Every subject and key of this project is in this module:
+These are all subjects that this project uses, and nothing else is allowed:
 
 | subject | who publishes | who subscribes |
 |---|---|---|
@@ -13,8 +13,8 @@ Nothing more is allowed. Every subject and key of this project is in this module
 | NAMESPACE.recordings | tools: queries | workers and frontends |
 | $KV, $JS.API of the bucket of stored responses | frontends; tools: state, deletion | JetStream |
 
-In etcd, a worker writes the keys of its component and reads those of its namespace, a frontend
-reads them, and tools read and write them.
+In etcd, a worker writes the keys of its component and reads those of its namespace. A frontend
+reads the keys of its namespace. Tools read all keys, and write those of their namespaces.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def cluster_users(
 
     Args:
         namespaces: the deployments whose processes have these users.
-        components: components of the workers that share a user. They hear each other's requests.
+        components: of the workers that share a user, and can receive each other's requests.
         own_components: components with one worker, whose user is for it alone.
     """
     users = [_frontend(namespaces, [*components, *own_components])]
@@ -199,14 +199,14 @@ def nats_configuration(users: Sequence[ClusterUser], passwords: Mapping[str, str
         name = user.name if has_password else f"CN={user.name}"
         lines += [
             f"    {{user: {_quote(name)}{password}, permissions: {{",
-            f"      publish: {{allow: [{_quoted(user.nats.publish)}]}}",
-            f"      subscribe: {{allow: [{_quoted(user.nats.subscribe)}]}}",
+            f"      publish: {{allow: [{_subject_list(user.nats.publish)}]}}",
+            f"      subscribe: {{allow: [{_subject_list(user.nats.subscribe)}]}}",
             "    }}",
         ]
     return "\n".join([*lines, "  ]", "}", ""])
 
 
-def _quoted(subjects: Sequence[str]) -> str:
+def _subject_list(subjects: Sequence[str]) -> str:
     """Return subjects as a list of nats-server, one a line."""
     quoted = "".join(f"\n        {_quote(subject)}" for subject in subjects)
     return f"{quoted}\n      "

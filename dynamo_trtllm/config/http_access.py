@@ -162,7 +162,7 @@ class FrontendAccessConfig(HttpAccessConfig):
         env="DYN_HTTP_HOST",
         aliases=("--host",),
         help="Address to listen on. 0.0.0.0 accepts connections from other machines; it needs API"
-        " keys or --allow-anonymous.",
+        " keys, --tls-client-ca-file or --allow-anonymous.",
     )
     allowed_hosts: HostNames | None = option(
         "HTTP access",

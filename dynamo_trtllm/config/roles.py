@@ -17,7 +17,7 @@ class RolesConfig(ConnectionConfig):
       %(prog)s nats --namespace dynamo > nats-users.conf
       %(prog)s etcd --namespace dynamo --etcd-endpoints https://etcd:2379 \\
         --etcd-ca ca.crt --etcd-cert root.crt --etcd-key root.key
-    for servers with passwords, which a folder has as {role}.credentials:
+    for servers with passwords, which are in the files USER.credentials of a folder:
       %(prog)s nats --credentials-folder /etc/dynamo > nats-users.conf
       %(prog)s etcd --credentials-folder /etc/dynamo
     `nats` prints a part of the configuration of nats-server. `etcd` creates the users, and makes
@@ -46,7 +46,7 @@ class RolesConfig(ConnectionConfig):
         (),
         aliases=("--worker",),
         help="Component with one worker, which has a user of its own, worker-NAME. May be repeated."
-        " Other workers can't hear its requests. It needs --endpoint dyn://NAMESPACE.NAME.generate"
+        " Other workers can't receive its requests. It needs --endpoint dyn://NAMESPACE.NAME.generate"
         " and --nats-inbox-prefix _INBOX_worker.NAME.",
     )
     credentials_folder: Path | None = option(
