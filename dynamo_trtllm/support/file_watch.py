@@ -45,9 +45,9 @@ class FileWatch(Generic[T]):
         """Read the files, and use their content.
 
         Args:
-            what: name of the content in log lines.
+            what: name of the content in log lines, such as "TLS certificate".
             paths: the files.
-            read: returns the content, or raises ConfigError. Runs in a thread, later.
+            read: returns the content, or raises ConfigError. Reloads run it in a thread.
             use: is called with the content, and raises ConfigError if it is wrong.
             count: is called with the outcome of each change: `ok` or `failed`.
 

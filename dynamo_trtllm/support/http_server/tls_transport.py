@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 16 << 10  # the most that a record of TLS holds
 _HANDSHAKE_RECORD: Final = 0x16  # first byte of every connection with TLS
-# A client may ask for new keys, and each time gets an answer of 27 bytes. Clients do so once in
-# gigabytes.
+# A client may ask for a key update (RFC 8446, 4.6.3), and each time gets an answer of 27 bytes.
+# Clients do so once in gigabytes.
 _MAX_REPLY_BYTES: Final = 4 << 10
 _TEXT: Final = b"this port needs TLS; use https:// instead of http://\n"
 _NOT_TLS: Final = (
@@ -46,10 +46,10 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     _has_begun = False  # something was received
     _is_established = False  # the handshake is complete
     _is_shut = False  # the server sends nothing more
-    _discards = False  # what the client still sends
+    _discards = False  # what the client still sends is discarded
     _is_hung_up = False  # the client has ended its half
     _is_paused = False  # the connection above wants to receive nothing
-    _awaits_turn = False  # in `ParsingTurns`; nothing is received until then
+    _awaits_turn = False  # in `ParsingTurns`; nothing more is received until its turn
     _is_reading = True
     _num_reply_bytes = 0  # sent by TLS itself after the handshake
     _decrypted = b""  # not received by the connection yet
@@ -240,7 +240,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             return
         self._is_shut = True
         if self._is_established:
-            # It does not wait for the same from the client, which this error says.
+            # It raises an error unless the client has said the same, for which nothing waits here.
             with suppress(ssl.SSLError):
                 self._tls.unwrap()
             self._flush()
@@ -263,7 +263,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._is_established = True
         self._connection.has_client_certificate = bool(self._tls.getpeercert())
         self._end_handshake("ok")
-        # Its last answer is no reply to what a client may repeat.
+        # What ends the handshake is sent here, so that it does not count as a reply.
         self._flush()
 
     def _end_handshake(self, outcome: str) -> None:
