@@ -29,7 +29,7 @@ LOCKS = ("demo.txt", "bench.txt")
 # Packages whose metadata names no license: the license of the text that they contain.
 UNDECLARED = {"fastokens": "Apache-2.0", "openai-harmony": "Apache-2.0"}
 _CLASSIFIER = "License :: OSI Approved :: "
-_FILES = ("LICEN", "COPYING", "NOTICE")
+_LICENSE_FILES = ("LICEN", "COPYING", "NOTICE")  # how their names begin
 
 
 class LicenseError(Exception):
@@ -85,7 +85,7 @@ def texts_of(distribution: Distribution) -> Iterator[str]:
     """Yield the license files in the metadata of a package."""
     for path in sorted(distribution.files or (), key=str):
         is_metadata = ".dist-info" in path.parts[0]
-        if is_metadata and path.name.upper().startswith(_FILES):
+        if is_metadata and path.name.upper().startswith(_LICENSE_FILES):
             yield distribution.locate_file(path).read_text(encoding="utf-8", errors="replace")
 
 
@@ -93,7 +93,7 @@ def add_license(component: dict[str, Any]) -> str:
     """Add the license to a component of a bill of materials, and return its section of the texts.
 
     Raises:
-        LicenseError: it is not installed in the version of the component, or names no license.
+        LicenseError: the package is not installed in this version, or names no license.
     """
     name = component["name"]
     version = component.get("version", "")

@@ -65,8 +65,7 @@ def main() -> int:
         return 2
     print(
         f"{'target':18} {'seconds':>7} {'executions':>10} {'per s':>7} {'lines':>12}"
-        f" {'branches':>12}  coverage grew in"
-        " the last tenth"
+        f" {'branches':>12}  coverage grew in the last tenth"
     )
     found = [name for name in names if _fuzz(name, given)]
     if found:

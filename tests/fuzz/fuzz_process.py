@@ -21,7 +21,7 @@ from tests.fuzz.registry import load
 from tests.fuzz.target import Form, Target, random_of
 
 _GROWTH_EVERY = 256  # inputs
-_BYTES_SHARE = 0.3  # of mutations that change bytes although the input has a structure
+_BYTES_SHARE = 0.3  # of mutations of inputs with a structure that change bytes regardless of it
 
 
 class _Checker:

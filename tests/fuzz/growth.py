@@ -20,8 +20,8 @@ from tests.fuzz import mutations
 from tests.fuzz.target import Form, Target
 
 _SMALL_BYTES: Final = 2 << 10
-_TIMES: Final = 16
-_SLACK: Final = 4  # times the proportional time
+_TIMES: Final = 16  # bytes of the larger input for each byte of the smaller one
+_SLACK: Final = 4  # the larger input may take this many times what is proportional
 _NOTICED_S: Final = 0.1  # less CPU time is not compared
 _MAX_SMALL_S: Final = 2.0  # 1 ms a byte is too long for any input
 _TRIES: Final = 3  # the fastest one counts

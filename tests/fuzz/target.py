@@ -18,7 +18,7 @@ MIN_SECRET_CHARS: Final = 12  # a shorter part of a secret may stand in a text b
 
 
 class Form(StrEnum):
-    """The form of the inputs of a target. Half of the mutations keep it."""
+    """The form of the inputs of a target. Most mutations keep it."""
 
     BYTES = auto()
     JSON = auto()
