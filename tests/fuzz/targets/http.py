@@ -1,4 +1,4 @@
-"""Fuzz HTTP: one connection in any cut of packets, and the whole frontend behind it."""
+"""Fuzz HTTP: one connection with packets cut anywhere, and the whole frontend behind it."""
 
 from __future__ import annotations
 

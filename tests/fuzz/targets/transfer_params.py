@@ -1,4 +1,4 @@
-"""Fuzz KV transfer parameters: a frontend passes them on, and any client of NATS may change them."""
+"""Fuzz KV transfer parameters: a frontend passes them on, and any client of NATS can change them."""
 
 from __future__ import annotations
 
