@@ -81,7 +81,7 @@ class FileWatch(Generic[T]):
         except ConfigError as exc:
             if exc.message != self._problem:
                 self._problem = exc.message
-                log.error("%s; the %s that were read before stay valid", exc.message, self._what)
+                log.error("%s; still using the former %s", exc.message, self._what)
                 self._count("failed")
             return
         self._problem = ""

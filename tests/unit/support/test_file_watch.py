@@ -64,7 +64,7 @@ async def test_wrong_content_keeps_the_former_one(
     assert watched.used == ["one two", "one two"]
     # Each problem is counted and logged once.
     assert watched.outcomes == ["failed", "failed", "ok"]
-    assert caplog.text.count("the words that were read before stay valid") == 2
+    assert caplog.text.count("still using the former words") == 2
 
 
 async def test_file_that_returns_unchanged_is_read_again(watched: Watched) -> None:
