@@ -267,15 +267,16 @@ async def test_client_that_always_asks_for_new_keys_is_cut(
 ) -> None:
     def ask_for_keys(port: int) -> None:
         command = ["openssl", "s_client", "-tls1_3", "-connect", f"127.0.0.1:{port}"]
-        with subprocess.Popen(
+        client = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as client:
+        )
+        # The client may end at any time, also while its input is closed at the end of the block.
+        with suppress(BrokenPipeError), client:
             assert client.stdin is not None
-            with suppress(BrokenPipeError):
-                while "asked for new keys too often" not in caplog.text:
-                    client.stdin.write(b"K\n")  # a command: ask for new keys
-                    client.stdin.flush()
-                    time.sleep(0.001)  # it executes one command of what it reads at once
+            while client.poll() is None and "asked for new keys too often" not in caplog.text:
+                client.stdin.write(b"K\n")  # a command: ask for new keys
+                client.stdin.flush()
+                time.sleep(0.001)  # it executes one command of what it reads at once
             client.kill()
 
     caplog.set_level(logging.DEBUG)

@@ -28,7 +28,7 @@ def launch_lines() -> list[tuple[str, str, str]]:
     ours.
     """
     start = re.compile(
-        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&\n]*)", re.MULTILINE
+        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&>\n]*)", re.MULTILINE
     )
     blocks = [
         (page.stem, block.replace("\\\n", " "))
@@ -45,7 +45,9 @@ def test_documented_launch_lines_are_accepted(page: str, module: str, flags: str
     models = {
         name: program.model for program in PROGRAMS for name in (program.module, program.command)
     }
-    load(models[module], prog="x", argv=shlex.split(flags), environ={})
+    # Blocks about servers with certificates load a file with this variable first.
+    environ = {"ETCD_ENDPOINTS": "https://127.0.0.1:2379"}
+    load(models[module], prog="x", argv=shlex.split(flags), environ=environ)
 
 
 def shown_outputs() -> list[tuple[str, str]]:

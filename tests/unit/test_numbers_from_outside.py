@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Rejected
+from dynamo_trtllm.cluster.discovery.discovery_interface import Added, CardChosen, Rejected
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
@@ -227,7 +227,8 @@ async def test_frontend_continues_despite_bad_worker_numbers() -> None:
         await hit
     gate.set()
     assert await other == ANSWER[0]
-    assert [type(event) for event in cache.put(KEY, encode(INSTANCE))] == [Rejected, Added]
+    events = cache.put(KEY, encode(INSTANCE))
+    assert [type(event) for event in events] == [CardChosen, Rejected, Added]
     await plane.aclose()
 
 

@@ -126,9 +126,11 @@ async def test_feed_when_a_message_is_malformed_then_it_is_dropped(
 ) -> None:
     async with running() as frontend:
         publisher = await frontend.worker(1)
-        frontend.plane.try_publish(kv_events_subject("dynamo"), b"?")
         publisher.on_events([FIRST])
         await until(lambda: frontend.overlap(1) == 16)
+        frontend.plane.try_publish(kv_events_subject("dynamo"), b"?")
+        publisher.on_events([SECOND])
+        await until(lambda: frontend.overlap(1) == 32)
         publisher.close()
     assert "unreadable KV events dropped (1 so far)" in caplog.text
 
