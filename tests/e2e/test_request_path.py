@@ -23,9 +23,13 @@ from tests.kit.cluster import Cluster, Process, events, until
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
 MAX_FILES = 73  # files are cut by subject: this only notices a path that grows
-# Renews leases; broadcasts the load, with the times that the worker has learned.
+# Renews leases; sends heartbeats; looks for clients that hung up; broadcasts the load, with the times
+# that the worker has learned.
 BESIDE = {
     "cluster/discovery/etcd_store.py",
+    "cluster/discovery/etcd_connection.py",
+    "cluster/request_plane/plane.py",
+    "support/http_server/hangup_watch.py",
     "worker/health.py",
     "worker/cost_fit.py",
     "protocol/cost_model.py",
