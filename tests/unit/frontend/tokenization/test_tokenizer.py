@@ -8,6 +8,7 @@ import functools
 import json
 import random
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -230,6 +231,17 @@ def test_run_finder_finds_long_pieces_of_any_characters(piece: str) -> None:
 )
 def test_run_finder_when_pieces_are_short_then_none_is_found(text: str) -> None:
     assert not run_finder(128)(text * 50)
+
+
+def test_run_finder_takes_little_memory_for_punctuation() -> None:
+    text = "!" * 2_000_001
+    tracemalloc.start()
+    try:
+        assert run_finder(1_000_000)(text)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(text)
 
 
 WIDE = "a long text, naïve and wide "
