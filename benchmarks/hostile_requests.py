@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import orjson
 
+from dynamo_trtllm.frontend.api.request_model import MAX_KEYS
 from dynamo_trtllm.support.network.addresses import LOOPBACK
 
 CHAT: Final = "/v1/chat/completions"
@@ -55,15 +56,13 @@ def repeat_text(text: str, size: int = MAX_BODY) -> Request:
     return chat(messages=[{"role": "user", "content": text * count}])
 
 
-def _letters(seed: int) -> Request:
-    """Return a chat request of 47 KB, about the longest that the event loop plans.
-
-    Its text is slow to tokenize.
+def letters(seed: int) -> Request:
+    """Return a chat request of 47 KB, whose text is slow to tokenize.
 
     It asks for too many tokens, so that no worker gets it.
     """
-    letters = random.Random(seed).choices(string.ascii_lowercase, k=47_000)
-    return chat(messages=[{"role": "user", "content": "".join(letters)}], max_tokens=1 << 20)
+    text = "".join(random.Random(seed).choices(string.ascii_lowercase, k=47_000))
+    return chat(messages=[{"role": "user", "content": text}], max_tokens=1 << 20)
 
 
 def _tools(count: int, description: str, **properties: Any) -> Request:
@@ -206,6 +205,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
         message(tools=[{"type": f"t{i}"} for i in range(150_000)]),
     ],
     "message-unknown-fields": lambda: [
+        message(MESSAGES, **{f"field_{i}": i for i in range(MAX_KEYS - 10)}),
         message(MESSAGES, **{f"field_{i}": i for i in range(300_000)}),
         _blocks(
             "user",
@@ -259,7 +259,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
         * 9
     ),
     "bodies": lambda: [repeat_text("hello world, ")] * 64,
-    "medium-bodies": lambda: [_letters(seed) for seed in range(256)],
+    "medium-bodies": lambda: [letters(seed) for seed in range(256)],
     "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, sent=0.5)] * 64,
     "slow-bodies": lambda: [Request(CHAT, b" " * (128 << 10), sent=0.99)] * 2100,
     "tiny-chunks": lambda: [_chunked(b"1\r\n \r\n" * 8_000)] * 1500,
