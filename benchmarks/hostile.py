@@ -40,7 +40,7 @@ import orjson
 
 from .chaos.deployment import FRONTEND, Deployment, Options
 from .chaos.load import build_load
-from .hostile_requests import CASES, TIMEOUT_S, chat, exchange, repeat_text, send
+from .hostile_requests import CASES, TIMEOUT_S, chat, exchange, letters, repeat_text, send
 from .load_client import Client
 
 _POLL_S = 0.02
@@ -175,10 +175,12 @@ def missed(row: dict[str, Any]) -> Iterator[str]:
 async def _warm_up(deployment: Deployment) -> None:
     """Let the frontend take what it takes only once, which is no growth of a case.
 
-    fastokens takes memory once in each thread that tokenizes, and on the event loop.
+    fastokens takes memory once in each thread that tokenizes, and on the event loop: more for
+    varied text.
     """
     port = deployment.http_port
     await asyncio.gather(*(send(port, repeat_text("hello world, ")) for _ in range(8)))
+    await asyncio.gather(*(send(port, letters(seed)) for seed in range(32)))
     await asyncio.gather(*(send(port, chat()) for _ in range(8)))
     client = Client(build_load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=TIMEOUT_S))
     streaming = asyncio.create_task(client.run())
