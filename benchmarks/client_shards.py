@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,10 +24,26 @@ from .summary import LoadSummary, ProcessMeter
 MAX_FAILURES = 8
 _BUSY = (429, 503)  # status codes that do not count: a later request may succeed
 PROGRESS_S = 5.0  # between two progress reports
+_STOP = "stop"  # what a client process is sent to end early
 
 
 class AllRequestsFailed(Exception):
     """The first requests all failed, so no more were sent."""
+
+
+class LoadInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended the load. It has what was measured until then; requests in flight are left out.
+
+    Not an error of the load: who does not expect it sees the Ctrl-C.
+    """
+
+    def __init__(self, summary: LoadSummary, records: list[RequestRecord]) -> None:
+        super().__init__()
+        self.summary = summary
+        self.records = records
+
+
+_MAX_ERROR = 64  # bytes of an error's code
 
 
 class SharedCounters:
@@ -36,6 +53,7 @@ class SharedCounters:
         self._ok = context.RawArray("q", processes)
         self._failed = context.RawArray("q", processes)
         self._errors = context.RawArray("q", processes)  # failures for another reason than overload
+        self._latest_error = context.RawArray("c", _MAX_ERROR)
 
     def should_continue(self, process: int, record: RequestRecord) -> bool:
         """Count a finished request of a process.
@@ -44,6 +62,8 @@ class SharedCounters:
         """
         (self._ok if record.is_ok else self._failed)[process] += 1
         self._errors[process] += not record.is_ok and record.status not in _BUSY
+        if not record.is_ok:
+            self._latest_error.value = record.error.encode()[: _MAX_ERROR - 1]
         return self.ok > 0 or sum(self._errors) < MAX_FAILURES
 
     @property
@@ -53,6 +73,12 @@ class SharedCounters:
     @property
     def failed(self) -> int:
         return sum(self._failed)
+
+    @property
+    def latest_error(self) -> str:
+        """Return the code of a request that has failed lately; "" if none has."""
+        code: bytes = self._latest_error.value
+        return code.decode(errors="replace")
 
 
 OnProgress = Callable[[SharedCounters], None]
@@ -121,6 +147,7 @@ def measure_shards(
     Raises:
         EOFError: a client process failed.
         AllRequestsFailed: the first MAX_FAILURES requests failed for another reason than overload.
+        LoadInterrupted: Ctrl-C ended the load. A second one ends this process.
     """
     parts = split_load(load, processes)
     context = multiprocessing.get_context("spawn")
@@ -128,37 +155,59 @@ def measure_shards(
     meter = ProcessMeter(pids)
     counters = SharedCounters(context, len(parts))
     children = []
-    receivers = []
+    connections: list[Connection[str, ShardResult]] = []
+    shards: list[ShardResult]
     for index, each in enumerate(parts):
-        receiver, sender = context.Pipe(duplex=False)
-        args = (each, -(-warmup // len(parts)), warm, sender, counters, index)
+        mine, theirs = context.Pipe()
+        args = (each, -(-warmup // len(parts)), warm, theirs, counters, index)
         child = context.Process(target=_run, args=args, daemon=True)
         child.start()
-        sender.close()
+        theirs.close()
         children.append(child)
-        receivers.append(receiver)
+        connections.append(mine)
+    is_interrupted = False
     with _report_progress(counters, on_progress):
         warm.wait(load.timeout_s)
         meter.start()
-        shards: list[ShardResult] = [receiver.recv() for receiver in receivers]
+        try:
+            shards = [connection.recv() for connection in connections]
+        except KeyboardInterrupt:
+            is_interrupted = True
+            for connection in connections:
+                with suppress(OSError):  # its process has already sent its results, and ended
+                    connection.send(_STOP)
+            shards = [connection.recv() for connection in connections]
     for child in children:
         child.join()
     records = [record for shard in shards for record in shard.records]
+    if is_interrupted:
+        raise LoadInterrupted(summarize_shards(shards, meter, osl=load.osl), _numbered(records))
     if any(shard.is_stopped for shard in shards):
         errors = Counter(record.error for record in records if not record.is_ok)
         counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
         raise AllRequestsFailed(
             f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})"
         )
-    summary = summarize_shards(shards, meter, osl=load.osl)
+    return summarize_shards(shards, meter, osl=load.osl), _numbered(records)
+
+
+def _numbered(records: list[RequestRecord]) -> list[RequestRecord]:
     for index, record in enumerate(records, 1):
         record.index = index
-    return summary, records
+    return records
 
 
 def _run(
-    load: Load, warmup: int, warm: Barrier, sender: Connection, counters: SharedCounters, index: int
+    load: Load,
+    warmup: int,
+    warm: Barrier,
+    parent: Connection[ShardResult, str],
+    counters: SharedCounters,
+    index: int,
 ) -> None:
-    sender.send(
-        uvloop.run(run_shard(load, warmup, warm.wait, partial(counters.should_continue, index)))
+    # A terminal sends Ctrl-C to all processes. The parent decides what it means for this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    should_continue = partial(counters.should_continue, index)
+    parent.send(
+        uvloop.run(run_shard(load, warmup, warm.wait, should_continue, stop_fd=parent.fileno()))
     )

@@ -89,6 +89,8 @@ class Client:
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
         self._key_line = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         self._idle: deque[StreamConnection] = deque()
+        self.is_abandoned = False
+        self._running: asyncio.Task[object] | None = None  # inside `run`
         self._sent = 0
 
     async def run(self, requests: int | None = None) -> list[RequestRecord]:
@@ -96,8 +98,19 @@ class Client:
 
         `requests` overrides the number of requests of the load, for a warm-up.
         """
-        wanted = self._load.requests if requests is None else requests
         records: list[RequestRecord] = []
+        self._running = asyncio.current_task()
+        try:
+            await self._send_all(self._load.requests if requests is None else requests, records)
+        except asyncio.CancelledError:
+            if not self.is_abandoned or self._running is None:
+                raise
+            self._running.uncancel()
+        finally:
+            self._running = None
+        return records
+
+    async def _send_all(self, wanted: int, records: list[RequestRecord]) -> None:
         self._until_s = 0.0 if self.is_stopped else time.perf_counter() + self._load.seconds
         if self._load.rate > 0 or self._load.arrivals_s:
             await self._open_loop(wanted, records)
@@ -107,7 +120,6 @@ class Client:
             async with asyncio.TaskGroup() as group:
                 for lane in range(lanes):
                     group.create_task(self._lane(left, records, self._load.ramp_s * lane / lanes))
-        return records
 
     def stop(self) -> None:
         """Send no more requests, also in a later run.
@@ -116,6 +128,13 @@ class Client:
         """
         self.is_stopped = True
         self._until_s = 0.0
+
+    def abandon(self) -> None:
+        """Send no more requests, and give up the active ones, which leave no record."""
+        self.stop()
+        self.is_abandoned = True
+        if self._running is not None:
+            self._running.cancel()
 
     async def _lane(self, left: Iterator[int], records: list[RequestRecord], wait_s: float) -> None:
         """Send one request after the other, from the requests that all lanes share."""
@@ -234,7 +253,10 @@ async def measure_load(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardResult:
-    """The results of one client process. If it was stopped, the records include its warm-up."""
+    """The results of one client process.
+
+    If `should_continue` stopped it, the records include its warm-up.
+    """
 
     records: list[RequestRecord]
     is_stopped: bool = False
@@ -248,6 +270,8 @@ async def run_shard(
     warmup: int,
     on_warm: Callable[[], object],
     should_continue: Callable[[RequestRecord], bool] = lambda _: True,
+    *,
+    stop_fd: int | None = None,
 ) -> ShardResult:
     """Run a warm-up and the load.
 
@@ -256,6 +280,7 @@ async def run_shard(
         warmup: requests before the load.
         on_warm: called after the warm-up; may block.
         should_continue: called with each record when its request has ended; False stops the load.
+        stop_fd: a descriptor; the load is abandoned when something can be read from it.
     """
 
     def on_record(record: RequestRecord) -> None:
@@ -263,6 +288,13 @@ async def run_shard(
             client.stop()
 
     client = Client(load, on_record)
+    if stop_fd is not None:
+
+        def abandon() -> None:
+            asyncio.get_running_loop().remove_reader(stop_fd)
+            client.abandon()
+
+        asyncio.get_running_loop().add_reader(stop_fd, abandon)
     try:
         warmed = await client.run(warmup) if warmup else []
         on_warm()
@@ -271,7 +303,7 @@ async def run_shard(
         records = await client.run()
         ended_s = time.perf_counter()
         cpu_s = time.process_time() - cpu_s
-        if client.is_stopped:
+        if client.is_stopped and not client.is_abandoned:
             records = warmed + records
         return ShardResult(
             records=records,

@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypedDict
-
-import psutil
+from typing import TYPE_CHECKING, TypedDict
 
 from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
 from .stream import RequestRecord
+
+if TYPE_CHECKING:
+    import psutil
 
 BUSY_CORES = 0.9  # above this use of one client process, the client may be the bottleneck
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -50,6 +51,9 @@ class ProcessMeter:
     """Measures the CPU time of processes and all their children, from `start` to `costs`."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
+        # An extra: --help must work without it.
+        import psutil
+
         self._roots = {name: psutil.Process(pid) for name, pid in pids.items()}
         self._before: dict[str, dict[int, float]] = {}
 
@@ -94,6 +98,8 @@ def cost(cpu_s: float, *, wall_s: float, tokens: int, requests: int) -> dict[str
 
 
 def _alive(root: psutil.Process) -> list[psutil.Process]:
+    import psutil
+
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -21,9 +21,10 @@ from ..api_key import sent_api_key
 from ..stream import RequestRecord
 from ..summary import summarize
 from . import phases
+from .goodput import count_good
 from .point import Target
 from .result import Point
-from .shapes import Shape
+from .shapes import Level, Shape
 from .steady import steady
 
 VERSION = "0.13.0"
@@ -32,9 +33,7 @@ _EXPORT = "profile_export.jsonl"
 _NS = 1e-9
 
 
-def command(
-    program: Path, shape: Shape, target: Target, concurrency: int, folder: Path
-) -> list[str]:
+def command(program: Path, shape: Shape, target: Target, level: Level, folder: Path) -> list[str]:
     """Return aiperf's command line as in the guides, with the numbers of this point."""
     extra: dict[str, Any] = {
         "max_tokens": shape.osl,
@@ -65,12 +64,15 @@ def command(
         *("--output-tokens-mean", str(shape.osl), "--output-tokens-stddev", "0"),
         *("--extra-inputs", orjson.dumps(extra).decode()),
         *(
-            "--concurrency",
-            str(concurrency),
+            *(
+                ("--concurrency", str(level.concurrency))
+                if level.concurrency
+                else ("--request-rate", f"{level.request_rate:g}")
+            ),
             "--request-count",
-            str(shape.requests_at(concurrency)),
+            str(shape.requests_at(level)),
         ),
-        *("--warmup-request-count", str(shape.warmup_at(concurrency))),
+        *("--warmup-request-count", str(shape.warmup_at(level))),
         *("--num-dataset-entries", str(shape.dataset), "--random-seed", str(shape.seed)),
         *(
             "--request-timeout-seconds",
@@ -110,7 +112,7 @@ def vocabulary(folder: Path) -> Path:
 
 
 def measure(
-    program: Path, shape: Shape, target: Target, concurrency: int, repetition: int, folder: Path
+    program: Path, shape: Shape, target: Target, level: Level, repetition: int, folder: Path
 ) -> tuple[Point, list[RequestRecord]]:
     """Measure a point with aiperf.
 
@@ -121,13 +123,11 @@ def measure(
     environment = os.environ | {
         "TIKTOKEN_CACHE_DIR": str(vocabulary(folder.parent / "tiktoken")),
         "AIPERF_HTTP_CONNECTION_LIMIT": str(
-            max(concurrency, 1024)
+            max(level.concurrency, 1024)
         ),  # its default is lower than the guides' concurrency
     }
     before = phases.read_totals(target.url)
-    subprocess.run(
-        command(program, shape, target, concurrency, folder), check=True, env=environment
-    )
+    subprocess.run(command(program, shape, target, level, folder), check=True, env=environment)
     records = read(folder / _EXPORT)
     if not records:
         raise ValueError(
@@ -136,11 +136,12 @@ def measure(
     origin_s = min(record.planned_s for record in records)
     wall_s = max(record.end_s for record in records) - origin_s
     point = Point(
-        concurrency=concurrency,
+        level=level,
         repetition=repetition,
         origin_s=origin_s,
         figures=summarize(records, wall_s=wall_s, osl=shape.osl, processes={}),
-        steady=steady(records, concurrency),
+        steady=steady(records, level.concurrency) if level.concurrency else None,
+        good=count_good(records, target.goals_ms),
         phase_s=phases.means(before, phases.read_totals(target.url)),
     )
     return point, records

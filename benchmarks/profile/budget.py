@@ -13,7 +13,7 @@ from .result import METRICS, Summary
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit for the median of a metric at every concurrency."""
+    """A limit for the median of a metric at every level of the load."""
 
     metric: str
     value: float
@@ -39,9 +39,9 @@ def missed(limits: Sequence[Limit], found: Summary) -> list[str]:
     """Return a line for each missed limit. A metric without values misses its limit."""
     lines = []
     for each in limits:
-        for concurrency, row in found.items():
+        for level, row in found.items():
             spread = row.get(each.metric)
-            what = f"{each.metric} at concurrency {concurrency}"
+            what = f"{each.metric} at {level}"
             if spread is None:
                 lines.append(f"{what} was not measured")
             elif (spread.median < each.value) if each.is_floor else (spread.median > each.value):

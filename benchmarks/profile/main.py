@@ -1,14 +1,15 @@
-"""Runs a benchmark of the Dynamo gpt-oss-120b guides against a running server and writes a report.
+"""Sends a load to a running server, and writes a report.
 
-  dynamo-trtllm bench --shape laptop --url http://localhost:8000
-  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 \\
-    --repetitions 3
+  dynamo-trtllm bench                                    a minute on a laptop
+  dynamo-trtllm bench --isl 8192 --osl 256 --request-rate 1,2,4 --goodput ttft:2000 tpot:20
+  dynamo-trtllm bench --shape prompts-8k --concurrency 64,256,1024 --num-prompts 2048
   dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before \\
     --fail-under output_tokens_per_s=900
 
 Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is
-self-contained. Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid
-arguments, and for a shape with more tokens than the model supports.
+self-contained. Ctrl-C ends the load, and the report has what was measured until then. Exit status:
+0; 1 if a limit was missed, no request succeeded or Ctrl-C ended the load; 2 for invalid arguments,
+and for a shape with more tokens than the model supports.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -34,11 +36,13 @@ from ..stream import RequestRecord
 from ..summary import table
 from . import PROG, aiperf, point
 from .budget import Limit, limit, missed
-from .point import Target
+from .goodput import TIMES, parse_goals
+from .point import PointInterrupted, Target
 from .result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
-from .shapes import SHAPES, Shape, find_shape
+from .shapes import LAPTOP, SHAPES, Level, Shape, find_shape
 
 log = logging.getLogger(PROG)
+N = TypeVar("N", int, float)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     words = list(argv) if argv is not None else sys.argv[1:]
     try:
-        shape = _shape(args)
+        shape = shape_of(args)
         limits = _limits(args)
+        goals_ms = parse_goals(args.goodput)
         earlier = (
             None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
         )
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as exc:
         log.error("%s: %s", PROG, exc)
         raise SystemExit(2) from exc
-    target = Target(url=args.url, model=model, timeout_s=args.timeout_s)
+    target = Target(url=args.url, model=model, timeout_s=args.timeout_s, goals_ms=goals_ms)
     run, lines, is_complete = _run(args, shape, target)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
@@ -106,7 +111,7 @@ def _load_report() -> Draw:
 
 
 def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line], bool]:
-    """Measure all points. The last value is False if some could not be measured."""
+    """Measure all points. The last value is False if some were not, or not to their end."""
     run = Run(
         shape=shape,
         url=target.url,
@@ -115,27 +120,37 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
         began_at=datetime.now(UTC).isoformat(timespec="seconds"),
         gpus=args.gpus or shape.gpus,
         machine=_machine(),
+        goals_ms=target.goals_ms,
     )
     program = aiperf.install(args.aiperf_dir) if args.aiperf else None
     lines: list[Line] = []
     for repetition in range(1, args.repetitions + 1):
-        for concurrency in shape.concurrency:
-            log.info(
-                "concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions
-            )
+        for level in shape.levels:
+            log.info("%s, repetition %d of %d", level, repetition, args.repetitions)
+            is_interrupted = False
             try:
-                found, records = _measure(program, shape, target, concurrency, repetition, args)
+                found, records = _measure(program, shape, target, level, repetition, args)
+            except PointInterrupted as exc:
+                found, records = exc.point, exc.records
+                is_interrupted = True
+            except KeyboardInterrupt:  # outside the measured part
+                if not run.points:
+                    raise
+                log.error("interrupted. The report contains the earlier points.")
+                return run, lines, False
             except AllRequestsFailed as exc:
                 if not run.points:
                     raise SystemExit(f"{PROG}: {exc}") from exc
                 log.error("%s. The report contains the earlier points.", exc)
                 return run, lines, False
             log.info("%s", table(found.figures).rstrip())
+            if found.good is not None:
+                log.info("%s", _goodput(found))
             run.points.append(found)
-            lines += [
-                Line(concurrency=concurrency, repetition=repetition, record=record)
-                for record in records
-            ]
+            lines += [Line(level=level, repetition=repetition, record=record) for record in records]
+            if is_interrupted:
+                log.error("interrupted. The report contains what was measured until now.")
+                return run, lines, False
     return run, lines, True
 
 
@@ -143,32 +158,51 @@ def _measure(
     program: Path | None,
     shape: Shape,
     target: Target,
-    concurrency: int,
+    level: Level,
     repetition: int,
     args: argparse.Namespace,
 ) -> tuple[Point, list[RequestRecord]]:
     if program is None:
-        return point.measure(shape, target, concurrency, repetition)
-    folder = args.aiperf_dir / "artifacts" / f"{shape.name}-{concurrency}-{repetition}"
+        return point.measure(shape, target, level, repetition)
+    name = f"{shape.name}-{shape.level_name}-{level.value:g}-{repetition}"
     try:
-        return aiperf.measure(program, shape, target, concurrency, repetition, folder)
+        return aiperf.measure(
+            program, shape, target, level, repetition, args.aiperf_dir / "artifacts" / name
+        )
     except (subprocess.CalledProcessError, ValueError) as exc:
         raise SystemExit(f"{PROG}: {exc}") from exc
 
 
-def _shape(args: argparse.Namespace) -> Shape:
+def shape_of(args: argparse.Namespace) -> Shape:
     """Return the shape with the changes of flags. Raise ValueError."""
     shape = find_shape(args.shape)
-    changes = {
-        "concurrency": tuple(int(word) for word in args.concurrency.split(","))
-        if args.concurrency
-        else None,
-        "requests": args.requests,
+    changes: dict[str, object] = {
+        "isl": args.isl,
+        "osl": args.osl,
+        "requests": args.num_prompts,
         "warmup": args.warmup,
     }
+    if args.concurrency is not None:
+        changes |= {"concurrency": _numbers(args.concurrency, int), "request_rate": ()}
+    if args.request_rate is not None:
+        changes |= {"request_rate": _numbers(args.request_rate, float), "concurrency": ()}
+        # the number of the shape belongs to its concurrency
+        changes["requests"] = args.num_prompts or 0
+    if args.isl is not None or args.osl is not None:
+        changes["name"] = f"{args.isl or shape.isl}-{args.osl or shape.osl}"
     return msgspec.structs.replace(
         shape, **{name: value for name, value in changes.items() if value is not None}
     )
+
+
+def _numbers(text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
+    return tuple(kind(word) for word in text.split(","))
+
+
+def _goodput(found: Point) -> str:
+    total = found.figures["ok"] + sum(found.figures["errors"].values())
+    rate = (found.good or 0) / found.figures["wall_s"]
+    return f"goodput: {found.good} of {total} requests met all goals, {rate:.2f} requests/s"
 
 
 def _limits(args: argparse.Namespace) -> list[Limit]:
@@ -192,6 +226,15 @@ def _machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "commit": commit or "not a repository",
     }
+
+
+def _url(text: str) -> str:
+    """Return an address with its scheme, as curl takes it without one."""
+    return text if "://" in text else f"http://{text}"
+
+
+def _described(shape: Shape) -> str:
+    return f"{shape.name} ({shape.isl} tokens in, {shape.osl} out)"
 
 
 def _count(text: str) -> int:
@@ -219,25 +262,50 @@ def _add_load(made: argparse.ArgumentParser) -> None:
     add = made.add_argument
     add(
         "--shape",
-        required=True,
-        help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...",
+        default=LAPTOP.name,
+        help=f"{', '.join(_described(shape) for shape in SHAPES.values())}; or a YAML file with"
+        f" isl, osl, concurrency or request_rate, ... (default: {LAPTOP.name})",
     )
+    add("--isl", type=_count, help="tokens of the prompt, about; default: the shape's")
+    add("--osl", type=_count, help="tokens of the answer; default: the shape's")
     add(
         "--url",
+        type=_url,
         default="http://localhost:8000",
         help="address of the server (default: http://localhost:8000)",
     )
     add("--model", help="name of the model; default: the only served model")
-    add(
+    levels = made.add_mutually_exclusive_group()
+    levels.add_argument(
         "--concurrency",
         metavar="N,N,...",
         help="concurrent requests, one point each; default: the shape's",
     )
-    add("--requests", type=_count, help="requests per point; default: the shape's")
+    levels.add_argument(
+        "--request-rate",
+        metavar="R,R,...",
+        help="requests per second, one point each: they are sent at random times (Poisson), however"
+        " fast answers come; instead of --concurrency",
+    )
+    add(
+        "--num-prompts",
+        type=_count,
+        help="requests per point; default: the shape's, ten times the concurrency, or a minute at"
+        " the request rate",
+    )
     add(
         "--warmup",
         type=_count,
         help="requests per point before the measured ones; default: the shape's",
+    )
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="TIME:MS",
+        help=f"longest times of a good request in milliseconds, of {', '.join(TIMES)} (time to"
+        " first token, mean time per later token, whole request, longest gap between tokens): the"
+        " report counts the requests that met all of them",
     )
     add(
         "--repetitions",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..stream import RequestRecord
 from .result import Line, Run, Summary, summary
+from .shapes import Level
 from .steady import tokens_between
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 
 
 
 def throughput(series: Sequence[Series]) -> str:
-    """Plot tokens per second by concurrency, and tokens per second per user against those per
+    """Plot tokens per second by level of the load, and tokens per second per user against those per
     GPU.
     """
 
@@ -81,10 +82,10 @@ def throughput(series: Sequence[Series]) -> str:
                 if _has_user(row)
             ]
             right.plot(users, rates, **style)
-        left.set(xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
+        left.set(xlabel=_level_name(series), ylabel="output tokens/s", ylim=(0, None))
         left.set_xscale("log", base=2)
-        left.set_xticks([x for each in series for x in summary(each.run)])
-        left.xaxis.set_major_formatter("{x:.0f}")
+        left.set_xticks([level.value for each in series for level in summary(each.run)])
+        left.xaxis.set_major_formatter("{x:g}")
         per = "per GPU" if all(each.run.gpus for each in series) else "in all"
         right.set(
             xlabel="output tokens/s per user",
@@ -102,7 +103,7 @@ def _has_user(row: Mapping[str, object]) -> bool:
 
 
 def _with_spread(axes: Axes, values: Summary, metric: str, style: dict[str, Any]) -> None:
-    points = [(x, row[metric]) for x, row in values.items() if metric in row]
+    points = [(level.value, row[metric]) for level, row in values.items() if metric in row]
     low = [spread.median - spread.low for _, spread in points]
     high = [spread.high - spread.median for _, spread in points]
     axes.errorbar(
@@ -111,18 +112,16 @@ def _with_spread(axes: Axes, values: Summary, metric: str, style: dict[str, Any]
 
 
 def latency(series: Sequence[Series]) -> str:
-    """Plot the cumulative distribution of TTFT and ITL, one curve per run and concurrency."""
+    """Plot the cumulative distribution of TTFT and ITL, one curve per run and level."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         for index, each in enumerate(series):
-            for place, concurrency in enumerate(_concurrencies(each.lines)):
+            for place, level in enumerate(sorted({line.level for line in each.lines})):
                 records = [
-                    line.record
-                    for line in each.lines
-                    if line.concurrency == concurrency and line.record.is_ok
+                    line.record for line in each.lines if line.level == level and line.record.is_ok
                 ]
-                name = f"{each.name}, {concurrency}" if len(series) > 1 else f"{concurrency}"
+                name = f"{each.name}, {level.value:g}" if len(series) > 1 else f"{level.value:g}"
                 style = {
                     "color": _COLORS[place % len(_COLORS)],
                     "ls": _DASHES[(place + index) % 4],
@@ -137,7 +136,7 @@ def latency(series: Sequence[Series]) -> str:
         left.set(xlabel="TTFT (ms)", ylabel="share of requests", ylim=(0, 1))
         right.set(xlabel="ITL (ms)", ylabel="share of gaps", ylim=(0, 1))
         if left.lines:
-            left.legend(fontsize=7, title="concurrency", title_fontsize=7)
+            left.legend(fontsize=7, title=_level_name(series), title_fontsize=7)
 
     return _svg(draw)
 
@@ -161,8 +160,8 @@ def _share(axes: Axes, values: Iterable[float], style: dict[str, Any]) -> None:
         axes.set_xscale("log")
 
 
-def _concurrencies(lines: Sequence[Line]) -> list[int]:
-    return sorted({line.concurrency for line in lines})
+def _level_name(series: Sequence[Series]) -> str:
+    return series[0].run.shape.level_name.replace("_", " ")
 
 
 def phases(series: Sequence[Series]) -> str | None:
@@ -172,11 +171,11 @@ def phases(series: Sequence[Series]) -> str | None:
     """
     bars = [
         (
-            f"{each.name}\n{concurrency}" if len(series) > 1 else str(concurrency),
-            _mean_phases(each.run, concurrency),
+            f"{each.name}\n{level.value:g}" if len(series) > 1 else f"{level.value:g}",
+            _mean_phases(each.run, level),
         )
         for each in series
-        for concurrency in summary(each.run)
+        for level in summary(each.run)
     ]
     names = list(dict.fromkeys(name for _, values in bars for name in values))
     if not names:
@@ -201,16 +200,14 @@ def phases(series: Sequence[Series]) -> str | None:
                 **style,
             )
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.set(xlabel="concurrency", ylabel="mean time before the first token (ms)")
+        axes.set(xlabel=_level_name(series), ylabel="mean time before the first token (ms)")
         axes.legend(fontsize=7)
 
     return _svg(draw)
 
 
-def _mean_phases(run: Run, concurrency: int) -> dict[str, float]:
-    points = [
-        point.phase_s for point in run.points if point.concurrency == concurrency and point.phase_s
-    ]
+def _mean_phases(run: Run, level: Level) -> dict[str, float]:
+    points = [point.phase_s for point in run.points if point.level == level and point.phase_s]
     return (
         {name: sum(point.get(name, 0.0) for point in points) / len(points) for name in points[0]}
         if points
@@ -219,13 +216,13 @@ def _mean_phases(run: Run, concurrency: int) -> dict[str, float]:
 
 
 def timeline(each: Series) -> str:
-    """Plot output tokens per second and running requests over time, at the highest concurrency."""
-    top = max(point.concurrency for point in each.run.points)
-    point = next(point for point in each.run.points if point.concurrency == top)
+    """Plot output tokens per second and running requests over time, at the highest level."""
+    top = max(point.level for point in each.run.points)
+    point = next(point for point in each.run.points if point.level == top)
     records = [
         line.record
         for line in each.lines
-        if (line.concurrency, line.repetition) == (top, point.repetition)
+        if (line.level, line.repetition) == (top, point.repetition)
     ]
 
     def draw(figure: Figure) -> None:
@@ -252,8 +249,9 @@ def timeline(each: Series) -> str:
                 alpha=0.1,
                 color="gray",
             )
+        shaded = "" if point.steady is None else ", steady part shaded"
         axes.set(
-            xlabel=f"seconds, concurrency {top}, steady part shaded",
+            xlabel=f"seconds, {top}{shaded}",
             ylabel="output tokens/s",
             ylim=(0, None),
         )

@@ -30,6 +30,8 @@ _LABELS = {
     "output_tokens_per_s_per_gpu": "output tokens/s per GPU",
     "output_tokens_per_s_per_user": "output tokens/s per user",
     "requests_per_s": "requests/s",
+    "goodput_requests_per_s": "requests/s that met the goals (goodput)",
+    "good_share": "share of requests that met the goals",
     "error_share": "share of failed requests",
 }
 
@@ -52,7 +54,7 @@ def report(run: Run, series: Sequence[Series], command: str) -> str:
         ),
         *(f'<p class="bad">{html.escape(warning)}</p>' for warning in warnings(run)),
         "<h2>Results</h2>",
-        _table(summary(run)),
+        _table(run),
     ]
     if len(series) > 1:
         parts += [
@@ -80,7 +82,7 @@ def warnings(run: Run) -> list[str]:
     """Return a sentence for each reason not to trust a figure."""
     found = []
     for point in run.points:
-        where = f"Concurrency {point.concurrency}, repetition {point.repetition}: "
+        where = f"{str(point.level).capitalize()}, repetition {point.repetition}: "
         figures = point.figures
         if figures["errors"]:
             listed = ", ".join(
@@ -101,21 +103,23 @@ def warnings(run: Run) -> list[str]:
             found.append(
                 f"{where}a client process was the bottleneck: the server may be faster than this."
             )
-        if point.steady is None:
+        if point.steady is None and point.level.concurrency:
             found.append(
                 f"{where}too few requests for a steady state; send more than twice the concurrency."
             )
     return found
 
 
-def _table(found: Summary) -> str:
-    head = "".join(f"<th>{concurrency}</th>" for concurrency in found)
+def _table(run: Run) -> str:
+    found = summary(run)
+    head = "".join(f"<th>{level.value:g}</th>" for level in found)
     names = [name for name in METRICS if any(name in row for row in found.values())]
     rows = ""
     for name in names:
         cells = "".join(_cell(row.get(name)) for row in found.values())
         rows += f"<tr><td>{html.escape(label(name))}</td>{cells}</tr>\n"
-    return f'<div class="wide"><table>\n<tr><th>concurrency</th>{head}</tr>\n{rows}</table></div>'
+    axis = run.shape.level_name.replace("_", " ")
+    return f'<div class="wide"><table>\n<tr><th>{axis}</th>{head}</tr>\n{rows}</table></div>'
 
 
 def label(metric: str) -> str:
@@ -138,13 +142,13 @@ def _cell(spread: Spread | None) -> str:
 
 
 def _ratios(found: Summary, other: Summary) -> str:
-    both = [concurrency for concurrency in found if concurrency in other]
+    both = [level for level in found if level in other]
     if not both:
-        return "<p>The two runs have no concurrency in common.</p>"
-    head = "".join(f"<th>{concurrency}</th>" for concurrency in both)
+        return "<p>The two runs have no concurrency or request rate in common.</p>"
+    head = "".join(f"<th>{level.value:g}</th>" for level in both)
     rows = []
     for name in METRICS:
-        cells = [_ratio(found[c].get(name), other[c].get(name)) for c in both]
+        cells = [_ratio(found[level].get(name), other[level].get(name)) for level in both]
         if any(cells):
             shown = "".join(f"<td>{cell or '&ndash;'}</td>" for cell in cells)
             rows.append(f"<tr><td>{html.escape(label(name))}</td>{shown}</tr>\n")
@@ -170,8 +174,14 @@ def _facts(run: Run, command: str) -> str:
     shape = run.shape
     facts: Mapping[str, object] = {
         "command": command,
-        "requests per point": ", ".join(f"{shape.requests_at(c)} at {c}" for c in summary(run)),
-        "warm-up requests": ", ".join(str(shape.warmup_at(c)) for c in summary(run)),
+        "requests per point": ", ".join(
+            f"{shape.requests_at(level)} at {level}" for level in summary(run)
+        ),
+        "warm-up requests": ", ".join(str(shape.warmup_at(level)) for level in summary(run)),
+        "goals of a good request": ", ".join(
+            f"{name} {goal:g} ms" for name, goal in run.goals_ms.items()
+        )
+        or "none (--goodput)",
         "repetitions": max((point.repetition for point in run.points), default=0),
         "prompt tokens, as the server counts": ", ".join(
             f"{p.figures['prompt_tokens']:.0f}" for p in run.points

@@ -16,7 +16,7 @@ import msgspec
 
 from ..stream import RequestRecord
 from ..summary import LoadSummary
-from .shapes import Shape
+from .shapes import Level, Shape
 from .steady import Steady
 
 RUN_FILE = "run.json"
@@ -26,13 +26,14 @@ REPORT_FILE = "report.html"
 
 
 class Point(msgspec.Struct, kw_only=True):
-    """One repetition at one concurrency."""
+    """One repetition at one level of the load."""
 
-    concurrency: int
+    level: Level
     repetition: int
     origin_s: float  # the client's clock at its first request
     figures: LoadSummary
     steady: Steady | None
+    good: int | None = None  # requests that met all goals; None: there are no goals
     # mean seconds per request in each phase, from the server's metrics
     phase_s: dict[str, float] = {}
 
@@ -47,13 +48,14 @@ class Run(msgspec.Struct, kw_only=True):
     began_at: str  # ISO 8601
     gpus: int | None
     machine: dict[str, str]
+    goals_ms: dict[str, float] = {}  # longest times of a good request, by the names of goodput.py
     points: list[Point] = []
 
 
 class Line(msgspec.Struct, kw_only=True):
     """One request of one point."""
 
-    concurrency: int
+    level: Level
     repetition: int
     record: RequestRecord
 
@@ -66,7 +68,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-Summary = dict[int, dict[str, Spread]]  # by concurrency, by metric
+Summary = dict[Level, dict[str, Spread]]  # by level of the load, by metric
 
 
 def metrics_of(point: Point, gpus: int | None) -> dict[str, float]:
@@ -78,6 +80,9 @@ def metrics_of(point: Point, gpus: int | None) -> dict[str, float]:
         "requests_per_s": figures["requests_per_s"],
         "error_share": 1 - figures["ok"] / total if total else 1.0,
     }
+    if point.good is not None:
+        found["goodput_requests_per_s"] = point.good / figures["wall_s"]
+        found["good_share"] = point.good / total if total else 0.0
     if point.steady is not None:
         found["steady_output_tokens_per_s"] = point.steady.output_tokens_per_s
     if gpus:
@@ -104,6 +109,8 @@ METRICS = (
     "output_tokens_per_s_per_gpu",
     "output_tokens_per_s_per_user",
     "requests_per_s",
+    "goodput_requests_per_s",
+    "good_share",
     "error_share",
     *(
         f"{name}_{quantile}_ms"
@@ -114,13 +121,11 @@ METRICS = (
 
 
 def summary(run: Run) -> Summary:
-    """Return median, lowest and highest value of each metric by concurrency."""
+    """Return median, lowest and highest value of each metric by level of the load."""
     found: Summary = {}
-    for concurrency in sorted({point.concurrency for point in run.points}):
-        rows = [
-            metrics_of(point, run.gpus) for point in run.points if point.concurrency == concurrency
-        ]
-        found[concurrency] = {
+    for level in sorted({point.level for point in run.points}):
+        rows = [metrics_of(point, run.gpus) for point in run.points if point.level == level]
+        found[level] = {
             name: _spread([row[name] for row in rows])
             for name in METRICS
             if all(name in row for row in rows)
@@ -142,10 +147,10 @@ def save(run: Run, lines: Iterable[Line], folder: Path) -> None:
             file.write(encoder.encode(line) + b"\n")
     with (folder / CSV_FILE).open("w", newline="") as text:
         writer = csv.writer(text)
-        writer.writerow(["concurrency", "metric", "median", "low", "high"])
-        for concurrency, row in summary(run).items():
+        writer.writerow([run.shape.level_name, "metric", "median", "low", "high"])
+        for level, row in summary(run).items():
             writer.writerows(
-                [concurrency, name, s.median, s.low, s.high] for name, s in row.items()
+                [level.value, name, s.median, s.low, s.high] for name, s in row.items()
             )
 
 
@@ -171,7 +176,7 @@ def _line(found: dict[str, Any]) -> Line:
     record = found["record"]
     record["gaps_s"] = array("d", record["gaps_s"])
     return Line(
-        concurrency=found["concurrency"],
+        level=Level(**found["level"]),
         repetition=found["repetition"],
         record=RequestRecord(**record),
     )

@@ -48,7 +48,7 @@ def test_printed_commands_that_serve_answer(clone: Path) -> None:
     assert len(workers) == 2
     accepted = [f"{worker} --print-config" for worker in workers]
     serve = serve.replace("--engine torch", "--engine mock")
-    measure = measure.replace("--url", "--concurrency 1 --requests 1 --url")
+    measure = measure.replace("--url", "--concurrency 1 --num-prompts 1 --url")
     script = "\n".join([ACTIVATE, *accepted, serve, measure, END + stop])
     first = free_ports(4)
     http, etcd, peers, nats = range(first, first + 4)

@@ -50,6 +50,9 @@ def test_profile_figures_equal_its_records(
         str(out),
         "--fail-over",
         "ttft_p50_ms=0.001",
+        "--goodput",
+        "ttft:60000",
+        "gap:0.0001",
     )
     assert done.returncode == 1, done.stderr
     assert "limit missed: ttft_p50_ms at concurrency 2" in done.stderr
@@ -58,9 +61,9 @@ def test_profile_figures_equal_its_records(
         orjson.loads(line)
         for line in gzip.decompress((out / "records.jsonl.gz").read_bytes()).splitlines()
     ]
-    assert [point["concurrency"] for point in run["points"]] == [2, 4]
+    assert [point["level"]["concurrency"] for point in run["points"]] == [2, 4]
     for point in run["points"]:
-        records = [line["record"] for line in lines if line["concurrency"] == point["concurrency"]]
+        records = [line["record"] for line in lines if line["level"] == point["level"]]
         figures = point["figures"]
         assert [(r["status"], r["error"], r["output_tokens"]) for r in records] == [
             (200, "", 12)
@@ -77,6 +80,7 @@ def test_profile_figures_equal_its_records(
         tpot_ms = [(r["last_s"] - r["first_s"]) * 1e3 / 11 for r in records]
         assert figures["tpot_ms"]["p50"] == pytest.approx(statistics.median_high(tpot_ms))
         assert "queue" in point["phase_s"]
+        assert point["good"] == 0  # no gap is that short
     page = (out / "report.html").read_text()
     assert "http://" not in page.replace(url, "").replace("http://www.w3.org", "")
     assert page.count('<img alt="') == 4
@@ -84,10 +88,13 @@ def test_profile_figures_equal_its_records(
 
 def test_profile_with_bad_arguments_exits_with_2(subtests: pytest.Subtests) -> None:
     wrong = {
-        ("--shape", "guide-005"): "no shape 'guide-005'",
-        ("--shape", "guide-000", "--fail-under", "speed=1"): "no metric 'speed'",
-        ("--shape", "guide-000", "--concurrency", "none"): "invalid literal",
-        ("--shape", "guide-000", "--compare", "/nowhere"): "/nowhere has no run",
+        ("--shape", "prompts-9k"): "Did you mean prompts-8k?",
+        ("--goodput", "ttfs:9"): "no goal 'ttfs'. Did you mean ttft?",
+        ("--request-rate", "0"): "every request_rate must be above 0",
+        ("--request-rate", "1", "--concurrency", "1"): "not allowed with argument",
+        ("--shape", "prompts-32k", "--fail-under", "speed=1"): "no metric 'speed'",
+        ("--shape", "prompts-32k", "--concurrency", "none"): "invalid literal",
+        ("--shape", "prompts-32k", "--compare", "/nowhere"): "/nowhere has no run",
     }
     lines = [["benchmarks.profile", *words] for words in wrong]
     for (words, message), done in zip(wrong.items(), run_in_one(lines), strict=True):
@@ -105,7 +112,7 @@ def test_profile_of_unsuitable_model_measures_nothing(
     edge.write_text("{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}")
     too_long = "shape long has 131000 + 100 tokens, model mock takes 131072 at most"
     cases = [
-        ("guide-001", "nope", 1, "Model 'nope' not found at"),
+        ("prompts-32k", "nope", 1, "Model 'nope' not found at"),
         (str(long), "mock", 2, too_long),
         (str(edge), "mock", 1, "no more were sent (context_length_exceeded"),
     ]

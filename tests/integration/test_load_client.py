@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import client_shards
+from benchmarks.blocking import wait_for
 from benchmarks.load_client import Client, Load
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import summarize
@@ -251,6 +253,34 @@ async def test_measured_when_it_runs_then_its_progress_is_reported(
         )
     assert reports[0] == (0, 0)
     assert all(ended in {(0, 0), (1, 0), (2, 0)} for ended in reports)
+
+
+def test_measurement_interrupted_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_shards, "PROGRESS_S", 0.01)
+    main_thread = threading.get_ident()
+    answers = iter([chunked(*WHOLE)] * 4)
+    is_sent = threading.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await next(answers, silent)(writer)
+
+    def on_progress(tally: client_shards.SharedCounters) -> None:
+        if tally.ok == 4 and not is_sent.is_set():
+            is_sent.set()
+            signal.pthread_kill(main_thread, signal.SIGINT)
+
+    server = serving(answer)
+    url = wait_for(server.__aenter__())
+    try:
+        load = Load(url=url, model="m", requests=50, concurrency=2, osl=2)
+        with pytest.raises(client_shards.LoadInterrupted) as caught:
+            client_shards.measure_shards(
+                load, processes=2, warmup=0, pids={}, on_progress=on_progress
+            )
+    finally:
+        wait_for(server.__aexit__(None, None, None))
+    assert (caught.value.summary["ok"], caught.value.summary["errors"]) == (4, {})
+    assert [record.index for record in caught.value.records] == [1, 2, 3, 4]
 
 
 async def test_measurement_shares_load_among_processes() -> None:

@@ -14,15 +14,18 @@ import pytest
 
 from benchmarks.profile import aiperf, phases
 from benchmarks.profile.budget import limit, missed
+from benchmarks.profile.goodput import count_good, parse_goals
+from benchmarks.profile.main import parser, shape_of
 from benchmarks.profile.point import Target, load_of
 from benchmarks.profile.report import warnings
 from benchmarks.profile.result import Line, Point, Run, load_lines, load_run, save, summary
-from benchmarks.profile.shapes import GUIDES, Shape, find_shape
+from benchmarks.profile.shapes import GUIDES, Level, Shape, find_shape
 from benchmarks.profile.steady import steady, tokens_between
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import summarize
 
 SHAPE = Shape(name="s", isl=10, osl=5, concurrency=(2,))
+TWO = Level(concurrency=2)
 TARGET = Target(url="http://h:1", model="m", timeout_s=9)
 
 
@@ -44,14 +47,20 @@ def record(
     )
 
 
-def run(*walls_s: float, records: list[RequestRecord], gpus: int | None = None) -> Run:
+def run(
+    *walls_s: float,
+    records: list[RequestRecord],
+    gpus: int | None = None,
+    goals_ms: dict[str, float] | None = None,
+) -> Run:
     points = [
         Point(
-            concurrency=2,
+            level=TWO,
             repetition=index,
             origin_s=0.0,
             figures=summarize(records, wall_s=wall_s, osl=5, processes={}),
             steady=steady(records, 2),
+            good=count_good(records, goals_ms or {}),
         )
         for index, wall_s in enumerate(walls_s, 1)
     ]
@@ -72,23 +81,83 @@ def run(*walls_s: float, records: list[RequestRecord], gpus: int | None = None) 
 
 def test_guides_when_read_then_their_numbers() -> None:
     found = {
-        name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.concurrency[0]))
+        name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.levels[0]))
         for name, s in GUIDES.items()
     }
     assert found == {
-        "guide-000": (32000, 256, (256,), 6144, 1000),
-        "guide-001": (32000, 256, (256,), 6144, 1000),
-        "guide-002": (1000, 2000, (2048,), 6144, 1000),
-        "guide-003-agg": (128, 1000, (3600,), 36000, 3600),
-        "guide-003-disagg": (8192, 1024, (1536,), 15360, 1536),
+        "prompts-32k": (32000, 256, (256,), 6144, 1000),
+        "answers-2k": (1000, 2000, (2048,), 6144, 1000),
+        "answers-1k": (128, 1000, (3600,), 36000, 3600),
+        "prompts-8k": (8192, 1024, (1536,), 15360, 1536),
     }
 
 
 def test_warmup_has_no_more_requests_than_the_run() -> None:
-    assert (
-        Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000).warmup_at(4) == 16
-    )
-    assert Shape(name="s", isl=1, osl=1, concurrency=(64,), requests=16).warmup_at(64) == 16
+    many = Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000)
+    assert many.warmup_at(many.levels[0]) == 16
+    few = Shape(name="s", isl=1, osl=1, concurrency=(64,), requests=16)
+    assert few.warmup_at(few.levels[0]) == 16
+
+
+def test_shape_at_rates_sends_a_minute_of_requests() -> None:
+    shape = Shape(name="s", isl=1, osl=1, request_rate=(0.5, 2.0))
+    assert [str(level) for level in shape.levels] == ["0.5 requests/s", "2 requests/s"]
+    assert [shape.requests_at(level) for level in shape.levels] == [30, 120]
+    assert [shape.warmup_at(level) for level in shape.levels] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "levels", "requests"),
+    [
+        ([], "laptop", ["concurrency 1", "concurrency 4"], 16),
+        (["--isl", "500", "--num-prompts", "9"], "500-32", ["concurrency 1", "concurrency 4"], 9),
+        (["--request-rate", "2,4.5"], "laptop", ["2 requests/s", "4.5 requests/s"], 120),
+        (["--request-rate", "2", "--num-prompts", "7"], "laptop", ["2 requests/s"], 7),
+    ],
+)
+def test_flags_change_a_shape(
+    words: list[str], name: str, levels: list[str], requests: int
+) -> None:
+    shape = shape_of(parser().parse_args(words))
+    assert shape.name == name
+    assert [str(level) for level in shape.levels] == levels
+    assert shape.requests_at(shape.levels[0]) == requests
+
+
+# --- goodput --------------------------------------------------------------------------------------
+
+
+def test_goodput_counts_requests_that_meet_all_goals() -> None:
+    # 4 gaps of 1 s, and of 2 s
+    records = [record(0.0), record(0.0, last=9.0), record(0.0, error="timeout")]
+    counts = {
+        "ttft": count_good(records, {"ttft": 1000}),
+        "tpot": count_good(records, {"tpot": 1500}),
+        "e2el": count_good(records, {"e2el": 5000}),
+        "gap": count_good(records, {"gap": 999}),
+        "both": count_good(records, {"ttft": 1000, "gap": 1000}),
+    }
+    assert counts == {"ttft": 2, "tpot": 1, "e2el": 1, "gap": 0, "both": 1}
+    assert count_good(records, {}) is None
+    found = summary(run(10.0, records=records, goals_ms={"ttft": 1000}))[TWO]
+    assert found["goodput_requests_per_s"].median == 0.2
+    assert found["good_share"].median == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tpit:9", "Did you mean tpot"),
+        ("speed:9", "Goals: ttft"),
+        ("ttft", "not ttft:MILLISECONDS"),
+        ("ttft:nan", "above 0"),
+        ("ttft:-1", "above 0"),
+    ],
+)
+def test_goal_that_makes_no_sense_is_refused(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_goals([word])
+    assert parse_goals(["ttft:2000", "tpot:20"]) == {"ttft": 2000, "tpot": 20}
 
 
 def test_laptop_shape_when_read_then_the_demo_models_can_take_it() -> None:
@@ -101,14 +170,20 @@ def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{name: mine, isl: 7, osl: 3, concurrency: [1, 4]}")
     shape = find_shape(str(path))
-    assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(4)) == (7, 3, (1, 4), 40)
+    assert (shape.isl, shape.osl, shape.concurrency) == (7, 3, (1, 4))
+    assert shape.requests_at(Level(concurrency=4)) == 40
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{name: mine, isl: 7, osl: 3, concurency: [1]}", "concurency"),
-        ("{name: mine, isl: 7, osl: 3, concurrency: []}", "1 or more"),
+        ("{name: mine, isl: 7, osl: 3, concurrency: []}", "either concurrency or request_rate"),
+        (
+            "{name: mine, isl: 7, osl: 3, concurrency: [1], request_rate: [1]}",
+            "either concurrency or request_rate",
+        ),
+        ("{name: mine, isl: 7, osl: 3, request_rate: [-1]}", "above 0"),
         ("{name: mine, isl: 0, osl: 3, concurrency: [1]}", "1 or more"),
         ("[]", "no shape|has no valid shape"),
     ],
@@ -123,12 +198,13 @@ def test_shape_when_its_file_is_wrong_then_what_to_change(
 
 
 def test_shape_when_unknown_then_the_nearest_is_named() -> None:
-    with pytest.raises(ValueError, match="Did you mean guide-003-agg"):
-        find_shape("guide-03-agg")
+    with pytest.raises(ValueError, match="Did you mean answers-1k"):
+        find_shape("answer-1k")
 
 
 def test_load_repeated_has_other_prompts_and_the_guides_body() -> None:
-    loads = [load_of(GUIDES["guide-000"], TARGET, 256, repetition) for repetition in (1, 2)]
+    level = Level(concurrency=256)
+    loads = [load_of(GUIDES["prompts-32k"], TARGET, level, repetition) for repetition in (1, 2)]
     assert loads[0].seed != loads[1].seed
     assert loads[0].extra == {"min_tokens": 256, "nvext": {"ignore_eos": True}}
     assert loads[0].ignore_eos
@@ -195,7 +271,7 @@ def test_phases_when_the_server_has_none_then_empty() -> None:
 
 def test_summary_when_repeated_then_median_and_spread() -> None:
     records = [record(0.0), record(5.0)]
-    found = summary(run(10.0, 20.0, 5.0, records=records, gpus=2))[2]
+    found = summary(run(10.0, 20.0, 5.0, records=records, gpus=2))[TWO]
     assert (found["output_tokens_per_s"].low, found["output_tokens_per_s"].median) == (0.5, 1.0)
     assert found["output_tokens_per_s"].high == 2.0
     assert found["output_tokens_per_s_per_gpu"].median == 0.5
@@ -207,7 +283,7 @@ def test_summary_when_repeated_then_median_and_spread() -> None:
 def test_run_when_saved_then_read_back_the_same(tmp_path: Path) -> None:
     records = [record(0.0), RequestRecord(index=2, planned_s=1.0, error="timeout", end_s=2.0)]
     kept = run(10.0, records=records)
-    lines = [Line(concurrency=2, repetition=1, record=one_record) for one_record in records]
+    lines = [Line(level=TWO, repetition=1, record=one_record) for one_record in records]
     save(kept, lines, tmp_path / "new")
     assert load_run(tmp_path / "new") == kept
     assert load_lines(tmp_path / "new") == lines
@@ -262,7 +338,9 @@ def test_warnings_when_figures_are_worth_less_then_said() -> None:
 
 
 def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
-    words = aiperf.command(Path("aiperf"), GUIDES["guide-001"], TARGET, 256, Path("out"))
+    words = aiperf.command(
+        Path("aiperf"), GUIDES["prompts-32k"], TARGET, Level(concurrency=256), Path("out")
+    )
     found = dict(pairwise(words))
     guide = {
         "--endpoint-type": "chat",
