@@ -18,6 +18,19 @@ from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
+_VERSION = ("--version", "-V", "-v")
+# Commands of other programs, and what to type instead.
+_ELSEWHERE = {
+    "run": "serve MODEL serves a model, worker runs one worker",
+    "start": "serve MODEL serves a model, launch starts a deployment file",
+    "up": "launch starts a deployment file, serve MODEL a model",
+    "down": "Ctrl-C ends serve, launch and demo, where they run",
+    "stop": "Ctrl-C ends serve, launch and demo, where they run",
+    "ps": "status shows the processes of a deployment",
+    "list": "status shows the processes of a deployment",
+    "logs": "serve, launch and demo print the lines of all processes",
+    "benchmark": "bench sends a load and writes a report",
+}
 _BENCH = "bench."
 
 
@@ -91,17 +104,17 @@ def main() -> None:
 
 
 def _run(words: Sequence[str]) -> int | None:
-    if not words or words[0] in _HELP:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
+    if not words or words[0] in (*_HELP, "help"):
         _overview().print_help()
         return 0 if words else 2
     name, *flags = words
-    if name == "--version":
+    if name in _VERSION:
         name = "version"
     command = find(name)
     set_command_line(f"{CONSOLE} {command.name}", flags)
-    # What stands after `--` is for another program: `serve` passes it to its workers.
-    own_flags = flags[: flags.index("--")] if "--" in flags else flags
-    if not set(own_flags).isdisjoint(_HELP):
+    if not set(flags).isdisjoint(_HELP):
         parser_of(command).print_help()
         return 0
     status: int | None = _loaded(command.main)()
@@ -112,6 +125,8 @@ def find(name: str) -> Command:
     """Return the subcommand of this name. Raise ConfigError if there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
+    if name in _ELSEWHERE:
+        raise ConfigError(f"unknown command {name!r}; {_ELSEWHERE[name]}")
     from dynamo_trtllm.config.suggestions import suggest
 
     guess = suggest(name, COMMANDS)

@@ -242,8 +242,9 @@ class ServeConfig(Config):
     examples:
       %(prog)s tiny-gpt-oss
       %(prog)s openai/gpt-oss-20b --prefill 1 --decode 1 --port 8001
-      %(prog)s /models/llama --dry-run -- --max-seq-len 8192
-    Flags after -- are flags of `dynamo-trtllm worker` for every worker.
+      %(prog)s /models/llama --replicas 2 --max-seq-len 8192 --api-keys-file keys.jsonl
+    Flags of `dynamo-trtllm worker` are for every worker, those of `dynamo-trtllm frontend` for the
+    frontend, and those that both have for all.
     """
 
     # None selects what fits the machine and the model.
@@ -285,6 +286,11 @@ class ServeConfig(Config):
         "role",
         None,
         help="Number of decode workers. Default: 1 if there are enough devices for two workers.",
+    )
+    replicas: PositiveInt | None = option(
+        "role",
+        None,
+        help="Number of aggregated workers, in place of prefill and decode workers.",
     )
     port: Port = option(
         "HTTP and routing",

@@ -38,6 +38,7 @@ from dynamo_trtllm.config.flags import (
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.split_flags import flag_names
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
@@ -62,6 +63,7 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     more: Callable[[C], str] | None = None,
+    also: Sequence[type[Config]] = (),
 ) -> C:
     """Load the settings of a process. `source_of` of the result returns the source of each.
 
@@ -72,6 +74,8 @@ def load(
         argv: command line without the program name. Default: that of this process.
         environ: environment. Default: that of this process.
         more: returns the text that `--print-config` prints below the settings.
+        also: settings of other processes whose flags the command takes: an unknown flag is compared
+            with them, too.
 
     Raises:
         ConfigError: a flag, variable or value is not valid.
@@ -83,7 +87,7 @@ def load(
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog)
     given, unknown = parser.parse_known_args(list(argv))
-    reject_unknown(model, given, _without_fixed(model, unknown), parser)
+    reject_unknown(model, given, _without_fixed(model, unknown), parser, also)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
     _check_servers(config)
@@ -456,6 +460,7 @@ def reject_unknown(
     given: argparse.Namespace,
     unknown: Sequence[str],
     parser: argparse.ArgumentParser,
+    also: Sequence[type[Config]] = (),
 ) -> None:
     """Reject unknown flags and arguments, and subcommands of other servers.
 
@@ -466,6 +471,7 @@ def reject_unknown(
         given: what the parser recognized.
         unknown: words that it did not recognize, in the order typed.
         parser: parser of the command.
+        also: settings of other processes whose flags the command takes.
 
     Raises:
         ConfigError: there is an unknown word. The message says what to type or do instead.
@@ -491,6 +497,8 @@ def reject_unknown(
     answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
     if answer is None:
         flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        for other in also:
+            flags += [flag for flag in flag_names(other) if flag not in flags]
         guess = suggest(name, flags)
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}")
@@ -569,8 +577,6 @@ def _of_another(
     model: type[Config], owner: type[Config], command: str, field: str, name: str
 ) -> str:
     flag = _flag(field)
-    if model is ServeConfig and owner is WorkerConfig:
-        return f"it is a flag of the workers; type it last, after --: -- {flag} VALUE"
     if issubclass(model, LaunchConfig | ServeConfig):
         where = "the flags of a worker" if owner is WorkerConfig else "frontend"
         return f"write {flag.removeprefix('--')} in {where} in the deployment file"

@@ -21,12 +21,14 @@ import yaml
 
 from dynamo_trtllm import models as bundled_models
 from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.config.config_base import Config
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.flags import ENV_PREFIX, build_parser
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command_errors, load, process_environment, program
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE, command_streams
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.split_flags import split_words
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.process_output import LAUNCHER
@@ -56,13 +58,10 @@ _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
 _OWN_SERVERS = (
     "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
 )
-# Flags that are not allowed after --, and what to do instead.
-_NOT_FOR_WORKERS = {
-    "model_path": "type the model before --, as the first argument",
-    "engine": "type --engine before --",
-    "tensor_parallel_size": "type --tensor-parallel-size before --",
-    "namespace": "type --namespace before --",
-    "disaggregation_mode": "type --prefill and --decode before --",
+# Flags of workers and frontends that this command does not take, and what to do instead.
+_NOT_TAKEN = {
+    "model_path": "the model is the first argument, without a flag",
+    "disaggregation_mode": "use --prefill and --decode",
     "etcd_endpoints": _OWN_SERVERS,
     "nats_server": _OWN_SERVERS,
     "etcd_credentials_file": _OWN_SERVERS,
@@ -82,19 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command line without the program name. Default: that of this process.
     """
     words = list(command_line() if argv is None else argv)
-    own_words = words
-    worker_words: list[str] = []
     if "--" in words:
-        separator = words.index("--")
-        own_words = words[:separator]
-        worker_words = words[separator + 1 :]
-    config = load(ServeConfig, prog=PROG, argv=own_words)
+        raise ConfigError("remove --: flags of workers and of the frontend need no mark")
+    own, of_workers, of_frontend = split_words(words, (ServeConfig, WorkerConfig, FrontendConfig))
+    config = load(ServeConfig, prog=PROG, argv=own, also=(WorkerConfig, FrontendConfig))
     observe_logging.setup(config.log_level, "serve", config.log_format)
-    worker_flags = _worker_flags(worker_words)
+    # The model is required of a worker, but not a flag of this command.
+    environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}
+    worker_flags = _values(WorkerConfig, of_workers, environ)
+    frontend_flags = _values(FrontendConfig, of_frontend, {})
     hub_model, model = _model(config)
     chosen = choose(machine_facts(process_environment()), model, config)
-    data = deployment_data(chosen, model, config, worker_flags)
-    deployment = checked_deployment(data, "flags after --")
+    data = deployment_data(chosen, model, config, worker_flags, frontend_flags)
+    deployment = checked_deployment(data, "flags of this command")
     lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
     if config.dry_run:
         sys.stdout.write(_deployment_file(data, lines, words, hub_model))
@@ -114,36 +113,31 @@ def _show(line: str) -> None:
     sys.stdout.flush()
 
 
-def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the flags after `--` by field name.
+def _values(
+    model: type[Config], words: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the values of flags by field name.
+
+    Args:
+        model: settings of a worker or of a frontend.
+        words: flags with their values.
+        environ: environment variables that the settings are read from, too.
 
     Raises:
-        ConfigError: a flag is wrong, or one that this command sets.
+        ConfigError: a value is wrong, or this command does not take the flag.
     """
     if not words:
         return {}
-    if {"-h", "--help"}.intersection(words):
-        description = (
-            f"Flags after -- are those of every worker. Flags of serve come before --: {CONSOLE}"
-            " serve --help"
-        )
-        build_parser(WorkerConfig, f"{CONSOLE} worker", description).print_help()
-        raise SystemExit(0)
-    if "--print-config" in words:
-        raise ConfigError(
-            "--print-config can't be used after --: --dry-run prints the flags of the workers"
-        )
-    environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here
-    config = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
+    config = load(model, prog=PROG, argv=words, environ=environ)
     values = {
         name: getattr(config, name)
-        for name in WorkerConfig.model_fields
+        for name in model.model_fields
         if config.source_of(name).startswith("flag ")
     }
     for name in sorted(values):
-        if name in _NOT_FOR_WORKERS:
+        if name in _NOT_TAKEN:
             flag = config.source_of(name).removeprefix("flag ")
-            raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[name]}")
+            raise ConfigError(f"{flag} can't be used here: {_NOT_TAKEN[name]}")
     # A deployment file may be launched in another folder.
     for name, value in values.items():
         if isinstance(value, Path):

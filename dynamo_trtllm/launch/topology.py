@@ -258,7 +258,12 @@ def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | N
 
 def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
     if options.prefill is None and options.decode is None:
-        return None
+        return None if options.replicas is None else {Role.AGGREGATED: options.replicas}
+    if options.replicas is not None:
+        raise ConfigError(
+            "--replicas asks for aggregated workers, --prefill and --decode for others; remove"
+            " --replicas, or both of these"
+        )
     return {
         Role.PREFILL: 1 if options.prefill is None else options.prefill,
         Role.DECODE: 1 if options.decode is None else options.decode,
@@ -266,7 +271,11 @@ def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
 
 
 def deployment_data(
-    chosen: Topology, model: ModelFacts, options: ServeConfig, worker_flags: dict[str, Any]
+    chosen: Topology,
+    model: ModelFacts,
+    options: ServeConfig,
+    worker_flags: dict[str, Any],
+    frontend_flags: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the content of a deployment file.
 
@@ -275,6 +284,7 @@ def deployment_data(
         model: the model.
         options: settings of the command.
         worker_flags: more flags of every worker, by field name.
+        frontend_flags: more flags of the frontend, by field name.
     """
     flags: dict[str, Any] = {"model-path": model.path, "engine": chosen.engine}
     if "served_model_name" not in worker_flags:
@@ -306,6 +316,8 @@ def deployment_data(
     frontend: dict[str, Any] = {"http-port": options.port}
     if options.host is not None:
         frontend["http-host"] = options.host
+    for field_name, value in frontend_flags.items():
+        frontend[field_name.replace("_", "-")] = value
     return {
         "namespace": options.namespace,
         "services": {"etcd": "start", "nats": "start"},

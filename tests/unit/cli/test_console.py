@@ -90,6 +90,18 @@ def test_help_groups_every_command_and_imports_nothing_heavy() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "same"), [("help", "--help"), ("help chat", "chat --help"), ("-V", "version")]
+)
+def test_other_words_for_help_and_version_are_known(
+    line: str, same: str, typed: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(line)
+    shown = capsys.readouterr().out
+    typed(same)
+    assert shown == capsys.readouterr().out != ""
+
+
 def test_faults_help_imports_no_server_or_worker() -> None:
     assert imported_for("chaos", "--help")[1] == ["asyncio", "msgspec", "pydantic"]
 
@@ -202,6 +214,10 @@ def test_table_has_a_function_for_every_command() -> None:
     [
         ("lunch", "dynamo-trtllm: unknown command 'lunch'; did you mean launch?\n"),
         ("xyz", "dynamo-trtllm: unknown command 'xyz'; see --help\n"),
+        (
+            "ps",
+            "dynamo-trtllm: unknown command 'ps'; status shows the processes of a deployment\n",
+        ),
         (
             "launch",
             "dynamo-trtllm launch: DEPLOYMENT is missing; pass it, or set DYN_TRTLLM_DEPLOYMENT\n",

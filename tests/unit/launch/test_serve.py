@@ -15,6 +15,7 @@ from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
 from dynamo_trtllm.models.hub import Hub
+from dynamo_trtllm.protocol.messages import Role
 from tests.kit.hub_server import COMMIT, NAME, HubServer
 
 CONFIG = {
@@ -78,14 +79,22 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_dry_run_prints_a_file_for_the_launcher(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [str(folder), "--dry-run", "--port", "8123", "--", "--max-seq-len", "64"]
+    argv = [
+        "--max-seq-len",
+        "64",
+        "--stall-timeout-s=9",
+        str(folder),
+        "--dry-run",
+        "--port",
+        "8123",
+    ]
     assert serve.main(argv) == 0
     text = capsys.readouterr().out
     assert "# engine:    torch: no NVIDIA GPU was found (none), and it runs on CPUs\n" in text
     file = tmp_path / "d.yaml"
     file.write_text(text)
     deployment = load_deployment(file, {})
-    assert deployment.frontend == {"http_port": 8123}
+    assert deployment.frontend == {"http_port": 8123, "stall_timeout_s": 9.0}
     assert [worker.name for worker in deployment.workers] == ["prefill", "decode"]
     for worker in deployment.workers:
         assert worker.flags["model_path"] == str(folder.resolve())
@@ -106,37 +115,15 @@ def test_dry_run_prints_a_file_for_the_launcher(
             ("tiny-gpt-oss", "--revision", "x"),
             "--revision needs a model on the Hub, not tiny-gpt-oss",
         ),
-        (
-            ("tiny-gpt-oss", "--max-batch-size", "3"),
-            "type it last, after --: -- --max-batch-size VALUE",
-        ),
-        (("tiny-gpt-oss", "--", "--max-batch-sise", "3"), "did you mean --max-batch-size?"),
-        (
-            ("tiny-gpt-oss", "--", "--engine", "mock"),
-            "--engine can't be used after --: type --engine before --",
-        ),
-        (("tiny-gpt-oss", "--", "--is-prefill-worker"), "type --prefill and --decode before --"),
-        (
-            ("tiny-gpt-oss", "--", "--nats-server", "nats://x"),
-            "this command starts its own servers",
-        ),
-        (
-            ("tiny-gpt-oss", "--", "--model-path", "y"),
-            "--model-path can't be used after --: type the model before --",
-        ),
-        (
-            ("tiny-gpt-oss", "--", "--model", "y"),
-            "--model can't be used after --: type the model before --",
-        ),
-        (("tiny-gpt-oss", "--", "--print-config"), "--print-config can't be used after --"),
-        (
-            ("--model", "tiny-gpt-oss"),
-            "unknown flag --model; MODEL is the first argument: type the value without",
-        ),
-        (
-            ("--model-path=a",),
-            "unknown flag --model-path; MODEL is the first argument: type the value without",
-        ),
+        (("tiny-gpt-oss", "--max-batch-sise", "3"), "did you mean --max-batch-size?"),
+        (("tiny-gpt-oss", "--max-batch-size", "x"), "--max-batch-size"),
+        (("tiny-gpt-oss", "--stall-timout-s", "3"), "did you mean --stall-timeout-s?"),
+        (("tiny-gpt-oss", "--is-prefill-worker"), "use --prefill and --decode"),
+        (("tiny-gpt-oss", "--nats-server", "nats://x"), "this command starts its own servers"),
+        (("tiny-gpt-oss", "--model-path", "y"), "--model-path can't be used here: the model is"),
+        (("--model", "tiny-gpt-oss"), "MODEL is missing"),
+        (("tiny-gpt-oss", "--", "--max-batch-size", "3"), "remove --: flags of workers"),
+        (("tiny-gpt-oss", "--replicas", "2", "--decode", "1"), "--replicas asks for aggregated"),
     ],
 )
 def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
@@ -145,17 +132,14 @@ def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
     assert says in refused(capsys, *words)
 
 
-def test_serve_help_after_dashes_is_that_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        serve.main(["tiny-gpt-oss", "--", "--help"])
-    assert ended.value.code == 0
-    usage, _, described, *_ = capsys.readouterr().out.splitlines()
-    assert usage == "usage: dynamo-trtllm worker --model-path MODEL_PATH [flags]"
-    assert (
-        described
-        == "Flags after -- are those of every worker. Flags of serve come before --: dynamo-trtllm"
-        " serve --help"
-    )
+def test_dry_run_with_replicas_has_aggregated_workers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main([str(folder), "--dry-run", "--replicas", "2"]) == 0
+    file = tmp_path / "d.yaml"
+    file.write_text(capsys.readouterr().out)
+    (worker,) = load_deployment(file, {}).workers
+    assert (worker.disaggregation_mode, worker.count) == (Role.AGGREGATED, 2)
 
 
 def test_dry_run_of_hub_model_downloads_only_its_config(

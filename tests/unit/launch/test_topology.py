@@ -212,7 +212,7 @@ def test_deployment_data_starts_what_was_chosen() -> None:
         tensor_parallel_size=2,
         gpus=[1, 2, 4, 5, 6, 7],
     )
-    data = deployment_data(chosen, SMALL, wanted, {"max_seq_len": 4096})
+    data = deployment_data(chosen, SMALL, wanted, {"max_seq_len": 4096}, {"stall_timeout_s": 9.0})
     environ = {"DYN_TRTLLM_ALLOW_ANONYMOUS": "true"}
     specs = {spec.name: spec for spec in processes(checked_deployment(data, "serve"), environ)}
     assert {name: spec.env.get("CUDA_VISIBLE_DEVICES") for name, spec in specs.items()} == {
@@ -221,6 +221,7 @@ def test_deployment_data_starts_what_was_chosen() -> None:
         "decode-1": "4,5",
         "decode-2": "6,7",
     }
+    assert data["frontend"]["stall-timeout-s"] == 9.0
     assert (specs["frontend"].host, specs["frontend"].port) == ("0.0.0.0", 1234)
     worker = specs["decode-2"].worker
     assert worker is not None
@@ -235,10 +236,10 @@ def test_deployment_data_starts_what_was_chosen() -> None:
 
 def test_deployment_data_on_cpu_shares_threads() -> None:
     chosen = choose(LAPTOP, SMALL, options())
-    workers = deployment_data(chosen, SMALL, options(), {})["workers"]
+    workers = deployment_data(chosen, SMALL, options(), {}, {})["workers"]
     assert [worker["flags"]["override-engine-args"] for worker in workers] == [
         {"num_threads": 4}
     ] * 2
     given = {"override_engine_args": {"num_threads": 2, "dtype": "bfloat16"}}
-    workers = deployment_data(chosen, SMALL, options(), given)["workers"]
+    workers = deployment_data(chosen, SMALL, options(), given, {})["workers"]
     assert workers[0]["flags"]["override-engine-args"] == {"num_threads": 2, "dtype": "bfloat16"}

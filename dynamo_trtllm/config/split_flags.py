@@ -1,0 +1,50 @@
+"""Split the words of a command line by the settings to which its flags belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo_trtllm.config.config_base import Config
+from dynamo_trtllm.config.flags import flags_of
+
+
+def split_words(words: Sequence[str], models: Sequence[type[Config]]) -> list[list[str]]:
+    """Return the words of each model: its flags with their values, in the order typed.
+
+    A flag of several models belongs to the first model if it has it, otherwise to each that has it.
+    Words that are no flag of any belong to the first.
+
+    Args:
+        words: a command line without the program name.
+        models: classes of settings.
+    """
+    takes_value = [flag_names(model) for model in models]
+    parts: list[list[str]] = [[] for _ in models]
+    index = 0
+    while index < len(words):
+        name, equals, _ = words[index].partition("=")
+        owners = [owner for owner, names in enumerate(takes_value) if name in names]
+        if not owners or owners[0] == 0:
+            owners = [0]
+        end = index + 1
+        if takes_value[owners[0]].get(name) and not equals:
+            end += 1
+        for owner in owners:
+            parts[owner] += words[index:end]
+        index = end
+    return parts
+
+
+def flag_names(model: type[Config]) -> dict[str, bool]:
+    """Return all flags of a model, and whether each takes a value."""
+    found: dict[str, bool] = {}
+    for flag in flags_of(model):
+        if flag.positional:
+            continue
+        for name in flag.names:
+            found[name] = flag.kind is not bool
+            if flag.kind is bool:
+                found[f"--no-{name.removeprefix('--')}"] = False
+        for name in flag.const_flags:
+            found[name] = False
+    return found
