@@ -110,7 +110,7 @@ class Model:
         """Start the suspects whose turn it is, then generate a token for each call."""
         for waiting in self.random.sample(self.waiting, len(self.waiting)):
             free = set(self.calls)
-            if waiting.call.suspicion.unexplained():
+            if waiting.call.suspicion.unexplained_deaths():
                 free -= self.suspects.workers_of_other_trials(waiting.call.suspicion)
             if free:
                 self.waiting.remove(waiting)
@@ -145,7 +145,7 @@ class Model:
             if error is not None:
                 lost.is_given_up = True
                 continue
-            unexplained = lost.call.suspicion.unexplained()
+            unexplained = lost.call.suspicion.unexplained_deaths()
             is_charged = any(death.instance_id == worker for death in unexplained)
             has_just_begun = is_charged and lost.num_tokens < SETTLED_TOKENS
             lost.is_prime = has_just_begun or len(unexplained) > 1

@@ -38,9 +38,9 @@ An error is the event of a reservation, an issue of parameters, a call or a chec
 
 
 class FlowDriver(Protocol):
-    """What a flow calls for a request.
+    """The methods that a flow calls for a request.
 
-    No method calls the flow: what a method starts ends in an event later.
+    No method calls the flow. What a method starts ends with an event later.
     """
 
     def select(
@@ -84,8 +84,8 @@ class FlowDriver(Protocol):
         Args:
             prefill: the worker that holds it, or may hold it soon.
             decode: the worker that fetches it.
-            request: the decode call, which is in progress; without KV transfer parameters while the
-                prefill call is.
+            request: the decode call in progress. If the prefill call is still in progress, it has
+                no KV transfer parameters.
         """
 
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
@@ -109,12 +109,15 @@ class FlowDriver(Protocol):
         """Return whether another request was given up that has probably ended a worker."""
 
     def record_settled(self) -> None:
-        """Record that a suspect has settled: others may be tried on its worker."""
+        """Record that a suspect has settled, so that others may be tried on its worker."""
 
-    def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
+    def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
         """Record that a call failed.
 
-        `next_step`: how the request goes on, for the log; "": it ends.
+        Args:
+            worker: the worker that was called.
+            error: the error of the call.
+            next_step: how the request continues, for the log; None: the error ends it.
         """
 
 
@@ -125,13 +128,14 @@ class RouterOptions:
     Calls that a worker did not accept do not count as retries or migrations.
     """
 
-    # Of a request before its first token was sent; also how often all workers are tried again.
+    # Limit for a request before its first token was sent. All workers are tried again as often.
     retries: int = 3
-    migrations: int = 3  # of a request after its first token was sent
+    migrations: int = 3  # limit for a request after its first token was sent
     hold_s: float = 0.0  # longest wait for a role that has no instance
-    selects_at_random: bool = False  # instead of round robin, if nothing else selects
+    # If there is no cost placement: select at random instead of round robin.
+    selects_at_random: bool = False
     # Without a prefill worker, decode workers run aggregated requests.
     decode_fallback: bool = False
-    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when
-    # the breaker's open time is over.
+    # True: probes test new and quarantined pairs. False: requests test new pairs, and quarantined
+    # ones when the open time of the breaker is over.
     has_probes: bool = False

@@ -66,18 +66,18 @@ class _Attempt:
 
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
-    worker: Instance  # the one that was called last: a failure is attributed to it
-    # The request without a phase; then the decode call, once there are KV transfer parameters.
+    worker: Instance  # the last one that was called. A failure is attributed to it.
+    # The call without a phase. The answer of the prefill worker turns it into the decode call.
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # How many tokens a suspect's call has when it has settled (see `suspects`). 0: it has settled,
-    # or the request is no suspect.
+    # The number of tokens after which the call of a suspect has settled (see `suspects`). 0: the
+    # call has settled, or the request is no suspect.
     tokens_to_settle: int
-    reservation_id: str | None = None  # of a decode slot that may be reserved
-    params: KvTransferParams | None = None  # of KV that waits at the prefill instance
+    reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
+    params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
-    transfer_error: DynamoError | None = None  # the transfer of its KV failed
+    transfer_error: DynamoError | None = None  # why the transfer of the KV failed
 
     @property
     def pair(self) -> Pair:
@@ -89,28 +89,28 @@ class GenerationFlow:
     """One request, from the selection of its workers to its last token.
 
     ```
-    state      waits for                      next state
-    NEW        the start                      the first state of an attempt, see below
-    WAITING    other workers, or its limit    the first state of an attempt
-    RESERVING  a decode slot                  PREFILL
-    PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
-    DECODE     tokens                         ENDED with the last one; DECODE or REISSUING if the
-                                              worker does not take the call and another one can
-                                              fetch the KV; CHECKING if it could not fetch it
-    REISSUING  parameters that are signed for DECODE
-               the other decode worker
-    CHECKING   whether the prefill worker     as after an error of the worker that failed
-               has died
-    ENDED      nothing
+    state      waits for               next state
+    NEW        the start               the first state of an attempt, see below
+    WAITING    other workers           the first state of an attempt, also after the time-out
+    RESERVING  a decode slot           PREFILL
+    PREFILL    KV parameters           DECODE; ENDED if the answer is complete
+    DECODE     tokens                  ENDED after the last token; DECODE or REISSUING if the worker
+                                       does not take the call and another one can fetch the KV;
+                                       CHECKING if the worker could not fetch the KV
+    REISSUING  new KV parameters       DECODE, of the worker for which they are signed
+    CHECKING   a sign of the prefill   the state after an error, which is attributed to the prefill
+               worker                  worker if it has died, otherwise to the decode worker
+    ENDED      nothing                 none
     ```
 
     An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one
     aggregated worker; RESERVING if a decode slot comes first; WAITING or ENDED if there are no
     workers.
 
-    A cancel leads from every state to ENDED. Any other error leads to the next attempt if the
-    request can be retried or migrated, else to ENDED. In all these cases, the flow frees a decode
-    slot that no decode call has used, and sends a release of KV that none has fetched.
+    A cancel leads from every state to ENDED. An error that the table does not list leads to the
+    next attempt if the request can be retried or migrated, else to ENDED. In all these cases, the
+    flow frees a decode slot that no decode call has used, and sends a release of KV that no decode
+    call has fetched.
 
     Some prefill workers ignore that release, and free KV only when it is fetched. After a cancel,
     the driver lets a decode worker fetch that KV. After an error of the decode call, no worker
@@ -136,7 +136,7 @@ class GenerationFlow:
     ) -> None:
         self.state = State.NEW
         self.request = request
-        self._driver = driver  # deleted at the end
+        self._driver = driver  # `_end` deletes it
         self._timeline = timeline
         self._options = options
         self._fixed_selection = selection
@@ -145,7 +145,7 @@ class GenerationFlow:
         self._passes_tokens = False
         self._num_attempts = 0
         self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
-        self._error: DynamoError | None = None  # of the last attempt
+        self._error: DynamoError | None = None  # the error of the last attempt
         self._excluded: set[int] = set()  # instances that failed this request
         self._avoid: int | None = None  # a prefill instance whose KV transfer failed
         self._num_transfer_failures = 0
@@ -154,7 +154,7 @@ class GenerationFlow:
         self._num_rounds = 0  # how often all instances were tried again
         # The wait for other workers has timed out, and no attempt or round has begun since.
         self._wait_timed_out = False
-        # The last call had hardly begun when its worker died: see `suspects`.
+        # The last call had just begun when its worker died: see `suspects`.
         self.is_prime_suspect = False
         # As a prime suspect, it waits for workers that run no other suspect.
         self.awaits_turn = False
@@ -178,7 +178,8 @@ class GenerationFlow:
             case Signal.START | Signal.WORKERS_CHANGED:
                 return self._select()
             case Signal.WAIT_TIMED_OUT if self.awaits_turn:
-                self.awaits_turn = False  # it runs beside other suspects
+                # The request now runs beside other suspects.
+                self.awaits_turn = False
                 return self._select()
             case Signal.WAIT_TIMED_OUT:
                 self._wait_timed_out = True
@@ -219,8 +220,9 @@ class GenerationFlow:
 
         Without workers, wait for others, then try pairs that were never probed, then all again.
         """
-        if self.awaits_turn and not self._timeline.suspicion.unexplained():
-            self.awaits_turn = False  # another request was the cause
+        if self.awaits_turn and not self._timeline.suspicion.unexplained_deaths():
+            # Another request was the cause.
+            self.awaits_turn = False
         selected = self._driver.select(
             self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
         )
@@ -237,6 +239,7 @@ class GenerationFlow:
             self._driver.wait_for_workers(limit_s)
             return None
         if self._wait_timed_out and self._excluded:
+            # The next round: all instances are tried again.
             self._wait_timed_out = False
             self._excluded.clear()
             self._num_rounds += 1
@@ -336,11 +339,13 @@ class GenerationFlow:
         if self.state is State.PREFILL:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
-        self._timeline.decode_stats = chunk.stats or self._timeline.decode_stats
-        if attempt.tokens_to_settle and self.progress().call >= attempt.tokens_to_settle:
+        if chunk.stats is not None:
+            self._timeline.decode_stats = chunk.stats
+        if attempt.tokens_to_settle and self.progress().call_tokens >= attempt.tokens_to_settle:
             attempt.tokens_to_settle = 0
             self._driver.record_settled()
-        if not attempt.has_begun:  # the first chunk shows that the KV has arrived
+        if not attempt.has_begun:
+            # The first chunk shows that the KV has arrived.
             attempt.has_begun = True
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if self._fixed_selection is None:
@@ -379,7 +384,8 @@ class GenerationFlow:
         attempt = self._attempt
         assert attempt is not None
         if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
-            attempt.reservation_id = None  # the worker has reserved no slot
+            # The worker has reserved no slot.
+            attempt.reservation_id = None
         if self.state is State.CHECKING:
             return self._on_prefill_dead(attempt, error)
         if self.state is not State.DECODE or attempt.prefill is None:
@@ -408,7 +414,7 @@ class GenerationFlow:
         if params is None or params.signature is None:
             self._call_decode(attempt)
         else:
-            # They are signed for the instance that was called before.
+            # The parameters are signed for the instance that was called before.
             self.state = State.REISSUING
             attempt.worker = attempt.prefill
             self._driver.reissue_params(attempt.prefill, ReissueKvParams(params, (other.id,)))
@@ -441,7 +447,8 @@ class GenerationFlow:
         final = self._record_death(error, attempt)
         if final is None:
             final = self._count_failure(error, attempt)
-        self._driver.record_failure(attempt.worker, error, "retrying" if final is None else "")
+        next_step = "retrying" if final is None else None
+        self._driver.record_failure(attempt.worker, error, next_step)
         if final is not None:
             return self._end(final)
         self._error = error
@@ -461,18 +468,19 @@ class GenerationFlow:
         """
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
-        given_up = self._driver.record_death(attempt.worker)
+        query_of_death = self._driver.record_death(attempt.worker)
         if self._driver.is_death_explained(attempt.worker):
             self._num_explained += 1
-        unexplained = self._timeline.suspicion.unexplained()
-        charged_worker_ids = {death.instance_id for death in unexplained}
-        is_charged = attempt.worker.id in charged_worker_ids
-        has_just_begun = is_charged and self.progress().call < SETTLED_TOKENS
-        self.is_prime_suspect = has_just_begun or len(unexplained) > 1
+        # See the definition of a prime suspect in `suspects`.
+        deaths = self._timeline.suspicion.unexplained_deaths()
+        is_charged_with_this = any(death.instance_id == attempt.worker.id for death in deaths)
+        has_just_begun = self.progress().call_tokens < SETTLED_TOKENS
+        is_charged_again = len(deaths) > 1
+        self.is_prime_suspect = is_charged_again or (is_charged_with_this and has_just_begun)
         self.awaits_turn = self.is_prime_suspect
-        if given_up is not None:
-            given_up.__cause__ = error
-        return given_up
+        if query_of_death is not None:
+            query_of_death.__cause__ = error
+        return query_of_death
 
     def _count_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure.
@@ -481,7 +489,7 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        # The worker had the call: others are not counted (see `RouterOptions`).
+        # A call that its worker did not accept is not counted (see `RouterOptions`).
         was_accepted = not errors.is_not_accepted(error)
         if not self._sent_ids:
             if was_accepted:

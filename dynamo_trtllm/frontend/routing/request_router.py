@@ -96,7 +96,7 @@ class RequestRouter:
     options: RouterOptions = field(default_factory=RouterOptions)
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
-    on_kv_collected: Callable[[str], None] = lambda outcome: None  # see `KvCollector`
+    on_kv_collected: Callable[[str], None] = lambda outcome: None
     suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
@@ -144,7 +144,8 @@ class RequestRouter:
 
     async def aclose(self) -> None:
         """Wait a bounded time for the collections of KV and the control requests in progress."""
-        await self.kv_collector.aclose()  # which sends control requests
+        # The KV collector sends control requests, so it is closed first.
+        await self.kv_collector.aclose()
         await self.background_control.aclose()
 
 
@@ -184,17 +185,21 @@ class RoutedRequest(Stream):
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
         self._tracked_call = TrackedCall(timeline.suspicion, self._flow.progress)
-        self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
-        self._attempt = -1  # number of the current attempt
+        # Waits for what the flow needs beside calls, such as a decode slot or other workers.
+        self._task: asyncio.Task[None] | None = None
+        # The current attempt: its number, when it began, and its index for round robin.
+        self._attempt = -1
         self._attempt_begun_s = 0.0
-        self._round_robin_index = 0  # of the current attempt
-        self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
+        self._round_robin_index = 0
+        # Counts the request in the loads of its workers.
+        self._placed: PlacedRequest | None = None
         asyncio.get_running_loop().call_soon(self._handle, Signal.START)
 
     def _handle(self, event: FlowEvent) -> None:
-        """Pass an event to the flow, and what comes of it to the client."""
+        """Pass an event to the flow, and pass its answer to the client."""
         try:
-            if isinstance(event, Chunk) and self._flow.try_forward(event):  # nearly all events
+            # Nearly all events are chunks of this kind.
+            if isinstance(event, Chunk) and self._flow.try_forward(event):
                 if self._on_event is not None:
                     self._on_event(event)
                 return
@@ -204,14 +209,15 @@ class RoutedRequest(Stream):
         except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
             error = unexpected_error(exc, self._flow.request.request_id)
             if event is not Signal.CANCEL:
-                self._handle(Signal.CANCEL)  # frees the KV and the slot that the flow holds
+                # The flow frees its KV and its slot.
+                self._handle(Signal.CANCEL)
             self._stop()
             self.emit(error)
 
-    def _on_prompt(self, event: StreamEvent) -> None:
-        """Collect the log-probabilities of the prompt, which the flow does not need.
+    def _on_event_of_scored_prompt(self, event: StreamEvent) -> None:
+        """Take an event of a call that computes the log-probabilities of its prompt.
 
-        Pass other events to the flow.
+        Collect them, because the flow does not need them. Pass other events to the flow.
         """
         if isinstance(event, Chunk) and event.prompt_logprobs:
             self._timeline.prompt_logprobs += event.prompt_logprobs
@@ -230,6 +236,7 @@ class RoutedRequest(Stream):
             self._attempt_begun_s = time.monotonic()
             self._timeline.attempt_began()
             self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
+        # The workers of the last attempt or selection do not run this request any more.
         self._end_placed()
         self._end_trial()
         self._router.suspects.end(self._tracked_call)
@@ -262,11 +269,13 @@ class RoutedRequest(Stream):
         now = time.monotonic()
         # All choices of a prompt have one suspicion. The first of them that selects workers stores
         # its selection there, and the others use it.
-        selection = suspicion.selection if suspicion.is_shared else None
-        if selection is not None:
-            is_usable = selector.is_usable(selection, now, excluded=excluded, avoid=avoid)
-            selection = selection if is_usable else None
-        if selection is None:
+        selection = suspicion.selection
+        is_usable = (
+            suspicion.is_shared
+            and selection is not None
+            and selector.is_usable(selection, now, excluded=excluded, avoid=avoid)
+        )
+        if selection is None or not is_usable:
             selection = selector.select(
                 self._flow.request,
                 self._round_robin_index,
@@ -275,7 +284,7 @@ class RoutedRequest(Stream):
                 avoid=avoid,
             )
         suspicion.selection = selection
-        if suspicion.unexplained():
+        if suspicion.unexplained_deaths():
             router.suspects.begin_trial(
                 self._tracked_call, selection, is_prime=self._flow.is_prime_suspect
             )
@@ -311,15 +320,17 @@ class RoutedRequest(Stream):
         self._run(self._check(worker))
 
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
-        scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
+        # A decode call with KV transfer parameters computes no prompt.
+        computes_prompt = request.kv_params is None
+        scores_prompt = computes_prompt and request.sampling.prompt_logprobs is not None
         if scores_prompt:
             self._timeline.prompt_logprobs.clear()
         phase = request.phase
         self._timeline.calling(request, worker)
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, time.monotonic())
-        on_event = self._on_prompt if scores_prompt else self._handle
-        # The call before has ended. If `generate` raises, no call is in progress.
+        on_event = self._on_event_of_scored_prompt if scores_prompt else self._handle
+        # The last call has ended. If `generate` raises, no call is in progress.
         self._call = None
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
@@ -334,7 +345,8 @@ class RoutedRequest(Stream):
         self._router.background_control.send(worker, message)
 
     def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
-        if error is None:  # the first chunk of the decode call
+        if error is None:
+            # The first chunk of the decode call has shown that the KV arrived.
             self._router.suspects.kv_arrived(self._tracked_call)
             self._timeline.decode_began()
             if self._placed is not None:
@@ -343,10 +355,11 @@ class RoutedRequest(Stream):
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
         router = self._router
-        given_up = router.suspects.record_death(self._tracked_call, worker.id, self._flow.request)
-        if given_up is not None:
-            router.view.notify_changed()  # others that wait are no suspects any more
-        return given_up
+        error = router.suspects.record_death(self._tracked_call, worker.id, self._flow.request)
+        if error is not None:
+            # Other requests that wait are no suspects any more.
+            router.view.notify_changed()
+        return error
 
     def is_death_explained(self, worker: Instance) -> bool:
         return self._router.suspects.is_explained(worker.id)
@@ -354,11 +367,11 @@ class RoutedRequest(Stream):
     def record_settled(self) -> None:
         self._end_trial()
 
-    def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
+    def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
         self._router.health.record_unreachable(worker.id, error, time.monotonic())
         self._router.suspects.end(self._tracked_call)
         request = self._flow.request
-        goes_on = next_step != ""
+        goes_on = next_step is not None
         self._timeline.call_failed(request, worker, error, goes_on=goes_on)
         if goes_on and self._router.failure_lines.admits():
             log.warning(
@@ -378,7 +391,8 @@ class RoutedRequest(Stream):
     def _end_trial(self) -> None:
         if self._tracked_call.trial_workers:
             self._router.suspects.end_trial(self._tracked_call)
-            self._router.view.notify_changed()  # other suspects may wait for these workers
+            # Other suspects may wait for these workers.
+            self._router.view.notify_changed()
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
         name = f"request-{self._flow.request.request_id}"
@@ -421,7 +435,8 @@ class RoutedRequest(Stream):
     def _stop(self) -> None:
         """End what is in progress."""
         if self._call is not None:
-            self._call.cancel()  # nothing happens if the call has ended
+            # Nothing happens if the call has ended.
+            self._call.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -433,8 +448,9 @@ class RoutedRequest(Stream):
             self._router.suspects.completed(self._flow.request)
         self._router.suspects.end(self._tracked_call)
         self._end_trial()
-        if last is None:
-            # This may hand the call to the KV collector (`collect_kv`), so that `_stop` finds none.
+        is_cancelled = last is None
+        if is_cancelled:
+            # The flow may pass the call to the KV collector. Then `_stop` finds no call.
             self._handle(Signal.CANCEL)
             self._stop()
 

@@ -80,8 +80,8 @@ V = TypeVar("V")
 class RequestProgress(NamedTuple):
     """How far a request is, in tokens."""
 
-    call: int  # returned by its call
-    answer: int  # of its answer, by all calls
+    call_tokens: int  # returned by the call that runs now
+    answer_tokens: int  # returned by all calls of the request
 
 
 class Death:
@@ -94,8 +94,9 @@ class Death:
     ) -> None:
         self.instance_id = instance_id
         self.charged = charged  # the calls to which it is charged and that have not failed yet
-        self.given_up = given_up  # because of this death
-        self.is_explained = False  # by a request that was given up
+        # The prompts whose requests are given up because of this death.
+        self.given_up = given_up
+        self.is_explained = False  # a request that was given up has probably caused it
         self.is_revoked = False  # the instance works again
 
 
@@ -110,27 +111,27 @@ class Suspicion:
     def __init__(self, *, is_shared: bool = False) -> None:
         self.deaths: dict[Death, RequestProgress] = {}
         self.is_given_up = False
-        self.is_shared = is_shared  # by several choices
+        self.is_shared = is_shared  # the prompt has several choices
         # The workers of the latest attempt. All choices run on them: otherwise one request could
         # end all workers at once.
         self.selection: WorkerSelection | None = None
 
-    def unexplained(self) -> set[Death]:
+    def unexplained_deaths(self) -> set[Death]:
         """Return the deaths that make this a suspect."""
         return {death for death in self.deaths if not death.is_explained and not death.is_revoked}
 
     def tokens_to_settle(self) -> int:
         """Return the number of tokens after which a call has settled: 0 if this is no suspect."""
-        unexplained = self.unexplained()
+        unexplained = self.unexplained_deaths()
         if not unexplained:
             return 0
-        past_all = max(self.deaths[death].call for death in unexplained) + SETTLED_TOKENS
+        past_all = max(self.deaths[death].call_tokens for death in unexplained) + SETTLED_TOKENS
         return min(past_all, MAX_UNSETTLED_TOKENS)
 
     def drop_past(self, now: RequestProgress) -> None:
         """Drop the deaths whose point a call has passed, and those of workers that work again."""
         for death, before in list(self.deaths.items()):
-            if now.call >= before.call + SETTLED_TOKENS or death.is_revoked:
+            if now.call_tokens >= before.call_tokens + SETTLED_TOKENS or death.is_revoked:
                 del self.deaths[death]
 
 
@@ -167,14 +168,15 @@ class TrackedCall:
 
     def is_new_and_unsuspected(self) -> bool:
         """Return whether the request is no suspect, and its call has just begun."""
-        return not self.suspicion.unexplained() and self.progress().call < SETTLED_TOKENS
+        has_just_begun = self.progress().call_tokens < SETTLED_TOKENS
+        return has_just_begun and not self.suspicion.unexplained_deaths()
 
     def is_at_earlier_death(self) -> bool:
         """Return whether the request is at the point at which it failed before."""
         now = self.progress()
         for before in self.suspicion.deaths.values():
-            is_same_call = abs(now.call - before.call) <= _LOST_TOKENS
-            is_same_answer = abs(now.answer - before.answer) <= _LOST_TOKENS
+            is_same_call = abs(now.call_tokens - before.call_tokens) <= _LOST_TOKENS
+            is_same_answer = abs(now.answer_tokens - before.answer_tokens) <= _LOST_TOKENS
             if is_same_call or is_same_answer:
                 return True
         return False
@@ -199,13 +201,15 @@ class Suspects:
     ) -> None:
         self._count = count
         self._clock = clock
-        self._running: set[TrackedCall] = set()  # of all workers: it is searched only when one dies
-        # The next two have instance ids as keys. Suspects that have not settled.
+        # The calls of all workers. They are searched only when a worker dies.
+        self._running: set[TrackedCall] = set()
+        # The suspects that are tried on an instance and have not settled, by instance id.
         self._trials: defaultdict[int, set[TrackedCall]] = defaultdict(set)
-        self._deaths: dict[int, Death] = {}  # the latest last
-        # The times at which rejections expire, the latest last.
+        # The deaths by instance id. In this dictionary and the next two, the latest entry is last.
+        self._deaths: dict[int, Death] = {}
+        # When the rejection of a request ends.
         self._rejected: dict[Key, float] = {}
-        # The times until which a request that is given up again is rejected, the latest last.
+        # Until when a request is rejected if it is given up again.
         self._given_up: dict[Key, float] = {}
 
     # --- running calls ----------------------------------------------------------------------------
@@ -286,7 +290,7 @@ class Suspects:
         instance_ids = set()
         for instance_id, calls in self._trials.items():
             others = {call.suspicion for call in calls} - {suspicion}
-            if any(other.unexplained() for other in others):
+            if any(other.unexplained_deaths() for other in others):
                 instance_ids.add(instance_id)
         return frozenset(instance_ids)
 
@@ -318,7 +322,8 @@ class Suspects:
         if suspicion not in death.given_up:
             return None
         names = " and ".join(f"{earlier.instance_id:x}" for earlier in suspicion.deaths)
-        if not suspicion.is_given_up:  # else another choice of the prompt was given up before
+        # Another choice of the prompt may have been given up before.
+        if not suspicion.is_given_up:
             suspicion.is_given_up = True
             self._note_given_up(request, names, is_certain=len(death.given_up) == 1)
         return QueryOfDeath(
@@ -348,7 +353,7 @@ class Suspects:
         death = Death(instance_id, charged, given_up)
         if given_up and all(call.is_at_earlier_death() for call in singled_out):
             # One of them has caused the earlier deaths that all of them are charged with.
-            shared = set.intersection(*(suspicion.unexplained() for suspicion in given_up))
+            shared = set.intersection(*(suspicion.unexplained_deaths() for suspicion in given_up))
             for explained in (death, *shared):
                 explained.is_explained = True
         self._deaths[instance_id] = death
@@ -366,7 +371,7 @@ class Suspects:
             new: those of them that are no suspects and have just begun. They may have charges
                 that are explained.
         """
-        suspects = {call for call in running if call.suspicion.unexplained()}
+        suspects = {call for call in running if call.suspicion.unexplained_deaths()}
         prime_suspects = {call for call in suspects if call.is_prime_on(instance_id)}
         # Case 1: requests that are tried as prime suspects, at the point of an earlier death.
         prime_at_point = {call for call in prime_suspects if call.is_at_earlier_death()}
@@ -396,11 +401,12 @@ class Suspects:
         if is_rejected:
             self._remember(self._rejected, key, now)
         self._count("given_up")
+        consequence = f"; its prompt is rejected for {REJECTED_S:g} s" if is_rejected else ""
         log.error(
             "request %s given up: workers %s ended while they ran it%s",
             short_id(request.request_id),
             names,
-            f"; its prompt is rejected for {REJECTED_S:g} s" if is_rejected else "",
+            consequence,
         )
 
     @staticmethod
@@ -412,13 +418,15 @@ class Suspects:
 
     def completed(self, request: GenerateRequest) -> None:
         """Note that a request was completed: those like it are probably innocent."""
-        if self._given_up:  # else no digest is computed
+        # Without an entry, no time is spent on the digest.
+        if self._given_up:
             self._given_up.pop(_key(request), None)
 
     def check(self, request: GenerateRequest) -> None:
         """Raise QueryOfDeath if requests with this model, prompt and format are rejected."""
+        # Without an entry, no time is spent on the digest.
         if not self._rejected:
-            return  # no digest is computed
+            return
         now = self._clock()
         while self._rejected:
             oldest = next(iter(self._rejected))

@@ -122,7 +122,7 @@ def test_query_of_death_then_neighbors_are_cleared() -> None:
     fleet.suspects.end_trial(late.call)
     fleet.retry(deadly, 2, is_prime=True)
     assert fleet.die(2, {deadly: 2, late: 60}) == [deadly]
-    assert not waiting.call.suspicion.unexplained()
+    assert not waiting.call.suspicion.unexplained_deaths()
     assert late.deaths == []
 
 
@@ -294,7 +294,7 @@ def test_suspect_at_its_point_is_given_up_before_a_tried_one() -> None:
     fleet.retry(deadly, 2, is_prime=False)
     fleet.retry(tried, 2, is_prime=True)
     assert fleet.die(2, {deadly: 20, tried: 4}) == [deadly]
-    assert tried.call.suspicion.unexplained() == set()
+    assert tried.call.suspicion.unexplained_deaths() == set()
 
 
 def test_suspects_at_other_points_are_tried_alone() -> None:
@@ -319,14 +319,14 @@ def test_neighbor_is_cleared_when_the_cause_is_given_up(on_worker: int) -> None:
     fleet.retry(deadly, 2, is_prime=True)
     assert fleet.die(2, {deadly: 0, neighbor: 0}) == [deadly]
     assert neighbor.deaths == [on_worker]
-    assert neighbor.call.suspicion.unexplained() == set()
+    assert neighbor.call.suspicion.unexplained_deaths() == set()
     # Another query of death meets the neighbor at the point at which it failed before.
     fleet.suspects.begin(neighbor.call, 3)
     another = fleet.start(3)
     assert fleet.die(3, {neighbor: 0, another: 0}) == []
     fleet.retry(another, 4, is_prime=True)
     assert fleet.die(4, {another: 0}) == [another]
-    assert neighbor.call.suspicion.unexplained() == set()
+    assert neighbor.call.suspicion.unexplained_deaths() == set()
 
 
 def test_all_choices_of_a_deadly_prompt_are_given_up_at_once() -> None:
