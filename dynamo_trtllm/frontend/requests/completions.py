@@ -7,11 +7,10 @@ The constant part of a choice's events is built once; per event only text is enc
 from __future__ import annotations
 
 import functools
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic
+from typing import Any, ClassVar, Generic
 
 import orjson
 
@@ -22,6 +21,7 @@ from dynamo_trtllm.frontend.api.nvext import Extras
 from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.api.sampling import SamplingFields
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.requests.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from dynamo_trtllm.frontend.requests.preprocess import (
     B,
     ChoiceRequest,
@@ -30,16 +30,13 @@ from dynamo_trtllm.frontend.requests.preprocess import (
     prepare_text,
 )
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
-from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.frontend.tokenization.text_input import input_of
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.http_status import to_response
-from dynamo_trtllm.protocol.messages import GenerateRequest, TokenLogprob, token_ids
+from dynamo_trtllm.protocol.messages import GenerateRequest, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
-HALF_CHARACTER: Final = "\ufffd"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
 _NO_USAGE = b'"usage":null' + _END
@@ -452,87 +449,6 @@ def _tool_call(call: Delta) -> dict[str, Any]:
         "type": "function",
         "function": function,
     }
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
-    """Return the `logprobs` object of a choice of a chat completion."""
-    content = []
-    for scored in logprobs:
-        top = [_token(token_id, logprob, renderer) for token_id, logprob in scored.top]
-        token = _token(scored.token_id, scored.logprob, renderer)
-        content.append(token | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
-    text = renderer.decode(token_ids((token_id,)))
-    # Null means that the token is only part of a character.
-    octets = None if HALF_CHARACTER in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": octets}
-
-
-def text_logprobs(
-    logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int
-) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` object and the offset after its tokens.
-
-    Offsets are in characters from the start of the response. The first token of a prompt has none:
-    null, as with OpenAI.
-    """
-
-    @functools.cache
-    def text_of(token_id: int) -> str:
-        return renderer.decode(token_ids((token_id,)))
-
-    found: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for scored in logprobs:
-        text = text_of(scored.token_id)
-        has_value = not math.isnan(scored.logprob)
-        top = {text_of(token_id): _finite(logprob) for token_id, logprob in scored.top}
-        found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(scored.logprob) if has_value else None)
-        found["top_logprobs"].append(top if has_value else None)
-        found["text_offset"].append(offset)
-        offset += len(text)
-    return found, offset
-
-
-def prompt_logprobs(
-    logprobs: Sequence[TokenLogprob], renderer: Renderer
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
-
-    The first token has none. A rank is known for the alternatives.
-    """
-
-    @functools.cache
-    def text_of(token_id: int) -> str:
-        return renderer.decode(token_ids((token_id,)))
-
-    found: list[dict[str, Any] | None] = []
-    for scored in logprobs:
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, start=1)}
-        values = {scored.token_id: scored.logprob} | dict(scored.top)
-        entries = {
-            str(token_id): {
-                "logprob": _finite(value),
-                "rank": ranks.get(token_id),
-                "decoded_token": text_of(token_id),
-            }
-            for token_id, value in values.items()
-        }
-        found.append(None if math.isnan(scored.logprob) else entries)
-    return found
-
-
-def _finite(logprob: float) -> float:
-    """Return a log-probability that JSON can express."""
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
 def tool_call_id() -> str:

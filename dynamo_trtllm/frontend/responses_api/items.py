@@ -26,7 +26,8 @@ from dynamo_trtllm.frontend.api.responses import (
     ReasoningItem,
 )
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
-from dynamo_trtllm.frontend.requests.completions import chat_logprobs, tool_call_id
+from dynamo_trtllm.frontend.requests.completions import tool_call_id
+from dynamo_trtllm.frontend.requests.logprobs import chat_logprobs
 from dynamo_trtllm.frontend.responses_api.response_store import item_id
 from dynamo_trtllm.frontend.responses_api.tool_items import (
     CALLS,
