@@ -1,7 +1,8 @@
 """Adapt `/v1/chat/completions` and `/v1/completions`: encode or aggregate deltas.
 
-An engine step gives one event, unless an event's order of fields would not be that of generation.
-The constant part of a choice's events is built once; per event only text is encoded.
+The output of an engine step is one event for a choice. It is several events if clients would read
+the fields of one event in another order than the model wrote them. The constant part of the events
+is built once for a choice, and only text is encoded for each event.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 import orjson
@@ -38,12 +39,27 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
-_END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
+# The end of an event. JSON has no line breaks, so no other part of the event is equal to it.
+_END = b"}\n\n"
 _NO_USAGE = b'"usage":null' + _END
 _CALL = Channel.CALL
 _REASONING = Channel.REASONING
-# The order of an event's fields.
-_RANKS = dict.fromkeys(Channel, 1) | {Channel.REASONING: 0, Channel.CALL: 2}
+# The order in which clients read the fields of an event.
+_RANKS = {
+    Channel.REASONING: 0,
+    Channel.COMMENTARY: 1,
+    Channel.FINAL: 1,
+    Channel.CONTENT: 1,
+    Channel.CALL: 2,
+}
+
+
+@dataclass(slots=True)
+class _RunningUsage:
+    """The tokens of a choice so far."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
 
 
 def event(value: Any) -> bytes:
@@ -51,43 +67,44 @@ def event(value: Any) -> bytes:
 
 
 class CompletionBuilder:
-    """One chat or text completion. Pure.
+    """The response to one chat or text completion, without I/O.
 
-    It is the encoder of its events if it is streamed, otherwise its aggregator.
+    For a stream, it encodes events. Otherwise, it collects the deltas of the body.
     """
 
     def __init__(
         self,
-        choice: type[_TextChoice],
+        choice_type: type[_TextChoice],
         meta: ResponseMeta,
         body: SamplingFields,
         plan: GenerationPlan,
     ) -> None:
-        kind = choice.event_kind if body.stream else choice.kind
+        kind = choice_type.event_kind if body.stream else choice_type.kind
         self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
         self._include_usage = body.stream_options.include_usage
+        self._choice_type = choice_type
         # One request for each choice of the response. The candidates of a prompt differ only in
         # their seeds, so the first one stands for all that are returned.
         self._returned: list[ChoiceRequest] = []
-        for first in plan.choices[:: plan.candidates]:
-            self._returned += [first] * plan.keep
-        self._choice = choice
-        # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
-        self._counts: list[list[int]] | None = None
+        for choice_request in plan.one_choice_per_prompt:
+            self._returned += [choice_request] * plan.keep
+        # The usage of each choice, if every event of a stream has it, as in vLLM.
+        self._usages: list[_RunningUsage] | None = None
         if body.stream_options.continuous_usage_stats:
-            self._counts = [
-                [len(choice_request.request.token_ids), 0] for choice_request in self._returned
+            self._usages = [
+                _RunningUsage(len(choice_request.request.token_ids))
+                for choice_request in self._returned
             ]
 
     @functools.cached_property
     def _choices(self) -> list[_TextChoice]:
-        """The choices. They are created when the first one begins: 128 choices take 80 KB.
+        """The choices, which are created when the first one begins.
 
-        A thousand requests may wait in the queue.
+        128 choices take 80 KB, and a thousand requests may wait in the queue.
         """
         end = {"usage": None} if self._include_usage else {}
         return [
-            self._choice(index, choice_request, self._base, end)
+            self._choice_type(index, choice_request, self._base, end)
             for index, choice_request in enumerate(self._returned)
         ]
 
@@ -104,17 +121,22 @@ class CompletionBuilder:
 
     def start(self) -> bytes:
         """Return the events before the first delta. Called once, right before it."""
-        return b"".join(
-            self._counted(choice.start(), index, 0) for index, choice in enumerate(self._choices)
-        )
+        starts = [choice.start() for choice in self._choices]
+        if self._usages is not None:
+            starts = list(map(_with_usage, starts, self._usages))
+        return b"".join(starts)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one choice's delta, b"" for an empty delta.
 
         `delta.finish` ends the choice.
         """
-        data = self._choices[delta.index].delta(delta)
-        return data if self._counts is None else self._counted(data, delta.index, delta.tokens)
+        events = self._choices[delta.index].delta(delta)
+        if self._usages is None:
+            return events
+        usage = self._usages[delta.index]
+        usage.completion_tokens += delta.tokens
+        return _with_usage(events, usage)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
         """Return the last events: totals if the client asked for them, and the end mark."""
@@ -125,17 +147,6 @@ class CompletionBuilder:
     def error(self, error: DynamoError) -> bytes:
         """Return the events that end a stream with an error after its headers were sent."""
         return event(to_response(error, openai_error).body) + DONE
-
-    def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
-        """Return the events with the usage so far, if the client asked for it.
-
-        It takes the place of `"usage": null`.
-        """
-        if self._counts is None:
-            return events
-        counts = self._counts[index]
-        counts[1] += tokens
-        return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(_token_counts(*counts)) + _END)
 
     def _complete(
         self, choices: list[dict[str, Any]], usage: Usage, extras: Extras
@@ -148,12 +159,26 @@ class CompletionBuilder:
         return {**self._base, "choices": choices, "usage": counts | details, **extras}
 
 
+def _with_usage(events: bytes, usage: _RunningUsage) -> bytes:
+    """Return the events of a choice with its usage so far in place of `"usage": null`."""
+    counts = _token_counts(usage.prompt_tokens, usage.completion_tokens)
+    return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(counts) + _END)
+
+
 def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+@dataclass(slots=True)
+class _CollectedCall:
+    """A tool call of a choice that is not streamed."""
+
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 class _TextChoice:
@@ -166,8 +191,9 @@ class _TextChoice:
 
     kind = "text_completion"
     event_kind = "text_completion"
-    _has_prompt = True  # fields of the prompt are part of the choice; False: of the response
-    _key = "text"  # the field with the delta
+    # The choice has the fields of the prompt. False: the response has them.
+    _has_prompt = True
+    _key = "text"  # the field that has the delta
     _last: ClassVar[Any] = ""  # the delta of the last event
 
     def __init__(
@@ -182,7 +208,8 @@ class _TextChoice:
         self._end = end
         self._request = choice_request
         self._renderer = choice_request.renderer
-        # Fields of only the first event: in chat around the choice, else in it, as in vLLM.
+        # Fields that only the first event has. As in vLLM, they are part of the choice in a text
+        # completion, and stand beside the choices in a chat.
         self._first: dict[str, Any] = {}
         if choice_request.options.returns_token_ids:
             self._first["prompt_token_ids"] = choice_request.request.token_ids.tolist()
@@ -190,7 +217,7 @@ class _TextChoice:
         # The output of a choice that is not streamed.
         self._content = [choice_request.echo]
         self._reasoning: list[str] = []
-        self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._calls: dict[int, _CollectedCall] = {}
         self._custom_tools = choice_request.options.custom_tools
         # Texts of the calls of custom tools in a stream, by index.
         self._inputs: dict[int, list[str]] = {}
@@ -209,8 +236,8 @@ class _TextChoice:
             elif part.channel is not Channel.CALL:
                 self._content.append(part.text)
             else:
-                _, arguments = self._calls.setdefault(part.call_index, (part.name or "", []))
-                arguments.append(part.text)
+                call = self._calls.setdefault(part.call_index, _CollectedCall(part.name or ""))
+                call.arguments.append(part.text)
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._prompt_logprobs = delta.prompt_logprobs
@@ -219,12 +246,13 @@ class _TextChoice:
     def body(self) -> dict[str, Any]:
         """Return the complete choice. Called once."""
         choice = {"index": self._index, **self._output(), "finish_reason": self._finish}
-        around = choice if self._has_prompt else self._base
+        # `_base` has the fields of the response.
+        has_prompt = choice if self._has_prompt else self._base
         if self._request.options.returns_token_ids:
             choice["token_ids"] = self._token_ids
-        around.update(self._first)
+        has_prompt.update(self._first)
         if self._prompt_logprobs:
-            around["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, self._renderer)
+            has_prompt["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, self._renderer)
         return choice
 
     def _output(self) -> dict[str, Any]:
@@ -250,7 +278,7 @@ class _TextChoice:
         return data + event(self._chunk(self._last, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        # Most deltas: one text, and nothing beside it.
+        # Most deltas have one text, and nothing beside it.
         if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
             before, after = self._around_delta
             return before + orjson.dumps(delta.deltas[0].text) + after
@@ -302,7 +330,7 @@ class _ChatChoice(_TextChoice):
         if self._calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = [
-                self._call(name, "".join(texts)) for name, texts in self._calls.values()
+                self._call(call.name, "".join(call.arguments)) for call in self._calls.values()
             ]
         logprobs = None
         if self._logprobs:
@@ -327,7 +355,8 @@ class _ChatChoice(_TextChoice):
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         deltas = delta.deltas
-        if len(deltas) == 1 and delta.finish is None and not delta.token_ids:  # most deltas
+        # Most deltas have one text, and nothing beside it.
+        if len(deltas) == 1 and delta.finish is None and not delta.token_ids:
             (only,) = deltas
             channel = only.channel
             if only.text and channel is not _CALL and not only.logprobs:
@@ -342,13 +371,15 @@ class _ChatChoice(_TextChoice):
         ids = _token_ids(delta)
         events = _by_event(delta.deltas)
         if not events and ids:
-            events = [[]]  # tokens without a text have an event of their own
+            # Tokens without a text have an event of their own.
+            events = [[]]
         for deltas in events:
             fields = self._fields(deltas)
             scored = _logprobs(deltas)
             if scored or ids:
                 logprobs = chat_logprobs(scored, self._renderer) if scored else None
                 data += event(self._chunk(fields, logprobs=logprobs, **ids))
+                # Only the first event has the ids.
                 ids = {}
             elif fields:
                 before, after = self._around_delta
@@ -358,22 +389,24 @@ class _ChatChoice(_TextChoice):
         return data
 
     def _fields(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the fields of one event. The input of a custom tool waits for its end."""
+        """Return the fields of one event.
+
+        The inputs of custom tools are collected, and sent at the end of the choice.
+        """
         if not self._custom_tools:
             return _chat_delta(deltas)
         shown = []
         calls: list[dict[str, Any]] = []
         for delta in deltas:
-            held = None
-            if delta.channel is _CALL:
-                held = self._inputs.get(delta.call_index)
-            if delta.channel is _CALL and delta.name in self._custom_tools:
+            if delta.channel is not _CALL:
+                shown.append(delta)
+            elif delta.name in self._custom_tools:
                 self._inputs[delta.call_index] = [delta.text]
                 custom = {"name": delta.name, "input": ""}
                 call = {"index": delta.call_index, "id": tool_call_id(), "type": "custom"}
                 calls.append(call | {"custom": custom})
-            elif held is not None:
-                held.append(delta.text)
+            elif delta.call_index in self._inputs:
+                self._inputs[delta.call_index].append(delta.text)
             else:
                 shown.append(delta)
         fields = _chat_delta(shown)
@@ -410,13 +443,13 @@ def _by_event(deltas: Sequence[Delta]) -> Sequence[Sequence[Delta]]:
     if len(deltas) == 1:
         return [deltas]
     events: list[list[Delta]] = []
-    newest = 0
+    last_rank = 0
     for delta in deltas:
         rank = _RANKS[delta.channel]
-        if not events or rank < newest:
+        if not events or rank < last_rank:
             events.append([])
         events[-1].append(delta)
-        newest = rank
+        last_rank = rank
     return events
 
 
@@ -468,16 +501,17 @@ class CompletionAdapter(Generic[B]):
     body: type[B]
     prompt_fields: frozenset[str]
     prepare: Callable[[B, ServedModel, GenerateRequest], GenerationPlan]
-    choice: type[_TextChoice]
+    choice_type: type[_TextChoice]
     ping: bytes = b""
 
     async def resolve(
         self, body: B, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        return functools.partial(self.prepare, body, served, call), 0
+        num_stored_chars = 0
+        return functools.partial(self.prepare, body, served, call), num_stored_chars
 
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
-        return CompletionBuilder(self.choice, meta, body, plan)
+        return CompletionBuilder(self.choice_type, meta, body, plan)
 
     async def on_complete(self, answer: object, client: str) -> None:
         pass
@@ -489,7 +523,7 @@ CHAT = CompletionAdapter(
     body=ChatRequest,
     prompt_fields=frozenset({"messages", "tools"}),
     prepare=prepare_chat,
-    choice=_ChatChoice,
+    choice_type=_ChatChoice,
 )
 TEXT = CompletionAdapter(
     endpoint="completions",
@@ -497,5 +531,5 @@ TEXT = CompletionAdapter(
     body=CompletionRequest,
     prompt_fields=frozenset({"prompt"}),
     prepare=prepare_text,
-    choice=_TextChoice,
+    choice_type=_TextChoice,
 )

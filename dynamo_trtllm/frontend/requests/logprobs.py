@@ -36,8 +36,8 @@ def text_logprobs(
 ) -> tuple[dict[str, Any], int]:
     """Return the `logprobs` object and the offset after its tokens.
 
-    Offsets are in characters from the start of the response. The first token of a prompt has none:
-    null, as with OpenAI.
+    Offsets are in characters from the start of the response. The first token of a prompt has no
+    log-probability, and null in its place, as with OpenAI.
     """
 
     @functools.cache
@@ -67,7 +67,7 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
 
-    The first token has none. A rank is known for the alternatives.
+    The entry of the first token is None. A token has a rank if it is one of the alternatives.
     """
 
     @functools.cache

@@ -110,10 +110,14 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(len(choice.request.token_ids) for choice in self.choices)
 
     @property
+    def one_choice_per_prompt(self) -> tuple[ChoiceRequest, ...]:
+        """Return the first choice of each prompt."""
+        return self.choices[:: self.candidates]
+
+    @property
     def max_tokens(self) -> int:
         """Return the most tokens that prompts and output take, as far as the request limits it."""
-        prompts = self.choices[:: self.candidates]
-        total = sum(len(choice.request.token_ids) for choice in prompts)
+        total = sum(len(choice.request.token_ids) for choice in self.one_choice_per_prompt)
         for choice in self.choices:
             total += choice.options.sampling.max_tokens or 0
         return total

@@ -118,7 +118,7 @@ class RequestRecorder:
 
     def _planned(self, timeline: RequestTimeline, plan: GenerationPlan) -> None:
         # Once per prompt, for all its choices.
-        for choice_request in plan.choices[:: plan.candidates]:
+        for choice_request in plan.one_choice_per_prompt:
             request = choice_request.request
             RECORDER.record_prompt(
                 request.request_id, request.token_ids, request.sampling.max_tokens
