@@ -36,21 +36,32 @@ log = logging.getLogger(__name__)
 
 _MAX_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
 _PER_KIND = 12  # samples that are kept of each kind; the newest ones
-_WARM_UP = 4  # samples to ignore at first
+_WARM_UP = 4  # number of the first samples, which are ignored
 _MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
 _RATIOS = 256  # ratios of measured to predicted times that are kept
 _FIRST_RATIOS = 20  # number of ratios after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
-# Samples of known kinds. If all but one are too fast, or too slow, older samples are dropped.
-_CHANGED = 12
-# Samples for which the coefficients stay until it is clear that the engine has changed.
+# The newest samples of known kinds decide whether the engine has changed: it has if all of them
+# but one are faster than the interval, or all but one are slower.
+_DECIDING_SAMPLES = 12
+# While at least half of them are, the coefficients stay, for at most this number of samples.
 _MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
+# Limits of the share that selects the quantiles.
+_LOWEST_MISS_RATE = 0.01
+_HIGHEST_MISS_RATE = 0.2
 _ROUNDS = 3  # rounds of a fit; each has new weights
-_RIDGE = 1e-4  # weight of the prior (or of zero), relative to that of the samples
-_TIES = 1e-3  # weight of equal slopes of adjacent segments, likewise
-_PRIOR_SAMPLES = 2.0
+_RIDGE = 1e-4  # weight of the prior, or of zero without a prior, relative to that of the samples
+_TIES = 1e-3  # weight of equal slopes of adjacent segments, relative to that of the samples
+_PRIOR_SAMPLES = 2.0  # a prior weighs as much as this number of samples
+
+
+class _NumberedRatio(NamedTuple):
+    """The ratio of the measured time of a sample to the predicted one."""
+
+    number: int  # of the sample
+    ratio: float
 
 
 class _Sample(NamedTuple):
@@ -69,8 +80,8 @@ class RobustFit:
         prior: coefficients to use until enough samples were taken; None: there is no prediction
             until then.
         segments: the coefficients that are slopes of adjacent segments.
-        can_change: an engine that has changed is detected. Not in times that depend on more than
-            the engine, such as the wait for a batch slot.
+        can_change: the fit detects that the engine has changed. False for times that depend on
+            more than the engine, such as the wait for a batch slot.
     """
 
     on_outcome: Callable[[float, bool], None]
@@ -83,13 +94,13 @@ class RobustFit:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # (number of the sample, its ratio), of samples of known kinds
-        self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)
+        # The ratios of the newest samples of known kinds.
+        self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
-        # Number of the last sample before those that may be of a changed engine.
-        self._doubted_at = 0
-        self.num_fitted = 0  # samples at the last `refit`
+        # The number of samples when there was last no doubt that the engine is unchanged.
+        self._certain_at = 0
+        self.num_fitted = 0  # the number of samples at the last `refit`
         self.num_samples = 0
         self.num_changes = 0
 
@@ -126,20 +137,20 @@ class RobustFit:
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
-        # If more or fewer than one of ten times are outside the interval, it gets wider or
-        # narrower.
+        # A time outside the interval lowers the rate, which makes the interval wider. Other times
+        # raise it by a ninth of that. So nine of ten times are within the interval.
         missed = 0.0 if is_covered else 1.0
         miss_rate = self._miss_rate + _ADAPT * (_MISS_RATE - missed)
-        self._miss_rate = min(0.2, max(0.01, miss_rate))
+        self._miss_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, miss_rate))
         self._ratios.append(ratio)
         if is_known:
-            self._known_ratios.append((self.num_samples, ratio))
+            self._known_ratios.append(_NumberedRatio(self.num_samples, ratio))
         self.on_outcome(ratio, is_covered)
 
     def refit(self) -> Fit | None:
         """Compute the coefficients from the samples.
 
-        Return None as long as there are too few of them, and no prior.
+        Return None if there are too few samples and no prior.
         """
         self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
@@ -161,18 +172,19 @@ class RobustFit:
         For example, its clock rate may change. If it has changed, drop what was measured before.
         """
         low, high = self._interval
-        ratios = [ratio for _, ratio in self._known_ratios]
+        ratios = [known.ratio for known in self._known_ratios]
         num_too_fast = sum(1 for ratio in ratios if ratio < low)
         num_too_slow = sum(1 for ratio in ratios if ratio > high)
-        num_out = max(num_too_fast, num_too_slow)
-        has_few = len(ratios) < _CHANGED or 2 * num_out < _CHANGED
-        if not self.can_change or has_few or self._coefficients is None:
-            self._doubted_at = self.num_samples
+        num_outside = max(num_too_fast, num_too_slow)
+        can_decide = self.can_change and len(ratios) == _DECIDING_SAMPLES
+        is_in_doubt = 2 * num_outside >= _DECIDING_SAMPLES
+        if not can_decide or not is_in_doubt or self._coefficients is None:
+            self._certain_at = self.num_samples
             return False
-        if num_out < _CHANGED - 1:
-            return self.num_samples - self._doubted_at < _MAX_DOUBTED
-        # The first of these samples may be the one that is as before.
-        first_changed, _ = self._known_ratios[1]
+        if num_outside < _DECIDING_SAMPLES - 1:
+            return self.num_samples - self._certain_at < _MAX_DOUBTED
+        # One of these samples may be older than the change. It is then the first one.
+        first_changed = self._known_ratios[1].number
         self._drop_before(first_changed, self._coefficients, median(ratios))
         return False
 
@@ -211,7 +223,7 @@ class RobustFit:
             scaled_seconds = list(map(mul, seconds, factors))
             coefficients = self._least_squares(scaled_columns, scaled_seconds)
             predicted = _predicted(columns, coefficients)
-            # Else a sample whose prediction is near zero would outweigh the others.
+            # Without a limit, a sample whose prediction is near zero would outweigh the others.
             scales = [
                 max(prediction, measured / 5)
                 for prediction, measured in zip(predicted, seconds, strict=True)
@@ -225,7 +237,7 @@ class RobustFit:
     def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
         """Solve for coefficients that are not negative.
 
-        As far as the samples leave them open, they are near the prior, or near zero without one.
+        Coefficients that the samples do not determine are near the prior, or near zero without one.
         """
         size = len(columns)
         prior = self.prior
@@ -237,7 +249,7 @@ class RobustFit:
                 matrix[j][i] = product
         right = [sum(map(mul, column, target)) for column in columns]
         diagonal = [matrix[i][i] for i in range(size)]
-        # The scale of features that are zero in all samples.
+        # Features that are zero in all samples have this scale.
         least_scale = 1e-6 * max(diagonal)
         scales = [value if value else least_scale for value in diagonal]
         _tie_segments(matrix, self.segments, least_scale)
@@ -321,6 +333,11 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def _quantiles(ratios: Iterable[float], miss_rate: float) -> tuple[float, float]:
+    """Return an interval outside of which the next ratio is with the probability `miss_rate`.
+
+    The ratios have one gap more than their number, counting those at both ends. The next ratio is
+    in each gap with the same probability.
+    """
     ordered = sorted(ratios)
     count = len(ordered)
     low = math.floor((count + 1) * miss_rate / 2) - 1
@@ -332,14 +349,16 @@ class CallSample(NamedTuple):
     """How long a call took until its first token."""
 
     seconds: float
-    new_tokens: int  # of its prompt, which were computed
+    new_tokens: int  # tokens of the prompt that were computed
     cached_tokens: int
-    work: EngineWork  # when it arrived
-    fetches_kv: bool = False  # a decode call, which fetches the KV of its prompt
+    work: EngineWork  # what the engine had to do when the call arrived
+    fetches_kv: bool = False  # True for a decode call, which fetches the KV of its prompt
 
 
 _LEARN_EVERY_S = 1.0
-_MAX_CALLS = 256  # from which the model has not learned yet
+_MAX_CALLS = 256  # newest calls that are kept until the model learns from them
+# A call waits for half of the running step, and for all steps after it: see `FIRST_TOKEN_TERMS`.
+_FIRST_TOKEN_PRIOR = (0.0, 0.0, 0.5, 1.0)
 
 
 def _ignore_outcome(name: str, ratio: float, is_covered: bool) -> None:
@@ -350,9 +369,9 @@ class CostFit:
     """The cost model of one worker, as far as it is known.
 
     Args:
-        prior: from the configuration.
-        steps: of the engine; `learn` removes them. Another thread may add some.
-        on_outcome: is called as by `RobustFit`, with the name of the fit first.
+        prior: the cost model of the configuration.
+        steps: samples of the engine. `learn` removes them, and another thread may add some.
+        on_outcome: is called as by `RobustFit`, with the name of the fit as the first argument.
     """
 
     def __init__(
@@ -362,8 +381,10 @@ class CostFit:
         on_outcome: Callable[[str, float, bool], None] = _ignore_outcome,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
-        self._steps.clear()  # those of the warm-up
-        self.calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)  # that the caller has measured
+        # The steps of the warm-up are unlike others.
+        self._steps.clear()
+        # The caller adds the calls that it has measured.
+        self.calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)
         self._learned_at = -math.inf
         if prior is None:
             prior = CostModel()
@@ -381,7 +402,7 @@ class CostFit:
             PREFILL_SEGMENTS,
             can_change=True,
         )
-        self.first_token = RobustFit(partial(on_outcome, "first_token"), (0.0, 0.0, 0.5, 1.0))
+        self.first_token = RobustFit(partial(on_outcome, "first_token"), _FIRST_TOKEN_PRIOR)
         self.kv_transfer = RobustFit(partial(on_outcome, "kv_transfer"))
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
@@ -399,8 +420,8 @@ class CostFit:
             calls = [self.calls.popleft() for _ in range(len(self.calls))]
             try:
                 self.take(steps, calls)
-            # Samples are damaged. The worker goes on with the last model.
             except (ArithmeticError, ValueError):
+                # Samples are damaged. The worker continues with the last model.
                 log.exception(
                     "the cost model could not learn from %d steps and %d calls",
                     len(steps),
@@ -426,7 +447,7 @@ class CostFit:
         changes = {
             name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted
         }
-        # Its prior can be used as soon as the time of prefill steps is known.
+        # The prior of first tokens needs the time of prefill steps.
         if "prefill" in changes and self.model.first_token is None:
             changes["first_token"] = self.first_token.refit()
         if changes:
@@ -437,9 +458,10 @@ class CostFit:
         tokens = step.prefill_tokens
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        # Steps are alike whose numbers have equally many bits.
+        # Steps are of one kind if their numbers have the same number of bits.
         request_bits = step.decode_requests.bit_length()
         if tokens:
+            # Their decode requests are divided more coarsely, so that there are fewer kinds.
             kind = tokens.bit_length(), request_bits // 2
             self.prefill.add(step.features, kind, step.seconds)
         else:

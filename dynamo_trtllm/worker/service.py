@@ -1,6 +1,6 @@
-"""Serve an engine's streams and the control verbs on the request plane, within limits.
+"""Serve calls of an engine and control messages on the request plane, within limits.
 
-An unexpected exception of the engine is logged, here or by its stream's task, and becomes
+An unexpected exception of the engine is logged, here or by the task of its stream, and becomes
 InternalError.
 """
 
@@ -54,7 +54,7 @@ from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
 log = logging.getLogger(__name__)
 
-# Of the KV blocks. With more, the worker drains and restarts.
+# The largest part of the KV blocks that may be leaked. With more, the worker drains and restarts.
 _MAX_LEAKED_KV_FRACTION = 0.5
 
 
@@ -81,7 +81,8 @@ class WorkerAdmission:
     _num_active: int = field(default=0, init=False)
     # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
-    # The KV to transfer was above its share at every prefill call since then.
+    # When the KV to transfer began to exceed its share. All prefill calls since then have found it
+    # above the share.
     _above_share_since: float | None = field(default=None, init=False)
 
     def active(self) -> int:
@@ -187,6 +188,7 @@ class _ServiceStream(Stream):
     __slots__ = (
         "_arrived_s",
         "_calls",
+        "_is_sampled",
         "_is_stopped",
         "_metrics",
         "_num_prompt_tokens",
@@ -212,21 +214,24 @@ class _ServiceStream(Stream):
         super().__init__(on_event)
         self._signer = signer
         self._receivers = request.kv_receivers
-        self.fetch: AdmittedFetch | None = None  # of a decode call with signed parameters
-        self._calls: deque[CallSample] | None = calls  # None: it has the sample of this call
+        # The fetch of a decode call whose KV transfer parameters are signed.
+        self.fetch: AdmittedFetch | None = None
+        # The samples of all calls, and whether that of this call is one of them.
+        self._calls = calls
+        self._is_sampled = False
         self._arrived_s = time.monotonic()
         self._num_prompt_tokens = len(request.token_ids)
-        self.work = EngineWork()  # what the engine did before it got the call
+        self.work = EngineWork()  # what the engine had to do when the call arrived
         self.request_id = request.request_id
         self._phase = request.phase
         self._metrics = metrics
-        self.num_tokens = 0  # output
+        self.num_tokens = 0  # output tokens so far
         self.admission = ExitStack()
         self.source: StreamHandle | None = None  # None: the call was rejected
         self._is_stopped = False
 
     def emit(self, event: StreamEvent) -> None:
-        """Count the tokens of an event and pass it on. The last one ends the stream."""
+        """Count the tokens of an event and pass the event on. The last event ends the stream."""
         if isinstance(event, Chunk):
             # The first chunk of a prefill call may have KV transfer parameters and no token.
             if not self.num_tokens and (event.token_ids or event.kv_params is not None):
@@ -252,7 +257,7 @@ class _ServiceStream(Stream):
             self.fetch.note_arrival()
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
-        if self._calls is None:
+        if self._is_sampled:
             return
         prompt_tokens = self._num_prompt_tokens
         cached_tokens = 0
@@ -266,7 +271,7 @@ class _ServiceStream(Stream):
             fetches_kv=self._phase is Phase.DECODE,
         )
         self._calls.append(sample)
-        self._calls = None
+        self._is_sampled = True
 
     def cancel(self) -> None:
         super().cancel()
@@ -299,7 +304,7 @@ class _ServiceStream(Stream):
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
-        # The engine may hold a cancelled call for longer: until its fetch has stopped.
+        # The engine may hold a cancelled call until its fetch has stopped. Its slot is free now.
         self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
@@ -335,9 +340,10 @@ class WorkerService:
     def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
         self._signer = self.signer or TransferSigner(self.instance.id)
+        # The newest report, and the time of `time.monotonic()` at which it was made.
         self._last_load: LoadReport | None = None
-        self._load_read_at = 0.0  # of `time.monotonic()`
-        # Of prompts that came since then.
+        self._load_read_at = 0.0
+        # The prompts that arrived after the report: their tokens and their number.
         self._new_tokens = 0
         self._new_requests = 0
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
@@ -356,7 +362,7 @@ class WorkerService:
             request.request_id, RecordedEvent.CALL_RECEIVED, prompt_tokens, reason=request.phase
         )
         self.called.set()
-        # The context of the stream's log lines.
+        # The log lines of the stream have this context.
         context = contextvars.copy_context()
         context.run(request_id.set, request.request_id)
         try:
@@ -442,8 +448,11 @@ class WorkerService:
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
     def _work(self, prompt_tokens: int) -> EngineWork:
-        """Return what the engine does when a prompt arrives, and count it for the next one."""
-        # This may set the two counts to zero, so it comes first.
+        """Return what the engine has to do when a prompt arrives.
+
+        Count the prompt, which is part of the work that the next one finds.
+        """
+        # A new report sets the two counts to zero, so it comes first.
         load = self.load_report()
         work = load.work(
             decodes=self.instance.role is not Role.PREFILL,
@@ -468,7 +477,8 @@ class WorkerService:
                     raise InvalidRequest(
                         f"a {self.instance.role} worker has no decode slots to reserve"
                     )
-                # The clocks of two machines may differ. 0: an older sender names no time left.
+                # The clocks of two machines may differ, so the time that is left counts. Older
+                # senders do not set it.
                 if left_s:
                     expires_at = time.time() + left_s
                 self.admission.reserve(reservation_id, expires_at)

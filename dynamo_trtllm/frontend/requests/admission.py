@@ -1,4 +1,4 @@
-"""Admit requests: to memory for their bodies, permits of their choices, and time of the loop."""
+"""Admit requests: give them memory for bodies, permits for choices, and time of the event loop."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ T = TypeVar("T")
 # more CPU time (burst-32 of benchmarks.plane).
 WORK_S = 0.02
 TURNS_PER_ITERATION = 64
-CHOICES_PER_ITERATION = 16  # they take 3 to 5 ms, most of it in later iterations
-FEW_CHOICES = 4  # requests with more of them are planned in turns
+# Starting as many choices takes 3 to 5 ms, most of it in later iterations.
+CHOICES_PER_ITERATION = 16
+# Requests with more choices create them in a turn.
+FEW_CHOICES = 4
 
 
 class AdmissionLimits:
-    """What all requests share: the bytes of bodies, the permits of choices, and threads.
+    """The limits that all requests share: bytes of bodies, permits of choices, and threads.
 
     Args:
         config: has the limits.
@@ -50,7 +52,7 @@ class AdmissionLimits:
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
     async def acquire_slot(self) -> None:
-        """Wait until a large body may be processed: each takes several times its size in memory.
+        """Wait until a large body may be processed, because each takes several times its size.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
@@ -87,13 +89,16 @@ class RequestAdmission:
         self._received: RequestBody | None = None
         self._has_slot = False
         self._num_permits = 0
-        self._places: RequestPlaces | None = None  # of its choices, in the start window
-        tenant = timeline.facts.tenant
+        # The places of the choices in the start window.
+        self._places: RequestPlaces | None = None
         self._client = _client(timeline.facts)
-        limits.has_requests.set()
-        self._counted: CountedRequest | None = None  # for the share of its client
+        # Counts the tokens of the request for the share of its client.
+        self._counted: CountedRequest | None = None
+        # What the API key uses, and the part of this request in it.
+        tenant = timeline.facts.tenant
         self._usage = None if tenant is None else tenant.usage
-        self._charge: Charge | None = None  # of its API key
+        self._charge: Charge | None = None
+        limits.has_requests.set()
 
     def __enter__(self) -> Self:
         return self
@@ -122,10 +127,10 @@ class RequestAdmission:
             self._usage.check()
 
     def charge_key(self, plan: GenerationPlan) -> dict[str, str]:
-        """Count the choices of a plan, and the most tokens that it may take, for the API key.
+        """Count the choices and tokens of a plan for the API key. Return the headers of its limits.
 
-        Tokens of the output count now if the request limits them, and otherwise at its end. Return
-        the response headers for the limits.
+        Tokens of the prompt count now. Tokens of the output count now, too, if the request limits
+        them, and otherwise at its end.
 
         Raises:
             RateLimitExceeded: they exceed a limit of the API key.
@@ -143,7 +148,9 @@ class RequestAdmission:
         self._limits.choices.check(self._client.name)
 
     async def read_body(self, request: HttpRequest) -> RequestBody:
-        """Read the body. Its bytes are held until `release_body`, and the slot of a large one.
+        """Read the body.
+
+        Until `release_body`, the request holds the bytes of the body, and a slot if it is large.
 
         Raises:
             PayloadTooLarge, RequestTimeout, Overloaded, ClientDisconnected: as
@@ -199,14 +206,14 @@ class RequestAdmission:
         window = self._limits.start_windows.window(request.model)
         places = window.request(num_choices, plan.longest_prompt)
         tenant = self._timeline.facts.tenant
-        # Without a key, a client may not place itself before others.
-        least_rank = 0 if tenant is None else tenant.key.priority
+        # Without an API key, a client may not place itself before others.
+        key_priority = 0 if tenant is None else tenant.key.priority
         claim = Claim(
             client=self._client,
             num_choices=num_choices,
             prompt_tokens=sum(len(choice.request.token_ids) for choice in plan.choices),
             places=places,
-            rank=max(request.priority, least_rank),
+            rank=max(request.priority, key_priority),
             priority=request.priority,
         )
         within_s = plan.deadline - time.time()
@@ -220,10 +227,15 @@ class RequestAdmission:
         return places
 
     def _more_tokens(self) -> int:
-        """Return what the choices took beside their prompts, see `CountedRequest`."""
+        """Return the tokens to count beside those of the prompts, see `CountedRequest`.
+
+        Tokens of the output have a weight. Cached tokens of the prompts are subtracted, because no
+        worker computes them.
+        """
         num_tokens = 0
         for choice in self._timeline.choices:
-            num_tokens += OUTPUT_COST * choice.num_tokens - choice.cached_tokens
+            num_tokens += OUTPUT_COST * choice.num_tokens
+            num_tokens -= choice.cached_tokens
         return num_tokens
 
 
@@ -244,36 +256,38 @@ class _WaitingTurn(NamedTuple):
 class IterationTime:
     """A limit on the time that an iteration of the event loop spends on one kind of work.
 
-    One kind is the planning of bodies. The limit is the longest time for which it delays streams.
+    Otherwise this work, such as the planning of bodies, would delay streams for longer.
 
     Each piece of work has a turn. In each iteration, turns begin in order of arrival until they
     have used WORK_S seconds of CPU time; the others wait for the next iterations. Two rules save
     CPU time:
 
-    - Several turns may share an iteration. If each body had its own, an engine that takes no time
-      would send their tokens in messages of their own: 40% more CPU time per request, and twice as
-      much in workers.
-    - What other tasks do between turns does not count. Otherwise, bodies and ends that arrive
-      together would be spread over iterations: with 32 streams, 10% more CPU time per token.
+    - Several turns may share an iteration. If each iteration planned only one body, the workers
+      would send the tokens of each request in messages of its own. With an engine that takes no
+      time, that costs 40% more CPU time per request in frontends, and 100% more in workers.
+    - The work of other tasks between turns does not count. Otherwise, bodies that arrive together
+      would be planned in several iterations. With 32 streams, that costs 10% more CPU time per
+      token.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.thread_time, most: int = TURNS_PER_ITERATION
+        self, clock: Callable[[], float] = time.thread_time, max_size: int = TURNS_PER_ITERATION
     ) -> None:
         """Create the queue for one kind of work.
 
         Args:
             clock: returns seconds of CPU time.
-            most: the largest sum of the sizes of the turns of an iteration.
+            max_size: the largest sum of the sizes of the turns of an iteration.
         """
         self._clock = clock
-        self._most = most
-        self._used_s = 0.0  # by this iteration's turns
-        self._size = 0  # of this iteration's turns
+        self._max_size = max_size
+        # The CPU time and the size of the turns of this iteration.
+        self._used_s = 0.0
+        self._size = 0
         self._waiting: deque[_WaitingTurn] = deque()
-        # Their turn was granted, but turns before it in the iteration had used the time.
+        # Turns that were granted, but could not begin: earlier ones had used the time.
         self._postponed: list[_WaitingTurn] = []
-        self._num_granted = 0  # turns that have not begun
+        self._num_granted = 0  # turns that were granted and have not begun
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
 
     @asynccontextmanager
@@ -284,8 +298,8 @@ class IterationTime:
             size: the number of choices that the work handles. Those of an iteration are limited,
                 too, because each has work after the block.
         """
-        is_first = not (self._waiting or self._postponed or self._num_granted)
-        if not is_first or self._is_over(size):
+        has_others_before = bool(self._waiting or self._postponed or self._num_granted)
+        if has_others_before or self._is_over(size):
             await self._wait(self._waiting, size)
             while self._is_over(size):
                 await self._wait(self._postponed, size)
@@ -304,7 +318,7 @@ class IterationTime:
         """
         if not self._size:
             return False
-        return self._size + size > self._most or self._used_s >= WORK_S
+        return self._size + size > self._max_size or self._used_s >= WORK_S
 
     async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
         waiting = _WaitingTurn(size, asyncio.get_running_loop().create_future())
@@ -313,7 +327,9 @@ class IterationTime:
         try:
             await waiting.granted
         finally:
-            if waiting.granted.done() and not waiting.granted.cancelled():
+            # A task may be cancelled before or after its turn was granted.
+            was_granted = waiting.granted.done() and not waiting.granted.cancelled()
+            if was_granted:
                 self._num_granted -= 1
 
     def _schedule(self) -> None:
@@ -326,7 +342,7 @@ class IterationTime:
         self._is_scheduled = False
         # How much fits into the next iteration is not known. Assume twice as much as into this one,
         # and at least one group. Tasks that are woken beyond that would only wait again.
-        left = min(self._most, max(GROUP, 2 * self._size))
+        left = min(self._max_size, max(GROUP, 2 * self._size))
         self._used_s = 0.0
         self._size = 0
         self._waiting.extendleft(reversed(self._postponed))
@@ -334,7 +350,8 @@ class IterationTime:
         is_first = True
         while self._waiting and (is_first or self._waiting[0].size <= left):
             waiting = self._waiting.popleft()
-            if not waiting.granted.done():  # otherwise its task was cancelled
+            is_cancelled = waiting.granted.done()
+            if not is_cancelled:
                 is_first = False
                 left -= waiting.size
                 self._num_granted += 1
@@ -353,7 +370,7 @@ class ChoiceTurns:
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._time = IterationTime(clock, most=CHOICES_PER_ITERATION)
+        self._time = IterationTime(clock, max_size=CHOICES_PER_ITERATION)
 
     async def run(
         self,
@@ -364,7 +381,7 @@ class ChoiceTurns:
         """Call `act` with all choices, in order.
 
         Args:
-            choices: of one request.
+            choices: the choices of one request.
             act: called with each choice.
             wait_for_group: waits until the next GROUP choices, or those that are left, may start.
         """
@@ -373,8 +390,9 @@ class ChoiceTurns:
             return
         for first in range(0, len(choices), GROUP):
             group = choices[first : first + GROUP]
-            if first:
-                await asyncio.sleep(0)  # other requests have their turn
+            if first > 0:
+                # Other requests have their turn.
+                await asyncio.sleep(0)
             if wait_for_group is not None:
                 await wait_for_group()
             async with self._time.turn(len(group)):
@@ -386,10 +404,10 @@ class LoopTurns:
     """The turns of all requests, by kind of work."""
 
     def __init__(self) -> None:
-        self.planning = IterationTime()  # of bodies on the event loop
-        self.ending = IterationTime()  # of requests whose last choice has ended, or that failed
-        self.starts = ChoiceTurns()  # of new choices
-        self.cancels = ChoiceTurns()  # of running choices
+        self.planning = IterationTime()  # plans bodies on the event loop
+        self.ending = IterationTime()  # ends requests whose last choice has ended, or that failed
+        self.starts = ChoiceTurns()  # starts new choices
+        self.cancels = ChoiceTurns()  # cancels running choices
 
     def creation(self, num_choices: int) -> AbstractAsyncContextManager[None]:
         """Return the turn in which the choices of a request are created.

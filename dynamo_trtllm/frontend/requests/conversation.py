@@ -36,32 +36,32 @@ from dynamo_trtllm.protocol.messages import (
 _AUTO = ToolChoice()
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 _EFFORT = "reasoning_effort"
-_STRICT = "tools.strict"  # as an ignored field
+_STRICT = "tools.strict"  # the name of `strict` among the ignored fields
 _ABRIDGED_CHARS = 16
-_ANY_TEXT = r"(.|\n)+"  # as a regular expression
+_ANY_TEXT = r"(.|\n)+"  # a regular expression
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a generation beside its conversation."""
 
-    # As requested, without `guided`. With max_tokens 0: as many as the context allows.
+    # The requested values, without `guided`. max_tokens 0: the output may fill the context.
     sampling: Sampling
     stop: tuple[str, ...] = ()
     n: int = 1
     tool_choice: ToolChoice = _AUTO
-    custom_tools: frozenset[str] = frozenset()  # of chat: tools whose input is a text
-    strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
+    custom_tools: frozenset[str] = frozenset()  # names of tools of a chat whose input is a text
+    strict_tools: frozenset[str] = frozenset()  # names of tools whose schema must be followed
     parallel_tool_calls: bool = True  # False: the output ends before the second call
-    # The output's text must follow it. Its prefix is empty.
+    # The format of the text of the output. Its prefix is empty.
     output_format: OutputFormat | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    # How many of the last ones stay; -1: as many as the context allows; None: all.
+    # How many tokens stay, the last ones. -1: as many as the context allows; None: all.
     truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
-    # The API's names by internal field names, where they differ.
+    # The API's names of fields, by internal names, where they differ.
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def name(self, field: str) -> str:
@@ -142,9 +142,9 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
 
 
 def format_names(formats: Iterable[str]) -> dict[str, str]:
-    """Return the client's name of the output format.
+    """Return an entry of `GenerationOptions.names` for the output format, if there is one.
 
-    `formats`: all names that it was given under.
+    `formats`: the names of the fields that set it. The first one is used.
     """
     name = next(iter(formats), None)
     return {} if name is None else {"response_format": name}
@@ -155,7 +155,7 @@ def sampling_of(
 ) -> Sampling:
     """Return the sampling values of a request.
 
-    A value that it does not set is that of the model's card, else the API's default.
+    A value that the request does not set comes from the model's card, or is the API's default.
     """
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {name: getattr(body, name) for name in fields}
@@ -222,6 +222,7 @@ def render_prompt(
     try:
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
+        # The renderer uses the internal name of the field. The client knows that of the API.
         field = exc.field or ""
         message = exc.message
         name = options.name(field)
@@ -262,9 +263,8 @@ def _without_implied(
 def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
     """Return whether the prompt format drops the name of a message.
 
-    Formats treat all messages of a role alike.
-
-    Agent frameworks name each answer of an agent.
+    Formats treat all messages of a role alike, so the result for a role is stored. Frameworks of
+    agents name all answers of an agent, and each would be rendered twice otherwise.
     """
     for index, message in enumerate(conversation.messages):
         if message.name is None:
@@ -382,21 +382,27 @@ def _constraints_of(
     builtins = served.renderer.builtin_tools(tools)
     functions = tuple(tool for tool in tools if tool.name not in builtins)
     strict_tools = [tool for tool in tools if tool.name in options.strict_tools]
-    is_strict = any(tool.name not in builtins for tool in strict_tools)
-    is_unenforced = any(tool.name in builtins and not tool.is_text for tool in strict_tools)
-    can_be_guided = "guided" not in served.card.unsupported_features
-    begun = None
-    if is_strict and can_be_guided:
-        begun = served.renderer.call_header(None)
-    if begun is not None:
-        strict = _strict_call(functions, begun, options, served)
-        unfinished = () if answer is None else answer.unfinished_ids
-        guided = msgspec.structs.replace(strict, otherwise=answer, unfinished_ids=unfinished)
-        ignored = (_STRICT,) if is_unenforced else ()
+    has_strict_functions = any(tool.name not in builtins for tool in strict_tools)
+    # A tool whose input is a text has no schema.
+    has_strict_builtins = any(tool.name in builtins and not tool.is_text for tool in strict_tools)
+    header = None
+    if has_strict_functions and _supports_guided(served):
+        header = served.renderer.call_header(None)
+    if header is not None:
+        guided = _strict_call(functions, header, options, served)
+        if answer is not None:
+            guided = msgspec.structs.replace(
+                guided, otherwise=answer, unfinished_ids=answer.unfinished_ids
+            )
+        ignored = (_STRICT,) if has_strict_builtins else ()
         return Constraints(guided=guided, field=options.name("tools"), ignored=ignored)
     # Agent frameworks make all tools strict. So `strict` is no error where nothing can enforce it.
-    ignored = (_STRICT,) if is_strict or is_unenforced else ()
+    ignored = (_STRICT,) if has_strict_functions or has_strict_builtins else ()
     return Constraints(guided=answer, field=options.name("response_format"), ignored=ignored)
+
+
+def _supports_guided(served: ServedModel) -> bool:
+    return "guided" not in served.card.unsupported_features
 
 
 def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
@@ -418,15 +424,16 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     This is done for tools that are not strict, too. Without a constraint, a model that would not
     have called the tool may continue with prose.
     """
-    requested = options.sampling
     is_strict = tool.name in options.strict_tools
     header = _call_header(tool, options, served)
     if _is_written_as_text(tool, served):
         return Constraints(forced_ids=header)
-    can_be_guided = "guided" not in served.card.unsupported_features
+    can_be_guided = _supports_guided(served)
     if is_strict and can_be_guided:
         _check_guidable(options, "tool_choice", served)
-    if not can_be_guided or requested.ignore_eos or requested.min_tokens:
+    # The schema of a call does not allow tokens after its end.
+    demands_more_tokens = options.sampling.ignore_eos or options.sampling.min_tokens > 0
+    if demands_more_tokens or not can_be_guided:
         ignored = (_STRICT,) if is_strict else ()
         return Constraints(forced_ids=header, ignored=ignored)
     guided = StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
@@ -443,7 +450,7 @@ def _some_call(
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     if served.renderer.builtin_tools(tools):
-        # The headers of its tools and of functions have no more in common.
+        # The headers of built-in tools and those of functions have only the first token in common.
         forced_ids = forced_ids[:1]
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
@@ -511,15 +518,17 @@ def _formatted_answer(
 ) -> StructuredOutput:
     """Return the constraint on an answer in a format. With tools, a call may take its place.
 
-    Only Harmony's headers distinguish calls from answers before they begin. In other formats the
-    forms of calls are alternatives of the answer.
+    In Harmony, a header shows whether an answer or a call begins. Other formats have no headers, so
+    the forms of calls are alternatives to that of the answer.
     """
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
-    stops = served.renderer.stop_token_ids
     forms = [output_format]
+    answer_stops = served.renderer.stop_token_ids
     if tools and served.renderer.call_header(None) is not None:
-        stops = tuple(stop for stop in stops if stop not in served.renderer.call_stop_token_ids)
+        # A call may end the output in place of an answer.
+        call_stops = served.renderer.call_stop_token_ids
+        answer_stops = tuple(stop for stop in answer_stops if stop not in call_stops)
     elif tools:
         forms += _calls_as_text(tools, options, served)
     if len(ids) > 1:
@@ -529,18 +538,20 @@ def _formatted_answer(
         header = header.removesuffix(last)
         ids = ids[:-1]
         forms[0] = msgspec.structs.replace(output_format, prefix=last)
+    # Without a trigger, no text is free.
+    unfinished_ids = answer_stops if len(ids) > 0 else ()
     return StructuredOutput(
         alternatives=tuple(forms),
         trigger=header,
         trigger_ids=ids,
-        unfinished_ids=tuple(stops) if ids else (),
+        unfinished_ids=unfinished_ids,
     )
 
 
 def _calls_as_text(
     tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
 ) -> list[OutputFormat]:
-    """Return the forms of calls in an output format that does not mark calls before they begin."""
+    """Return the forms of calls in an output format whose calls have no header."""
     opening = served.renderer.call_opening
     if opening is None:
         name = options.name("response_format")
@@ -563,7 +574,7 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
     """Reject guided output if the engine lacks it, or if a field demands tokens after its end."""
     name = options.name(field)
-    if "guided" in served.card.unsupported_features:
+    if not _supports_guided(served):
         reject(name, served.card, "its engine does not support guided decoding")
     for other in ("ignore_eos", "min_tokens"):
         if getattr(options.sampling, other):
