@@ -10,6 +10,7 @@ from typing import Any
 from dynamo_trtllm.cli.event_text import HIDDEN, clock_error
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, RequestRecording, Step
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 _FIRST_TRACK = 1 << 22  # more than any process id
 _ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
@@ -98,7 +99,7 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
                 continue
             if first_ns is None:
                 first_ns = arrived_ns
-            num_blocks = -(-prompt.num_tokens // BLOCK_TOKENS)  # rounded up
+            num_blocks = ceil_div(prompt.num_tokens, BLOCK_TOKENS)
             ids: list[int] = []
             last_id = -1
             for block_hash in itertools.islice(_hashes(request, prompt.choice), num_blocks):

@@ -1,4 +1,4 @@
-"""Define the types of the numbers that processes exchange, each with its range.
+"""Define the types of the numbers that processes exchange, each with its range; divide numbers.
 
 Fields of messages and records have one of these types. When msgspec decodes a message, it rejects
 values out of range, also NaN, which fails every comparison. So all decoded numbers are finite and
@@ -33,3 +33,8 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 EpochSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=_LAST_TIME)]  # seconds since the epoch
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Return the quotient of two whole numbers, rounded up."""
+    return -(-dividend // divisor)

@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
+from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.testing.contract_base import ContractBase
 from dynamo_trtllm.testing.engine_pool import EnginePool
@@ -163,7 +164,7 @@ class KvTransferContract(ContractBase):
             requests = [pool.ask(pair.prefill, 100, seed=seed) for seed in (1, 2)]
             transfers = [await prefill(pair.prefill, request) for request in requests]
             block_tokens = pool.info(pair.prefill).layout.block_tokens
-            blocks = 2 * -(-len(requests[0].token_ids) // block_tokens)
+            blocks = 2 * ceil_div(len(requests[0].token_ids), block_tokens)
             await check_stats(
                 pair.prefill,
                 pending_kv_transfers=2,

@@ -30,7 +30,7 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     decode,
 )
-from dynamo_trtllm.protocol.number_types import Count
+from dynamo_trtllm.protocol.number_types import Count, ceil_div
 
 # NVFP4 has 4 bits per value and a scale of 8 bits for every 16 values.
 KV_ITEM_BYTES = {"fp8": 1.0, "fp8_ds_mla": 1.0, "int8": 1.0, "nvfp4": 0.5625, "float32": 4.0}
@@ -184,7 +184,7 @@ def decode_state(kv_params: KvTransferParams, form: type[F], version: int) -> F:
 
 def kv_blocks(layout: KvLayout, tokens: int) -> int:
     """Return the number of KV blocks of a prompt."""
-    return -(-tokens // layout.block_tokens)
+    return ceil_div(tokens, layout.block_tokens)
 
 
 def kv_bytes(layout: KvLayout, tokens: int) -> int:

@@ -18,6 +18,7 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
+from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.phases import CallPhases, QueueWaits
 from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
 
@@ -177,7 +178,7 @@ class MockScheduler:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of KV blocks for a number of tokens."""
-        return -(-num_tokens // self._args.kv_block_size)
+        return ceil_div(num_tokens, self._args.kv_block_size)
 
     def free(self, block_table: BlockTable) -> None:
         """Free blocks that no stream uses any more."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.messages import KvLayout
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 NAME = "dynamo_paged"
 # Elements of one attention matrix, to bound the memory of a long prompt: in float32 8 MB on CPU and
@@ -339,7 +340,7 @@ class KvPool:
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_tokens)
+        return ceil_div(tokens, self.block_tokens)
 
     def scrub(self, blocks: Tensor) -> None:
         """Queue a write of zeros to `blocks`, int64 [blocks], in all layers."""
@@ -469,14 +470,14 @@ def block_bytes(layout: KvLayout) -> int:
 
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
-    whole = -(-tokens // layout.block_tokens)
+    whole = ceil_div(tokens, layout.block_tokens)
     blocks = 0
     for window in windows:
         if window is None:
             blocks += whole
         else:
             # A window may begin in the middle of a block.
-            blocks += min(whole, -(-window // layout.block_tokens) + 1)
+            blocks += min(whole, ceil_div(window, layout.block_tokens) + 1)
     return blocks * block_bytes(layout) // layout.num_layers
 
 

@@ -40,6 +40,7 @@ from dynamo_trtllm.models.checkpoint import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed
 from dynamo_trtllm.protocol.messages import KvLayout, Limits
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 log = logging.getLogger(__name__)
 _CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores
@@ -375,7 +376,7 @@ def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer:
         fitting = _beside_transfer_buffer(model, args, kv_memory_bytes)
     else:
         fitting = kv_memory_bytes // bytes_per_block
-    blocks_per_request = -(-model.info.context_length // model.info.layout.block_tokens)
+    blocks_per_request = ceil_div(model.info.context_length, model.info.layout.block_tokens)
     blocks = min(fitting, args.max_batch_size * blocks_per_request)
     if blocks < 1:
         raise ConfigError(

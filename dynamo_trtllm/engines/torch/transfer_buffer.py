@@ -25,6 +25,7 @@ from torch import Tensor
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
 from dynamo_trtllm.engines.torch.random_numbers import split_mix
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 _COLUMNS = 8192
 _ROWS_AT_ONCE = 512  # 16 MiB: these rows and their products fit into the L2 cache of a large GPU
@@ -152,7 +153,7 @@ class TransferBuffer:
             The space, or None while too little is free.
         """
         wanted = self._pool.moved_bytes(tokens)
-        aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        aligned = ceil_div(wanted, _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._reap(wait=False)
         begin = self._first_gap(aligned)
         while begin is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo_trtllm.engines import warm_up
 from dynamo_trtllm.models.checkpoint import Checkpoint
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 _TRITON = "TRITON_CACHE_DIR"
 
@@ -95,9 +96,9 @@ def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
     if rows <= experts:
         tiles = rows
     else:
-        tiles = -(-(rows - experts + 1) // block) + experts - 1
-    parts = -(-tokens // 32)
-    fills = -(-2 * rows // 1024) + experts + 1
+        tiles = ceil_div(rows - experts + 1, block) + experts - 1
+    parts = ceil_div(tokens, 32)
+    fills = ceil_div(2 * rows, 1024) + experts + 1
     return general | {
         ("sum", divisible(parts)),
         ("route", divisible(2 * rows), divisible(parts), divisible(fills)),

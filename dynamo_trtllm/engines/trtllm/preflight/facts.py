@@ -17,6 +17,7 @@ from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs
 from dynamo_trtllm.models.checkpoint import Checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import KvLayout, Role
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 PCIE5_BYTES_S = 64e9  # 16 lanes, one direction
 NETWORK_BYTES_S = 50e9  # one 400 Gb/s adapter per GPU
@@ -205,7 +206,7 @@ class RoleFacts:
 
     def round_up(self, tokens: int) -> int:
         """Return the tokens of the KV blocks that hold a number of tokens."""
-        return -(-tokens // self.block_tokens) * self.block_tokens
+        return ceil_div(tokens, self.block_tokens) * self.block_tokens
 
     def value_with_source(self, key: str) -> str:
         """Return an argument's value and its source as text."""

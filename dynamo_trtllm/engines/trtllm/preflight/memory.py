@@ -11,6 +11,7 @@ from dynamo_trtllm.engines.external.external_transfers import KV_ITEM_BYTES
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
 from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, activations, CUDA graphs: an unverified estimate
 KV_FRACTION = 0.9  # default of free_gpu_memory_fraction
@@ -74,7 +75,9 @@ class MemoryTable:
             return None
         blocks = max(0, self.kv_memory_bytes) // (self.kv_token_bytes * facts.block_tokens)
         ceiling = facts.number("kv_cache_config.max_tokens")
-        return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
+        if not ceiling:
+            return blocks
+        return min(blocks, ceil_div(ceiling, facts.block_tokens))
 
     def _concurrency(self, facts: RoleFacts) -> tuple[int | None, str]:
         """Return the number of concurrent requests and their limit.
@@ -84,7 +87,7 @@ class MemoryTable:
         if self.blocks is None or self.request_tokens is None:
             return None, ""
         groups = facts.tensor_parallel if facts.is_enabled("enable_attention_dp") else 1
-        by_kv = self.blocks // -(-self.request_tokens // facts.block_tokens)
+        by_kv = self.blocks // ceil_div(self.request_tokens, facts.block_tokens)
         if by_kv <= facts.max_batch_size:
             return by_kv * groups, "KV"
         return facts.max_batch_size * groups, "max_batch_size"
@@ -114,8 +117,8 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
     Heads are replicated if there are more ranks than heads.
     """
     ranks = 1 if facts.is_enabled("enable_attention_dp") else facts.tensor_parallel
-    layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
-    heads = -(-model.num_kv_heads // ranks)
+    layers = ceil_div(model.num_layers, facts.size("pipeline_parallel_size"))
+    heads = ceil_div(model.num_kv_heads, ranks)
     # Every rank has latent KV in full.
     per_layer = model.latent_kv_dim or 2 * heads * model.head_dim
     return round(layers * per_layer * KV_ITEM_BYTES.get(facts.kv_dtype, 2.0))

@@ -7,6 +7,7 @@ an assertion ends the engine.
 """
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 PATCH = Patch(
     name="last_token",
@@ -32,6 +33,6 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
         block_tokens: the tokens per KV block.
     """
     wanted = min(prompt_tokens - 1, held_tokens)
-    if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
+    if ceil_div(wanted, block_tokens) == ceil_div(held_tokens, block_tokens):
         return wanted
     return min(prompt_tokens, held_tokens)
