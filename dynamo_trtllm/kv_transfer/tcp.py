@@ -2,13 +2,13 @@
 
 Each fetch has a connection of its own, and the KV must be in CPU memory.
 
-An offer contains the token of its transfer, and the listener answers only peers that present it;
-with keys, they present a proof instead, which a peer without a key can't compute from the token. KV
-is not encrypted.
+An offer contains the token of its transfer. The listener answers only peers that present the token
+or, with keys, a proof that a peer without a key can't compute from the token. KV is not encrypted.
 
-A fetch consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If the offer
-names a checksum method, the reader's request has the magic `_CHECKED`, and each region is followed
-by the `_CHECKSUM` of all regions so far. Peers without checksums use the magic `_PLAIN`.
+The reader sends `_REQUEST` and the id of the transfer. The listener answers with `_REPLY` and the
+regions, which the reader confirms with `_ACK`. If the offer names a checksum method, the magic of
+the request is `_CHECKED`, and after each region the listener sends `_CHECKSUM`, which covers all
+regions so far. Peers without checksums use the magic `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -56,21 +56,23 @@ log = logging.getLogger(__name__)
 
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
-_TOKEN_BYTES = 32  # of a token and of a proof
+_TOKEN_BYTES = 32  # size of a token and of a proof
 _MAX_ID_BYTES = 256
 # Magic, token or proof, size of the transfer id that follows, in bytes.
 _REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
-_BACKLOG = 4096  # connections not yet accepted; beyond it, the kernel retries seconds later
-_REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after it
-# Limits of open connections, and of those without a request: absolute, and as a fraction (1/N) of
-# the process's file descriptor limit, so that foreign connections can't use up all descriptors.
+# Connections that wait until they are accepted. The kernel retries others seconds later.
+_BACKLOG = 4096
+_REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after this time
+# Limits of open connections. Also, the process may open _FILES_PER_CONNECTION files for each of them,
+# so that foreign connections can't use up all its file descriptors.
 _MAX_CONNECTIONS = 4096
-_PART_OF_FILES = 2
-_MAX_UNASKED = 1024
-_UNASKED_PART_OF_FILES = 4
+_FILES_PER_CONNECTION = 2
+# The same for connections without a request.
+_MAX_WITHOUT_REQUEST = 1024
+_FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
 _LOG_EVERY_S = 10.0
 
 
@@ -87,9 +89,10 @@ class PublishedRegions:
     """A published transfer."""
 
     regions: tuple[MemoryRegion, ...]
-    ready: int  # regions that hold their data
+    ready: int  # number of regions that hold their data
     checksum: OfferChecksum | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
+    # Set at the next change, and then replaced by another event.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     readers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def notify_readers(self) -> None:
@@ -112,17 +115,17 @@ class TcpBackend:
         checksums: Checksums | None = None,
     ) -> None:
         self.checksums = checksums or Checksums()
-        # Nothing calls it: this backend can't transfer GPU memory.
+        # Nothing calls this function, because the backend can't transfer GPU memory.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
-        # Each token is derived from it and the transfer's id, so the listener knows the tokens of
-        # ended transfers, too.
+        # The token of a transfer is derived from this secret and the id of the transfer. So the
+        # listener knows the tokens of ended transfers, too.
         self._token_secret = secrets.token_bytes(_TOKEN_BYTES)
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         # Connections without a request, the oldest first.
-        self._unasked: dict[asyncio.Task[None], None] = {}
+        self._without_request: dict[asyncio.Task[None], None] = {}
         self._closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
@@ -148,7 +151,7 @@ class TcpBackend:
                 " --kv-transfer-bind-host to an address of this host, or to 0.0.0.0",
                 field="kv_transfer_bind_host",
             ) from exc
-        self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
+        self._acceptor = Acceptor(self._listener, self._serve, self._drop_half)
         port = self._listener.getsockname()[1]
         log.info(
             "KV transfer over tcp: listening on port %d at %s, advertised as %s",
@@ -246,7 +249,7 @@ class TcpBackend:
             assert task is not None
             if not self._can_accept():
                 return
-            self._unasked[task] = None
+            self._without_request[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                     request = await _receive_bytes(connection, _REQUEST.size)
@@ -255,16 +258,16 @@ class TcpBackend:
                         raise BadFrame("not a KV transfer request")
                     encoded_id = await _receive_bytes(connection, id_bytes)
                     transfer_id = encoded_id.decode(errors="replace")
-                # A stranger gets no answer.
+                # A peer that has no parameters of the transfer gets no answer.
                 if not self._is_reader(transfer_id, presented):
                     raise BadFrame(f"a peer without the parameters of KV transfer {transfer_id!r}")
-                self._unasked.pop(task, None)
+                self._without_request.pop(task, None)
                 entry = self._published.get(transfer_id)
                 if entry is None:
                     refusal = _REPLY.pack(magic, False, 0)
                     await asyncio.get_running_loop().sock_sendall(connection, refusal)
                     return
-                # `unpublish` cancels it before the memory is reused.
+                # `unpublish` cancels this task before the memory is used for other KV.
                 entry.readers.add(task)
                 try:
                     await self._send(connection, magic, entry)
@@ -274,7 +277,7 @@ class TcpBackend:
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
                 log.debug("KV transfer over tcp: a connection ended early: %r", exc)
             finally:
-                self._unasked.pop(task, None)
+                self._without_request.pop(task, None)
 
     def _can_accept(self) -> bool:
         """Return whether another connection fits.
@@ -282,28 +285,36 @@ class TcpBackend:
         If needed, close the oldest one without a request.
         """
         assert self._acceptor is not None
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if files == resource.RLIM_INFINITY:
-            files = _PART_OF_FILES * _MAX_CONNECTIONS
-        max_connections = min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
-        max_unasked = min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES)
+        max_connections = _MAX_CONNECTIONS
+        max_without_request = _MAX_WITHOUT_REQUEST
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, files // _FILES_PER_CONNECTION)
+            max_without_request = min(
+                max_without_request, files // _FILES_PER_CONNECTION_WITHOUT_REQUEST
+            )
         has_space = (
-            self._acceptor.num_connections <= max_connections and len(self._unasked) < max_unasked
+            self._acceptor.num_connections <= max_connections
+            and len(self._without_request) < max_without_request
         )
         if has_space or self._drop(1):
             return True
-        # All others have valid requests: this peer has to retry later.
+        # All other connections have valid requests, so this peer has to retry later.
         self._note_closed(1)
         return False
 
-    def _relieve(self) -> bool:
-        return self._drop((len(self._unasked) + 1) // 2)
+    def _drop_half(self) -> bool:
+        """Close half of the connections without a request. Return whether there were any.
+
+        The acceptor calls this if the process has no file descriptor for another connection.
+        """
+        return self._drop((len(self._without_request) + 1) // 2)
 
     def _drop(self, count: int) -> bool:
-        """Close the oldest connections without a request. Return whether there were any."""
-        oldest = list(itertools.islice(self._unasked, count))
+        """Close the `count` oldest connections without a request. Return whether there were any."""
+        oldest = list(itertools.islice(self._without_request, count))
         for task in oldest:
-            del self._unasked[task]
+            del self._without_request[task]
             task.cancel()
         if oldest:
             self._note_closed(len(oldest))
@@ -411,6 +422,7 @@ class TcpBackend:
             theirs = await _receive_bytes(connection, _CHECKSUM.size)
             checksum = combined(before, await results(jobs))
         finally:
+            # The jobs read the memory of the region, which may be freed after this.
             await ended(jobs)
         if _CHECKSUM.pack(checksum) != theirs:
             raise self.checksums.mismatch(transfer_id)

@@ -259,7 +259,7 @@ async def test_serve_closes_oldest_silent_strangers(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if files > 16:
-        monkeypatch.setattr(tcp, "_MAX_UNASKED", 4)
+        monkeypatch.setattr(tcp, "_MAX_WITHOUT_REQUEST", 4)
     source = content("a", 1000)
     target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))

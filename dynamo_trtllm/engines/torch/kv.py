@@ -38,7 +38,16 @@ class SequenceSlice:
     start: int
     count: int
 
-    def partial_blocks(self, block_tokens: int) -> Tensor | None:
+    @property
+    def attention_pairs(self) -> float:
+        """The number of pairs of a new token and a token before it.
+
+        Each new token has `start` tokens of earlier steps before it, and on average half of the
+        new ones.
+        """
+        return self.count * (self.start + self.count / 2)
+
+    def partial_block(self, block_tokens: int) -> Tensor | None:
         """Return the number of the block that this slice begins to fill but does not complete.
 
         Returns:
@@ -71,7 +80,7 @@ class ForwardBatch:
     # int64 [tokens]: where KV goes, as block * block_tokens + offset.
     slots: Tensor = field(init=False)
     positions: Tensor = field(init=False)  # int64 [tokens]
-    # Blocks to zero before the pass, each int64 [1]: attention needs finite KV in masked positions
+    # Blocks to zero before the pass, each int64 [1]. Attention needs finite KV in masked positions,
     # too.
     partial_blocks: list[Tensor] = field(init=False)
     _views: dict[int | None, _View] = field(default_factory=dict)
@@ -79,18 +88,19 @@ class ForwardBatch:
     def __post_init__(self) -> None:
         block_tokens = self.keys.shape[2]
         device = self.keys.device
-        positions = []
-        slots = []
+        all_positions = []
+        all_slots = []
         self.partial_blocks = []
         for span in (*self.decodes, *self.chunks):
-            rows = torch.arange(span.start, span.start + span.count, device=device)
-            positions.append(rows)
-            slots.append(span.blocks[rows // block_tokens] * block_tokens + rows % block_tokens)
-            partial_block = span.partial_blocks(block_tokens)
+            positions = torch.arange(span.start, span.start + span.count, device=device)
+            all_positions.append(positions)
+            block_numbers = span.blocks[positions // block_tokens]
+            all_slots.append(block_numbers * block_tokens + positions % block_tokens)
+            partial_block = span.partial_block(block_tokens)
             if partial_block is not None:
                 self.partial_blocks.append(partial_block)
-        self.positions = torch.cat(positions)
-        self.slots = torch.cat(slots)
+        self.positions = torch.cat(all_positions)
+        self.slots = torch.cat(all_slots)
 
     def measured(self, seconds: float) -> StepSample:
         """Return what the pass computed, with its time."""
@@ -99,7 +109,7 @@ class ForwardBatch:
             decode_requests=len(self.decodes),
             context_tokens=sum(span.start + 1 for span in self.decodes),
             prefill_tokens=sum(span.count for span in self.chunks),
-            attention_pairs=sum(span.count * (span.start + span.count / 2) for span in self.chunks),
+            attention_pairs=sum(span.attention_pairs for span in self.chunks),
         )
 
     def decode_view(self, window: int | None) -> _View:
@@ -184,8 +194,11 @@ def paged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys = step.keys[layer]
     values = step.values[layer]
-    keys.view(-1, *keys.shape[2:])[step.slots] = key[0].transpose(0, 1)
-    values.view(-1, *values.shape[2:])[step.slots] = value[0].transpose(0, 1)
+    # Views of the pool with one row for each token: [blocks * block_tokens, kv_heads, head_dim].
+    token_keys = keys.view(-1, *keys.shape[2:])
+    token_values = values.view(-1, *values.shape[2:])
+    token_keys[step.slots] = key[0].transpose(0, 1)
+    token_values[step.slots] = value[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
     # [kv_heads, groups, rows, head_dim]
     rows = query[0].reshape(key.shape[1], groups, -1, query.shape[3])
@@ -283,8 +296,10 @@ class _Attend(NamedTuple):
         if self.sinks is None:
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         else:
-            sinks = self.sinks.view(1, query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-            # The sinks take a part of the attention, and have no values.
+            # One more score for each query: the sinks take a part of the attention, and have no
+            # values.
+            sinks_per_head = self.sinks.view(1, query.shape[1], -1, 1, 1)
+            sinks = sinks_per_head.expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1]
         weights = weights.to(values.dtype).flatten(2, 3)
@@ -293,8 +308,8 @@ class _Attend(NamedTuple):
 
 
 _CHECKED_BYTES = 64 << 20  # upper bound of what `is_finite` copies at once
-# From 16 bytes down to 1.
-_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
+# Types with elements of 16 bytes, 8 bytes, and so on down to 1 byte.
+_WIDE_DTYPES = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class KvPool:
@@ -303,7 +318,7 @@ class KvPool:
     Its shape is [layers, 2, blocks, block_tokens, kv_heads, head_dim]; the second dimension has
     keys at index 0 and values at index 1. A row is one block of the keys, or of the values, of one
     layer: `row_bytes` bytes. `all_rows` views the same memory as [layers * 2 * blocks, elements],
-    with elements of type `width`.
+    with elements of type `row_dtype`.
     """
 
     def __init__(
@@ -334,8 +349,9 @@ class KvPool:
         self.row_bytes: int = math.prod(shape[3:]) * self.dtype.itemsize
         # The widest dtype that divides a row. Narrower elements make `index_select` slower than the
         # memory.
-        self.width = next(wide for wide in _WIDTHS if self.row_bytes % wide.itemsize == 0)
-        self.all_rows = memory.view(self.width).view(-1, self.row_bytes // self.width.itemsize)
+        self.row_dtype = next(wide for wide in _WIDE_DTYPES if self.row_bytes % wide.itemsize == 0)
+        elements_per_row = self.row_bytes // self.row_dtype.itemsize
+        self.all_rows = memory.view(self.row_dtype).view(-1, elements_per_row)
         self._groups = _groups(windows, num_blocks, device)
 
     def blocks_for(self, tokens: int) -> int:
@@ -397,13 +413,13 @@ class KvPool:
     def num_rows(self, tokens: int) -> int:
         """Return how many rows the token after `tokens` tokens can see. Thread-safe."""
         num_rows = 0
-        for window, bases in self._groups:
-            _, num_blocks = self._span(window, tokens)
-            num_rows += len(bases) * num_blocks
+        for group in self._groups:
+            _, num_blocks = self._visible_blocks(group.window, tokens)
+            num_rows += len(group.rows_of_block_0) * num_blocks
         return num_rows
 
     def holds_all(self, tokens: int) -> bool:
-        """Return whether the rows of a prompt of `tokens` tokens are all that its blocks have.
+        """Return whether a prompt of `tokens` tokens transfers all rows of its blocks.
 
         Thread-safe.
         """
@@ -429,35 +445,40 @@ class KvPool:
             Indices into `all_rows`, int64 [rows].
         """
         parts = []
-        for window, bases in self._groups:
-            first, count = self._span(window, tokens)
-            parts.append((bases[:, None] + blocks[None, first : first + count]).flatten())
+        for group in self._groups:
+            first, count = self._visible_blocks(group.window, tokens)
+            visible = blocks[first : first + count]
+            # The rows of a layer are in the order of the block numbers.
+            parts.append((group.rows_of_block_0[:, None] + visible[None, :]).flatten())
         return torch.cat(parts)
 
-    def _span(self, window: int | None, tokens: int) -> tuple[int, int]:
+    def _visible_blocks(self, window: int | None, tokens: int) -> tuple[int, int]:
         """Return the index of a sequence's first visible block, and how many are visible."""
         first = first_block(tokens, window, self.block_tokens)
         return first, self.blocks_for(tokens) - first
 
 
+class _LayerGroup(NamedTuple):
+    """The layers that have the same window."""
+
+    window: int | None  # in tokens; None: full attention
+    # int64 [2 * layers]: the row of block 0 for the keys of each layer, and for its values.
+    rows_of_block_0: Tensor
+
+
 def _groups(
     windows: Sequence[int | None], num_blocks: int, device: torch.device
-) -> list[tuple[int | None, Tensor]]:
-    """Group the layers by window, in order of appearance.
-
-    Returns:
-        For each group its window in tokens (None: full attention), and the row of block 0 for the
-        keys and the values of each of its layers, int64 [2 * layers of the group].
-    """
+) -> list[_LayerGroup]:
+    """Group the layers by window, in order of appearance."""
     groups = []
     for window in dict.fromkeys(windows):
-        bases = []
+        rows = []
         for layer, layer_window in enumerate(windows):
             if layer_window == window:
-                keys_base = 2 * layer * num_blocks
-                values_base = keys_base + num_blocks
-                bases += [keys_base, values_base]
-        groups.append((window, torch.tensor(bases, dtype=torch.long, device=device)))
+                keys_row = 2 * layer * num_blocks
+                values_row = keys_row + num_blocks
+                rows += [keys_row, values_row]
+        groups.append(_LayerGroup(window, torch.tensor(rows, dtype=torch.long, device=device)))
     return groups
 
 
@@ -470,15 +491,17 @@ def block_bytes(layout: KvLayout) -> int:
 
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
-    whole = ceil_div(tokens, layout.block_tokens)
+    prompt_blocks = ceil_div(tokens, layout.block_tokens)
+    # The sum over the layers.
     blocks = 0
     for window in windows:
         if window is None:
-            blocks += whole
+            blocks += prompt_blocks
         else:
             # A window may begin in the middle of a block.
-            blocks += min(whole, ceil_div(window, layout.block_tokens) + 1)
-    return blocks * block_bytes(layout) // layout.num_layers
+            blocks += min(prompt_blocks, ceil_div(window, layout.block_tokens) + 1)
+    block_bytes_per_layer = block_bytes(layout) // layout.num_layers
+    return blocks * block_bytes_per_layer
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:

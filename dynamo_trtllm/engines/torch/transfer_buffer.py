@@ -270,7 +270,7 @@ class TransferBuffer:
 
     def _as_rows(self, region: Tensor) -> Tensor:
         """Return the bytes of a region as rows of the pool, [rows, elements]."""
-        return region.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])
+        return region.view(self._pool.row_dtype).view(-1, self._pool.all_rows.shape[1])
 
     def mark(self) -> torch.cuda.Event | None:
         """Record an event after all work queued so far on the device's default stream.

@@ -133,7 +133,7 @@ async def _request(peers: _Peers, data: bytes) -> None:
 async def _until_idle(backend: TcpBackend) -> None:
     """Wait until no connection is served."""
     for _ in range(_TURNS):
-        if not (backend._published[_TRANSFER].readers or backend._unasked):
+        if not (backend._published[_TRANSFER].readers or backend._without_request):
             return
         await asyncio.sleep(0)
     raise AssertionError("a connection that its peer has closed is served")

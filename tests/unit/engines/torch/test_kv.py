@@ -35,7 +35,9 @@ def test_rows_of_sliding_layer_move_only_its_window() -> None:
 def test_rows_are_the_blocks_of_keys_and_values() -> None:
     pool = make_pool()
     blocks = torch.tensor([0, 1])
-    pool.all_rows[pool.rows(blocks, 6)] = torch.full((16,), 1, dtype=torch.uint8).view(pool.width)
+    pool.all_rows[pool.rows(blocks, 6)] = torch.full((16,), 1, dtype=torch.uint8).view(
+        pool.row_dtype
+    )
     for half in (pool.keys, pool.values):
         for layer in range(3):
             changed = half[layer].flatten(1).ne(0).all(dim=1)
@@ -59,7 +61,7 @@ def test_pool_of_odd_blocks_uses_widest_elements(head_dim: int, width: torch.dty
         dtype="float32", block_tokens=block_tokens, num_layers=1, num_kv_heads=2, head_dim=head_dim
     )
     pool = KvPool(layout, 3, windows=(None,), device=torch.device("cpu"))
-    assert pool.width == width
+    assert pool.row_dtype == width
     assert pool.all_rows.shape[0] == 6
 
 
