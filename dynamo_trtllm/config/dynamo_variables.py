@@ -39,7 +39,7 @@ class Variable(NamedTuple):
 
     processes: tuple[str, ...]
     reason: str = ""  # why it has no effect in a process without such an option, and what to do
-    same: tuple[str, ...] = ()  # values that ask for what happens anyway
+    no_op_values: tuple[str, ...] = ()  # values that ask for what happens anyway
     convert: Callable[[str, str], str | None] | None = None  # value and name -> value of the option
     form: str = ""  # how the value differs from the option's
 
@@ -126,7 +126,7 @@ class _Group(NamedTuple):
     processes: tuple[str, ...]
     reason: str
     names: str
-    same: tuple[str, ...] = ()
+    no_op_values: tuple[str, ...] = ()
 
 
 _NATS = "requests, tokens and events always travel over NATS"
@@ -551,7 +551,7 @@ _IGNORED: tuple[_Group, ...] = (
 
 # By name, or by pattern with `*`. A name overrides a pattern, and a longer pattern a shorter one.
 VARIABLES: Mapping[str, Variable] = _OF_OPTIONS | {
-    name: Variable(group.processes, group.reason, group.same)
+    name: Variable(group.processes, group.reason, group.no_op_values)
     for group in _IGNORED
     for name in group.names.split()
 }

@@ -58,7 +58,7 @@ def _reason(
         return _unknown(name, known)
     if processes.isdisjoint(variable.processes):
         return None
-    asks_for_what_happens_anyway = value.strip().lower() in map(str.lower, variable.same)
+    asks_for_what_happens_anyway = value.strip().lower() in map(str.lower, variable.no_op_values)
     return None if asks_for_what_happens_anyway else variable.reason
 
 

@@ -3,8 +3,8 @@
 No other module reads argv or os.environ.
 
 Flags override the environment, which overrides defaults. The source of each value is stored. An
-error is a ConfigError of one line. For an unknown flag it names ours, if the flag is one of another
-server, or says what to do instead.
+error is a ConfigError of one line. If an unknown flag is one of another server, the error names the
+flag that does the same here, or says what to do instead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
 _OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
-_IS_NAMED = "DYNAMO_TRTLLM_VARIABLES_NAMED"  # not DYN_TRTLLM_, which is for settings
+# Set if the parent has logged the ignored variables. DYN_TRTLLM_ is the prefix of settings only.
+_IGNORED_ARE_LOGGED = "DYNAMO_TRTLLM_VARIABLES_NAMED"
 
 
 def load(
@@ -110,17 +111,19 @@ def _check_servers(config: Config) -> None:
     """
     if not isinstance(config, ConnectionConfig):
         return
-    for field, address, is_within_process, server in (
-        ("etcd_endpoints", config.etcd_endpoints, config.uses_memory_discovery, "an etcd server"),
-        ("nats_server", config.nats_server, config.uses_inproc_plane, "a NATS server"),
-    ):
-        if is_within_process:
-            raise ConfigError(
-                f"{config.source_of(field)} is {address!r}, which connects workers and frontends of"
-                " one Python program (see docs/embedding.md), and no other process; give the"
-                f" address of {server}",
-                field=field,
-            )
+    if config.uses_memory_discovery:
+        raise _within_process(config, "etcd_endpoints", "an etcd server")
+    if config.uses_inproc_plane:
+        raise _within_process(config, "nats_server", "a NATS server")
+
+
+def _within_process(config: ConnectionConfig, field: str, server: str) -> ConfigError:
+    return ConfigError(
+        f"{config.source_of(field)} is {getattr(config, field)!r}, which connects workers and"
+        " frontends of one Python program (see docs/embedding.md), and no other process; give the"
+        f" address of {server}",
+        field=field,
+    )
 
 
 def program(prog: str) -> str:
@@ -128,7 +131,7 @@ def program(prog: str) -> str:
 
     It is `dynamo-trtllm COMMAND` if that was typed, otherwise `prog`.
     """
-    typed = "".join(sys.argv[:1])
+    typed = sys.argv[0] if sys.argv else ""
     return typed if typed.startswith(f"{CONSOLE} ") else prog
 
 
@@ -303,7 +306,7 @@ def ignored_variables(env: Mapping[str, str], *configs: Config) -> str:
 
 def warn_of_ignored_variables(*configs: Config) -> None:
     """Log the line of `ignored_variables`, unless the parent of this process has logged it."""
-    if _IS_NAMED in os.environ:
+    if _IGNORED_ARE_LOGGED in os.environ:
         return
     line = ignored_variables(os.environ, *configs)
     if line:
@@ -312,7 +315,7 @@ def warn_of_ignored_variables(*configs: Config) -> None:
 
 def child_environment() -> dict[str, str]:
     """Return `process_environment` for children that shall not log `ignored_variables` again."""
-    return process_environment() | {_IS_NAMED: "1"}
+    return process_environment() | {_IGNORED_ARE_LOGGED: "1"}
 
 
 def _commands() -> list[type[Config]]:
@@ -352,7 +355,9 @@ def _without_unusable_otel(
     for name, flag in flags.items():
         is_overridden = flag.field in typed or any(own in env for own in flag.variables())
         if name in env and not is_overridden:
-            problem = _otel_problem(model, flag, name, env) or problem
+            found = _otel_problem(model, flag, name, env)
+            if found:
+                problem = found
     if not problem:
         return env
     log.warning(
@@ -382,7 +387,7 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     if not names:
         return
     known: set[str] = set()
-    # What to set instead of the variable that a flag without a value would have.
+    # A flag that takes no value has no variable. What to set instead, by the name it would have.
     instead: dict[str, str] = {}
     for settings in dict.fromkeys([model, *_commands()]):
         for flag in flags_of(settings):
@@ -479,9 +484,9 @@ def reject_unknown(
     positional = next((flag for flag in flags_of(model) if flag.positional), None)
     words = list(unknown)
     if positional is not None:
-        # The parser takes a subcommand of another server for the first argument.
-        first = getattr(given, positional.field, {})
-        words = [typed.value for typed in first.values()] + words
+        # The parser has taken the first word, which may be a subcommand of another server.
+        taken = getattr(given, positional.field, {})
+        words = [typed.value for typed in taken.values()] + words
     _reject_subcommand(words)
     if not unknown:
         return
@@ -525,7 +530,7 @@ def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
         return words
     for flag in ("request-plane", "event-plane", "discovery-backend", "store-kv"):
         variable_name = dynamo_variables.PREFIX + flag.replace("-", "_").upper()
-        for value in dynamo_variables.VARIABLES[variable_name].same:
+        for value in dynamo_variables.VARIABLES[variable_name].no_op_values:
             words = _without(words, [f"--{flag}={value}"])
             words = _without(words, [f"--{flag}", value])
     return words
@@ -544,15 +549,17 @@ def _without(words: list[str], part: list[str]) -> list[str]:
 def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
     """Return what to type or do instead of an unknown flag.
 
-    Return None if it is not known, neither here nor in other servers.
+    Return None if neither this project nor another server has a similar flag.
     """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
     others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
-    section, dot, _ = name.partition(".")  # of --trtllm.section.key
-    answer = others.get(f"{section}." if dot else name)
+    # All flags such as --trtllm.section.key have one entry, "trtllm.".
+    section, dot, _ = name.partition(".")
+    answer = others.get(section + dot)
     if isinstance(answer, str) and answer:
         return answer
+    # Otherwise the entry is a list of fields. Without an entry, a field may have the name.
     fields = answer or _fields_named(name, (model, *_COMMANDS))
     for field in fields:
         if positional is not None and field == positional.field:
@@ -563,7 +570,7 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     for owner, command in _COMMANDS.items():
         for field in fields:
             if field in owner.model_fields:
-                return _of_another(model, owner, command, field, name)
+                return _use_of_another_command(model, owner, command, field, name)
     return None
 
 
@@ -573,7 +580,7 @@ def _fields_named(flag_name: str, models: Iterable[type[Config]]) -> list[str]:
     return [field] if any(field in model.model_fields for model in models) else []
 
 
-def _of_another(
+def _use_of_another_command(
     model: type[Config], owner: type[Config], command: str, field: str, name: str
 ) -> str:
     flag = _flag(field)

@@ -1,4 +1,4 @@
-"""Run child processes that end with this process: start, keep and stop them in order.
+"""Run child processes that end with this process: start, restart and stop them in order.
 
 The module also creates scratch folders, which are deleted even if this process is killed.
 """
@@ -69,10 +69,15 @@ def spawn(
     return subprocess.Popen(command, env=env, process_group=0, **options)
 
 
-# It retries, because processes that end at the same time may still write into the folder.
-_CLEAR_UP = (
-    'read -r _; for _ in 1 2 3 4 5 6 7 8 9; do rm -rf -- "$0" 2>/dev/null && exit; sleep 0.1; done'
-)
+# A shell runs this with the path of the folder as $0. `read` returns when this process has ended.
+# The removal is repeated, because processes that end at the same time may still write there.
+_REMOVE_AT_END = """
+read -r _
+for _ in 1 2 3 4 5 6 7 8 9; do
+    rm -rf -- "$0" 2>/dev/null && exit
+    sleep 0.1
+done
+"""
 
 
 @contextmanager
@@ -94,14 +99,16 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
             " folder"
         ) from exc
     with temporary as folder:
-        # A process group of its own keeps a Ctrl-C or a kill of this process's group from it.
-        janitor = subprocess.Popen(
-            ["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0
+        # It has its own process group, so that a Ctrl-C or a kill of the group of this process does
+        # not end it.
+        remover = subprocess.Popen(
+            ["sh", "-c", _REMOVE_AT_END, folder], stdin=subprocess.PIPE, process_group=0
         )
         try:
             yield Path(folder)
         finally:
-            janitor.communicate()
+            # This closes its input and waits for its end.
+            remover.communicate()
 
 
 class Child:
@@ -116,8 +123,8 @@ class Child:
     stop_rank = 0  # a supervisor stops children of a lower rank first
     # Exit status 2 means an invalid configuration, so that a restart can't help.
     is_status_2_final = True
-    is_ready = False  # has answered that it is ready; the owner sets this
-    last_line = ""  # of its output, if this process reads it
+    is_ready = False  # the process has answered that it is ready; the owner sets this
+    last_line = ""  # the last line of its output, if the owner reads the output
 
     def __init__(
         self,
@@ -169,7 +176,8 @@ class Child:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
-                self._process.kill()  # it has not created its process group yet
+                # The child has not created its process group yet.
+                self._process.kill()
             self._exit_status.get_loop().call_later(self._kill_timeout_s, self._give_up)
 
     def _give_up(self) -> None:
@@ -198,7 +206,8 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
             future.set_result(status)
 
     def wait() -> None:
-        with suppress(ChildProcessError):  # other code has reaped the process
+        # The error means that other code has reaped the process.
+        with suppress(ChildProcessError):
             # WNOWAIT leaves it a zombie, so that the id of its group is not reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         # The errors mean that the group is empty (PermissionError on macOS).
@@ -208,7 +217,8 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
         try:
             loop.call_soon_threadsafe(set_status, status)
         except RuntimeError:
-            return  # the event loop has ended, so no task waits for the status
+            # The event loop has ended, so no task waits for the status.
+            return
 
     threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
     return future
@@ -228,7 +238,7 @@ BAD_CONFIG = 2  # exit status for an invalid configuration, after which a restar
 _FAILED = 1
 
 C = TypeVar("C", bound=Child)
-Running: TypeAlias = Callable[[], AbstractAsyncContextManager[C]]
+RunContext: TypeAlias = Callable[[], AbstractAsyncContextManager[C]]
 BeforeRestart: TypeAlias = Callable[[C, int], Awaitable[None]]
 
 
@@ -259,8 +269,8 @@ class RestartLimits(Protocol):
 class Restart(NamedTuple):
     """How a program is started again."""
 
-    text: str  # for the log
-    pause_s: float  # before the start
+    text: str  # says in the log why and when
+    pause_s: float  # the pause before the start
 
 
 def decide(
@@ -350,11 +360,9 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, work: Coroutine[Any, Any, None]) -> dict[str, int]:
-        """Run until `stop` is called, or SIGINT or SIGTERM arrives, or a failure.
+        """Run until `stop` is called, a SIGINT or SIGTERM arrives, or a program fails for good.
 
-        Then no child is left.
-
-        A second signal kills the children at once.
+        At the return, all children have ended. A second signal kills them at once.
 
         Args:
             work: calls `keep` for each program. It may return before the end.
@@ -375,7 +383,8 @@ class Supervisor:
                 await self._stopping.wait()
                 # The tasks still run, because children need them while they drain.
                 await self._stop_children()
-                raise _Stopped  # ends the rest of the group
+                # This ends the other tasks of the group.
+                raise _Stopped
         except* (RunFailed, ConfigError) as group:
             failure = _first(group)
             # The caller shows it only after the stop, which may take long.
@@ -390,7 +399,7 @@ class Supervisor:
         return {name: await child.ended() for name, child in self._children.items()}
 
     def keep(
-        self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None = None
+        self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None = None
     ) -> None:
         """Start a program, and restart it whenever it ends. Call this during `run`.
 
@@ -406,7 +415,7 @@ class Supervisor:
         self._group.create_task(supervision, name=f"supervisor of {name}")
 
     async def _keep(
-        self, name: str, running: Running[C], before_restart: BeforeRestart[C] | None
+        self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None
     ) -> None:
         restarts: list[float] = []
         while not self.is_stopping:
@@ -415,21 +424,24 @@ class Supervisor:
                     self._children[name] = child
                     status = await child.ended()
             except (ConfigError, OSError) as exc:
-                if name not in self._children:
-                    raise  # its first start failed
+                is_first_start = name not in self._children
+                if is_first_start:
+                    raise
                 if self.is_stopping:
                     return
                 # A restart failed. The other programs are in use, so they keep running.
-                failed = partial(decide_after, self._limits, f"could not be started: {exc}")
-                await self._pause(self._note_restart(name, restarts, failed))
+                decision = partial(decide_after, self._limits, f"could not be started: {exc}")
+                await self._pause(self._note_restart(name, restarts, decision))
                 continue
             if self.is_stopping:
                 return
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            ended = partial(decide, self._limits, status, is_status_2_final=child.is_status_2_final)
-            pause_s = self._note_restart(name, restarts, ended, child.last_line)
+            decision = partial(
+                decide, self._limits, status, is_status_2_final=child.is_status_2_final
+            )
+            pause_s = self._note_restart(name, restarts, decision, child.last_line)
             if before_restart is not None:
                 await before_restart(child, status)
             await self._pause(pause_s)
@@ -438,23 +450,25 @@ class Supervisor:
         self,
         name: str,
         restarts: list[float],
-        decision: Callable[[Sequence[float], float], tuple[str, float]],
+        decision: Callable[[Sequence[float], float], Restart],
         last_line: str = "",
     ) -> float:
         """Add a restart to those of a program. Return the pause before it, in seconds.
+
+        `decision` gets the times of the earlier restarts, and the current time.
 
         Raises:
             RunFailed: the program must not be restarted.
         """
         now = time.monotonic()
         try:
-            text, pause_s = decision(restarts, now)
+            restart = decision(restarts, now)
         except RunFailed as exc:
             hint = f"; last line: {last_line}" if last_line else ""
             raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None
-        self._say(f"{name} {text}")
+        self._say(f"{name} {restart.text}")
         restarts.append(now)
-        return pause_s
+        return restart.pause_s
 
     async def _pause(self, pause_s: float) -> None:
         """Wait `pause_s` seconds, or until `stop` is called."""
@@ -477,8 +491,9 @@ class Supervisor:
             group = [child for child in self._children.values() if child.stop_rank == rank]
             ends = await asyncio.gather(*(child.stop() for child in group), return_exceptions=True)
             errors += [end for end in ends if isinstance(end, BaseException)]
+        # All children have ended.
         if errors:
-            raise errors[0]  # after the last child has ended
+            raise errors[0]
 
 
 def _first(group: BaseExceptionGroup[RunFailed | ConfigError]) -> RunFailed | ConfigError:
