@@ -57,9 +57,9 @@ _KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
 _KEY_BYTES = 32
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
-# A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit:
-# a busy machine may need longer than for the first start. The limit is at most _MAX_LIMIT_FACTOR
-# times ready_timeout_s.
+# A restart that takes longer than ready_timeout_s is tried again, each time with twice the limit: a
+# busy machine needs longer than at the first start. No limit is more than _MAX_LIMIT_FACTOR times
+# ready_timeout_s.
 _MAX_LIMIT_FACTOR = 8
 
 
@@ -75,7 +75,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     pid: int
     instance_id: str = ""  # of a worker that has been ready, hexadecimal
     uses_tls: bool = False
-    certificate: str = ""  # file with that of the process; "": a CA is trusted
+    certificate: str = ""  # file with the certificate of the process; "": trust those of a CA
 
     @property
     def address(self) -> str:
@@ -95,7 +95,8 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     namespace: str
     etcd: str = ""
     nats: str = ""
-    # If the launcher has started the server; {role} stands for the role of a process.
+    # Files with credentials, for servers that the launcher has started. {role} stands for the role
+    # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
@@ -139,7 +140,7 @@ class ManagedProcess(Child):
         # Workers drain first, while the frontend still streams their output.
         self.stop_rank = 1 if spec.is_frontend else 0
         self._on_line = on_line
-        self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
+        self._pumping = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
     async def _pump(self) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
@@ -160,12 +161,12 @@ class ManagedProcess(Child):
         Several tasks may await it.
         """
         status = await super().ended()
-        await asyncio.wait({self._lines}, timeout=_LAST_LINES_S)
-        if self._lines.done():
-            if not self._lines.cancelled():
-                self._lines.result()
-        else:
-            self._lines.cancel()
+        await asyncio.wait({self._pumping}, timeout=_LAST_LINES_S)
+        if not self._pumping.done():
+            self._pumping.cancel()
+        elif not self._pumping.cancelled():
+            # Raise the error of the task, if there is one.
+            self._pumping.result()
         return status
 
 
@@ -174,10 +175,13 @@ def launch_records() -> list[LaunchRecord]:
     records = []
     folders = Path(tempfile.gettempdir()).glob(f"{_FOLDER}*")
     for folder in sorted(folders, key=lambda path: path.name):
-        with suppress(OSError, msgspec.DecodeError):  # it ends just now, or is no record
-            if folder.lstat().st_uid == os.geteuid():  # `lstat`: a link by another user is ignored
+        # The launcher may end just now, or the folder may contain no record.
+        with suppress(OSError, msgspec.DecodeError):
+            # `lstat` shows the owner of a link, which may be another user.
+            if folder.lstat().st_uid == os.geteuid():
                 record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
-                os.kill(record.pid, 0)  # raises OSError if it does not run
+                # This raises OSError if the launcher does not run.
+                os.kill(record.pid, 0)
                 records.append(record)
     return sorted(records, key=lambda record: record.pid)
 
@@ -217,9 +221,9 @@ class Launcher:
     """Launcher of one deployment. Create and run it once, in the main thread."""
 
     deployment: DeploymentConfig
-    specs: Sequence[ProcessSpec]  # its processes
-    output: ProcessOutput  # of the launcher and its processes
-    environ: Mapping[str, str]  # that the processes inherit
+    specs: Sequence[ProcessSpec]  # the processes of the deployment
+    output: ProcessOutput  # the output of the launcher and the processes
+    environ: Mapping[str, str]  # the environment that the processes inherit
 
     def __post_init__(self) -> None:
         services = self.deployment.services
@@ -228,12 +232,12 @@ class Launcher:
         self._environ = without_other_servers(self.environ, self._own_servers)
         # Names of the processes that have never been ready.
         self._not_ready = {spec.name for spec in self.specs}
-        # How often ready_timeout_s the next run of a process may take until it is ready, by name.
-        # Only restarts that were too slow are in it.
+        # By names of processes whose last restart was too slow: the limit of the next one, as a
+        # multiple of ready_timeout_s.
         self._limit_factors: dict[str, int] = {}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
-        # Names of the processes of which others may have mapped memory of an earlier run.
-        self._mapped: set[str] = set()
+        # Names of processes that were ready. Others may have mapped memory of their last runs.
+        self._mapped_by_others: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(self.deployment.restart, self.output.say)
         self.output.on_failure(self._supervisor.stop)
@@ -327,6 +331,7 @@ class Launcher:
             nonlocal start
             began = time.monotonic()
             server = await start()
+            # The next run has the port and the data of this one.
             start = server.restart
             self.output.report_ready(name, time.monotonic() - began, f"at {server.address}")
             if not address.done():
@@ -369,19 +374,22 @@ class Launcher:
         try:
             written.write_bytes(msgspec.json.encode(self.record))
             written.replace(self._record_path)
-        except OSError as exc:  # of a full disk; the deployment can do without it
+        except OSError as exc:
+            # The disk may be full. The deployment does not need the record.
             self.output.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
     async def _before_restart(
         self, spec: ProcessSpec, process: ManagedProcess, status: int
     ) -> None:
         if process.is_ready:
-            self._mapped.add(spec.name)
+            self._mapped_by_others.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor
         # fails to start with another status, and then the dependents are restarted.
-        if self.deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
+        has_crashed = status != 0
+        restarts_dependents = self.deployment.restart.decode_workers
+        if has_crashed and restarts_dependents and spec.name in self._mapped_by_others:
             await self._restart_dependents(spec)
-            self._mapped.remove(spec.name)
+            self._mapped_by_others.remove(spec.name)
 
     async def _restart_dependents(self, dead: ProcessSpec) -> None:
         """Stop the processes that may hold memory of `dead`, and return when they have exited.
@@ -406,20 +414,24 @@ class Launcher:
             if spec.name != dead.name and spec.role == dead.role and spec.model == dead.model
         ]
         while remaining := [process for process in holding.values() if not process.has_ended]:
-            changed = self._changed  # taken before the check, so that no later change is missed
-            ready = {
+            # The event is taken before the check, so that no later change is missed.
+            changed = self._changed
+            serving = {
                 name
                 for name in self._living_and_ready()
                 if not self._processes[name].is_terminating
             }
-            if ready.isdisjoint(replicas):
+            has_ready_replica = not serving.isdisjoint(replicas)
+            all_dependents_serve = serving.issuperset(dependents)
+            if not has_ready_replica:
                 stopping = remaining
-            elif ready.issuperset(dependents):
+            elif all_dependents_serve:
                 stopping = remaining[:1]
             else:
-                stopping = []  # the dependent that was stopped last is not back yet
+                # The dependent that was stopped last is not ready again yet.
+                stopping = []
             for process in stopping:
-                # Before any await, so that no other caller counts it as ready.
+                # No `await` comes before this, so that no other caller counts the process as ready.
                 process.terminate()
             if stopping:
                 await asyncio.gather(*(process.stop() for process in stopping))
@@ -450,7 +462,8 @@ class Launcher:
             late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
             if spec.name in self._not_ready:
                 raise RunFailed(f"{late}; raise ready_timeout_s") from None
-            # The other processes are in use, so they keep running. The supervisor starts it again.
+            # The other processes are in use, so they keep running. The supervisor starts this one
+            # again.
             factor = min(2 * factor, _MAX_LIMIT_FACTOR)
             self._limit_factors[spec.name] = factor
             self.output.say(

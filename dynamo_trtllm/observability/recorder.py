@@ -43,24 +43,26 @@ _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
 # The other fields of `RecordingHeader`, which each tick writes.
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
-# number of the event, time in ns since boot, request, event, choice, three values, reason, the
-# number again
+# The fields: number of the event, time in ns since boot, request, event, choice, three values,
+# reason, and the number again.
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
 NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # in a file of 4 MiB
 
-# Names of this module: to look up attributes for each event would take longer.
+# These names save the time to look up attributes for each event.
 _SLOT_BYTES = SLOT.size
 _pack_slot = SLOT.pack_into
 _now_ns = time.monotonic_ns
 
-KEPT_FILES: Final = 20  # most files of processes that have ended
-KEPT_SHARE: Final = 1 / 8  # the largest part of the file system that they take
+KEPT_FILES: Final = 20  # limit of the files of processes that have ended
+KEPT_SHARE: Final = 1 / 8  # limit of the part of the file system that these files take
 KEPT_S: Final = 24 * 3600.0
 TICK_S: Final = 1.0
-# most progress events per tick, which bounds how fast they fill the ring
+# Limit of the progress events per tick, so that they do not fill the ring too fast.
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
-HASHED_BLOCKS: Final = 61  # of a prompt: 1 in TOKENIZED, and 3 in each of 20 PROMPT_HASHES
+# A TOKENIZED event has the hash of the first block of a prompt. Each of at most 20 PROMPT_HASHES has
+# three more.
+HASHED_BLOCKS: Final = 61
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
@@ -81,11 +83,11 @@ class RecordedEvent(IntEnum):
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
     # Events of a request in the frontend.
     RECEIVED = 32  # a: hash of the client's X-Request-Id
-    # a: prompt tokens, b: max_tokens, c: hash of the first block, 0: none; once per prompt
+    # a: prompt tokens, b: max_tokens, c: hash of the first block, or 0; once per prompt
     TOKENIZED = 33
-    PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks, 0: none
+    PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks; 0: no block is left
     PLACED = 36  # a: prefill instance or 0, b: decode instance
-    # a: prefill instance or 0, b: decode instance; of a quarantined pair; both 0: there is none
+    # a: prefill instance or 0, b: decode instance; the pair is quarantined; both 0: there is none
     WAITING_FOR_WORKERS = 37
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
@@ -94,8 +96,8 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
-    # a: instance, b: its cost, c: that of the cheapest other one, or NO_COST; reason: router mode;
-    # once for each role
+    # a: instance, b: its cost, c: cost of the cheapest other instance, or NO_COST; reason: router
+    # mode; once for each role
     PLACED_BY_COST = 47
     # Events of a call in a worker.
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
@@ -170,7 +172,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._ring: _Ring | None = None
-        self._path: Path | None = None  # of the newest file of this process
+        self._path: Path | None = None  # path of the newest file of this process
         self._num_users = 0
         # running streams, each with the tokens that were recorded
         self._streams: dict[RecordedStream, int] = {}
@@ -186,7 +188,7 @@ class Recorder:
         the file can't be created, a warning is logged and nothing is recorded.
 
         Args:
-            folder: of the files, on tmpfs; None: record nothing.
+            folder: the folder for the files, on tmpfs; None: record nothing.
             namespace: namespace of the process.
             kind: "frontend", or the role of a worker.
             instance_id: id of a worker; 0 for a frontend.
@@ -324,12 +326,15 @@ RECORDER: Final = Recorder()  # of this process
 
 @functools.lru_cache(maxsize=1024)
 def request_key(request_id: str) -> tuple[int, int]:
-    """Return the number of a request in the file, and the index of the choice; 0, 0: not recorded.
+    """Return the number of a request in the file, and the index of the choice.
+
+    Both are 0 if the request is not recorded.
 
     Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several
     choices.
     """
-    if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
+    if request_id.startswith("probe-"):
+        # Frontends send these calls themselves, and record nothing of them.
         return 0, 0
     head, _, tail = request_id.rpartition("-")
     if len(tail) == 16:
@@ -353,7 +358,8 @@ def block_hashes(token_ids: array[int]) -> list[int]:
     block_bytes = BLOCK_TOKENS * token_ids.itemsize
     last = 0
     hashes = []
-    for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
+    hashed_bytes = min(len(data), HASHED_BLOCKS * block_bytes)
+    for begin in range(0, hashed_bytes, block_bytes):
         block = data[begin : begin + block_bytes]
         last = xxhash.xxh3_64_intdigest(block, last)
         hashes.append(last)
@@ -491,10 +497,10 @@ class RecordingHeader(NamedTuple):
     instance_id: int  # 0: a frontend
     kind: bytes
     namespace: bytes
-    # time of the last tick by the clock of the date; 0: an older release wrote the file
+    # The time of the last tick by the clock of the date; 0: an older release wrote the file.
     alive_epoch_ns: int
-    alive_ns: int  # the same moment by the clock of the events; 0: there was none
-    num_running: int  # streams at that time
+    alive_ns: int  # the same moment by the clock of the events; 0: there was no tick
+    num_running: int  # number of streams at that time
 
     @classmethod
     def read(cls, data: bytes) -> RecordingHeader:
@@ -514,8 +520,9 @@ class RecordingHeader(NamedTuple):
 
     @property
     def alive_at_s(self) -> float:
-        """When the process was last known to run, in seconds since the epoch."""
-        return (self.epoch_ns + max(0, self.alive_ns - self.monotonic_ns)) / 1e9
+        """The time at which the process was last known to run, in seconds since the epoch."""
+        ran_for_ns = max(0, self.alive_ns - self.monotonic_ns)
+        return (self.epoch_ns + ran_for_ns) / 1e9
 
 
 def boot_id() -> bytes:
