@@ -60,8 +60,7 @@ TICK_S: Final = 1.0
 # Limit of the progress events per tick, so that they do not fill the ring too fast.
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
-# A TOKENIZED event has the hash of the first block of a prompt. Each of at most 20 PROMPT_HASHES has
-# three more.
+# Hashes of a prompt: one in its TOKENIZED event, and three in each of at most 20 PROMPT_HASHES.
 HASHED_BLOCKS: Final = 61
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids

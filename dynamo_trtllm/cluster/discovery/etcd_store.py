@@ -31,10 +31,10 @@ from dynamo_trtllm.support.background import BackgroundTasks
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-# Also for long leases: after etcd has lost its data, workers must register again before watchers
-# remove them (10 s).
+# Longest pause between renewals, also of long leases. If etcd has lost its data, workers must
+# register again before watchers remove them (10 s).
 MAX_PAUSE_S = 3.0
-FIRST_DELAY_S = 0.05  # between attempts
+FIRST_DELAY_S = 0.05  # the first delay between attempts
 MAX_DELAY_S = 1.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 
@@ -70,7 +70,8 @@ class Lease(NamedTuple):
     """A lease of etcd."""
 
     id: int
-    # as granted, which may be more than requested; in the result of `leases`, the remaining seconds
+    # The granted time, which may be more than the requested one. `leases` returns the time that is
+    # left.
     ttl_s: int
 
 
@@ -194,7 +195,7 @@ class EtcdStore:
                     reply = await call.read()
                     if reply is grpc.aio.EOF or reply.canceled:
                         break
-                    # etcd has lost data: it does not know the revision of the list.
+                    # etcd has lost data if it does not know the revision that was read before.
                     if reply.header.revision + 1 < from_revision:
                         break
                     yield [_change(event) for event in reply.events]

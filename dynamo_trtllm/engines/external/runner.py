@@ -1,7 +1,7 @@
 """Run the requests of a loaded library.
 
-`ExternalCall` is one request: its call, its deadlines, its KV transfer and its end. `LibraryCalls`
-holds all calls of one engine, and knows whether the library can serve them.
+`ExternalCall` is one request, from its call of the library to its end, with its deadlines and its
+KV transfer. `LibraryCalls` holds all calls of one engine, and knows whether the library serves.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ log = logging.getLogger(__name__)
 _CONTINUES = frozenset({"length", "not_finished"})
 
 _PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
-KV_WAIT_S = 30.0  # for the KV of a cancelled decode call, if the library can't abort a fetch
-ANSWER_S = 10.0  # for the last result after an abort
-MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the engine has failed
+# Longest wait for the KV of a cancelled decode call, if the library can't abort a fetch.
+KV_WAIT_S = 30.0
+ANSWER_S = 10.0  # longest wait for the last result after an abort
+# If so many requests fail without a result between them, the engine has failed.
+MAX_FAILED_REQUESTS = 5
 
 
 class CallTokens(NamedTuple):
-    """The prompt tokens of a call that are still to compute, and its tokens in the batch."""
+    """The load that a call is for its engine, in tokens."""
 
-    to_compute: int = 0
-    in_batch: int = 0
+    to_compute: int = 0  # tokens of the prompt that are not computed yet
+    in_batch: int = 0  # tokens of the prompt and the output of a running call
 
 
 class LibraryCalls:
@@ -82,8 +84,8 @@ class LibraryCalls:
         self.library_name = library_name
         self.kv_fetch_timeout_s = kv_fetch_timeout_s
         self.is_open = False
-        self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        # Aborted calls are in it until the library has ended them.
+        self.tasks: set[asyncio.Task[None]] = set()  # the tasks of the calls
+        # The calls that the library has not ended yet, also aborted ones.
         self.inflight: set[ExternalCall] = set()
         # Requests of clients that have ended in EngineFailed since the last result.
         self.failed_requests: set[str] = set()
@@ -148,8 +150,9 @@ class LibraryCalls:
             return
         self._unavailable = EngineFailed(why)
         if self.is_open:
-            self.transfers.close()  # their KV ended with the library
-        # The tasks of the calls that fail, without those of calls that begin while these fail.
+            # The KV of the transfers has ended with the library.
+            self.transfers.close()
+        # The list is made first, because new calls may begin while these calls fail.
         tasks = [task for task in self.tasks if task is not asyncio.current_task()]
         for call in list(self.inflight):
             error = EngineFailed(why)
@@ -229,15 +232,17 @@ class ExternalCall(Stream):
     | state    | begins with                       | ends with                                  |
     |----------|-----------------------------------|--------------------------------------------|
     | starting | `generate`                        | the first result, an error, a cancel, the  |
-    |          |                                   | deadline (a cancel before the library is   |
-    |          |                                   | called: see `_run`)                        |
+    |          |                                   | deadline                                   |
     | running  | the first result                  | the last result, an error, a cancel, the   |
     |          |                                   | deadline                                   |
     | fetching | the end of the stream, while a    | the first result, an error, or KV_WAIT_S   |
     |          | fetch runs that can't be aborted  |                                            |
-    | aborting | the end of the stream, or of the  | the last result, an error, or ANSWER_S     |
-    |          | state above                       |                                            |
-    | ended    | one of these                      |                                            |
+    | aborting | the end of the stream, or the end | the last result, an error, or ANSWER_S     |
+    |          | of the state "fetching"           |                                            |
+    | ended    | the last result, an error, or     |                                            |
+    |          | ANSWER_S                          |                                            |
+
+    `_run` says what follows a cancel before the library is called.
     """
 
     def __init__(self, calls: LibraryCalls, request: GenerateRequest, on_event: OnEvent) -> None:
@@ -287,20 +292,19 @@ class ExternalCall(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             error = unexpected_error(exc, self._task.get_name())
             if self._call is not None:
-                self._call.abort()  # the library may have got the call
+                # The library may have got the call.
+                self._call.abort()
         try:
             if error is not None:
                 self.on_error(error)
         finally:
-            # Its traceback refers to this frame: a cycle that would keep the request in memory.
+            # The traceback of the error refers to this frame. With a reference to the error,
+            # the frame would be part of a cycle that keeps the request in memory.
             error = None
 
     @property
     def _must_fetch_kv(self) -> bool:
-        """True while a decode call has not fetched its KV, if nothing else frees this KV.
-
-        The KV is at the prefill worker.
-        """
+        """True while only the fetch of this decode call frees its KV at the prefill worker."""
         return self.is_fetching and self._calls.keeps_unfetched_kv
 
     def _request_to_run(self) -> GenerateRequest:
@@ -353,10 +357,11 @@ class ExternalCall(Stream):
             self._note_started()
         event: StreamEvent | None = None
         finish: str | None = None
-        has_ended = self.has_ended
+        # The stream may have ended before this result, or it may end with it.
+        had_ended = self.has_ended
         try:
             finish = result.outputs[0].finish_reason
-            if not has_ended:
+            if not had_ended:
                 event = self._event_of(call, result)
         except DynamoError as exc:
             event = exc
@@ -364,8 +369,9 @@ class ExternalCall(Stream):
             event = unexpected_error(exc, self._task.get_name())
         try:
             if finish is not None:
-                self._end(keeps_kv=isinstance(event, Chunk) and event.kv_params is not None)
-            elif has_ended and not self._is_aborted:
+                offers_kv = isinstance(event, Chunk) and event.kv_params is not None
+                self._end(keeps_kv=offers_kv)
+            elif had_ended and not self._is_aborted:
                 # A fetch that can't be aborted has ended with this result.
                 self._abort(call)
             if event is not None:
@@ -380,11 +386,13 @@ class ExternalCall(Stream):
             if not self.has_ended:
                 calls.failed_requests.add(client_request(self._request))
             if calls.library.health(None) or len(calls.failed_requests) >= MAX_FAILED_REQUESTS:
-                calls.fail(error.message, error.__cause__)  # which ends this call, too
+                # All calls end, and this call with them.
+                calls.fail(error.message, error.__cause__)
             else:
                 log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
                 if self._call is not None:
-                    self._call.abort()  # the call may still run in the library
+                    # The call may still run in the library.
+                    self._call.abort()
         self._end()
         self._pass_on(error)
 
@@ -396,6 +404,7 @@ class ExternalCall(Stream):
         try:
             self.emit(event)
         except Exception as exc:  # noqa: BLE001 - logged; the receiver can't get it
+            # This logs the exception. No event carries it, because the receiver has failed.
             unexpected_error(exc, self._task.get_name())
             self.cancel()
 
@@ -404,7 +413,7 @@ class ExternalCall(Stream):
         self._first_result_at = time.monotonic()
         if self._request.phase is Phase.DECODE and not self.has_ended:
             RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCHED)
-            self._due_at_deadline()
+            self._limit_by_deadline()
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
         chunk, finish = call.read(result)
@@ -433,8 +442,8 @@ class ExternalCall(Stream):
         return replace(chunk, finish_reason=ENDS[finish], stats=self._timings(call, result))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
-        first, engine_state = call.export(result, chunk)
-        kv_params = self._calls.transfers.create(self._request, call, first, engine_state)
+        first_token, engine_state = call.export(result, chunk)
+        kv_params = self._calls.transfers.create(self._request, call, first_token, engine_state)
         timings = replace(
             self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
@@ -474,10 +483,13 @@ class ExternalCall(Stream):
     # --- ends -------------------------------------------------------------------------------------
 
     def _start_timer(self) -> None:
-        """Limit the time until the first result: for a decode call, of queue and fetch together."""
+        """Limit the time until the first result.
+
+        For a decode call, one limit covers the wait in the queue and the fetch of the KV.
+        """
         kv_params = self._request.kv_params
         if self._request.phase is not Phase.DECODE or kv_params is None:
-            self._due_at_deadline()
+            self._limit_by_deadline()
             return
         first = first_deadline(kv_params, self._request.deadline, self._calls.kv_fetch_timeout_s)
         RECORDER.record(
@@ -488,9 +500,9 @@ class ExternalCall(Stream):
         def late() -> None:
             self._pass_on(first.error(first.message + hint))
 
-        self._due_in(first.left_s, late)
+        self._call_in(first.left_s, late)
 
-    def _due_at_deadline(self) -> None:
+    def _limit_by_deadline(self) -> None:
         def late() -> None:
             in_engine_s = time.monotonic() - self.created_at
             self._pass_on(
@@ -499,12 +511,12 @@ class ExternalCall(Stream):
                 )
             )
 
-        self._due_in(self._request.deadline - time.time(), late)
+        self._call_in(self._request.deadline - time.time(), late)
 
-    def _due_in(self, left_s: float, act: Callable[[], None]) -> None:
+    def _call_in(self, left_s: float, act: Callable[[], None]) -> None:
         """Set the timer of the current state.
 
-        One timer covers many results: one per token would cost too much.
+        A state has one timer, because a timer for each token would cost too much.
         """
         self._cancel_timer()
         self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), act)
@@ -531,7 +543,7 @@ class ExternalCall(Stream):
 
         `on_result` aborts then.
         """
-        self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
+        self._call_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
 
     def _give_up_fetch(self, call: LibraryCall) -> None:
         log.warning(
@@ -542,10 +554,11 @@ class ExternalCall(Stream):
         self._abort(call)
 
     def _abort(self, call: LibraryCall) -> None:
-        if self._is_aborted:  # by `stop`
+        # `stop` may have aborted the call before the stream ended.
+        if self._is_aborted:
             return
         self._is_aborted = True
-        self._due_in(ANSWER_S, self._give_up)
+        self._call_in(ANSWER_S, self._give_up)
         call.abort()
 
     def _give_up(self) -> None:
@@ -565,7 +578,7 @@ class ExternalCall(Stream):
         call = self._call
         self._call = None
         # The KV of a failed library has ended with it.
-        is_kv_left = not keeps_kv and not self._calls.has_failed
-        if call is not None and call.exports_kv and is_kv_left:
+        must_free_kv = not keeps_kv and not self._calls.has_failed
+        if call is not None and call.exports_kv and must_free_kv:
             self._calls.transfers.release_kv(call, len(self._request.token_ids))
         self._calls.remove(self)

@@ -23,7 +23,7 @@ from dynamo_trtllm.protocol.phases import CallPhases, QueueWaits
 from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
 
 MAX_SEED = 0xFFFF
-# <|channel|>final<|message|> of the Harmony format; tokens after it are content
+# <|channel|>final<|message|> of the Harmony format. The tokens after it are content.
 _OPENING = (200005, 17196, 200008)
 
 
@@ -97,7 +97,7 @@ class MockScheduler:
     """The batch of one engine. A task runs its steps on the event loop.
 
     Args:
-        args: of the engine.
+        args: the arguments of the engine.
         on_prefilled: called with a prefill call and its first token, when its KV is to be exported.
     """
 
@@ -260,8 +260,9 @@ class MockScheduler:
                     step_s = self._step_seconds()
                 await asyncio.sleep(begun_s + step_s - time.monotonic())
                 now = time.monotonic()
-                # Catch up on at most one missed step.
-                begun_s = max(begun_s + step_s, now - step_s)
+                # The step after a late one is shorter. At most one missed step is caught up on.
+                planned_s = begun_s + step_s
+                begun_s = max(planned_s, now - step_s)
                 self._step(now - last_s)
                 last_s = now
         finally:
@@ -283,7 +284,7 @@ class MockScheduler:
         )
 
     def _admit(self) -> None:
-        lacking = ""
+        lacking = ""  # what the first waiting request lacks
         to_prefill = sum(stream.prefill_left for stream in self._running)
         budget = self._args.prefill_tokens_per_step - to_prefill
         while self._waiting:
@@ -298,8 +299,8 @@ class MockScheduler:
             stream = self._waiting.popleft()
             budget -= stream.prefill_left
             self._begin(stream)
-        self._queue_waits.waiting_for(lacking if self._waiting else "")
-        if self._waiting:
+        self._queue_waits.waiting_for(lacking)
+        if lacking:
             record_wait(self._waiting[0], lacking)
 
     def _begin(self, stream: MockStream) -> None:
@@ -347,7 +348,8 @@ class MockScheduler:
                 prefill_tokens += taken
                 stream.prefill_left -= taken
                 computed_tokens = prompt_tokens - stream.prefill_left
-                # Each of these tokens attends to all before it: on average, half of these.
+                # A token attends to all tokens before it, and on average to half of those of this
+                # step.
                 attention_pairs += taken * (computed_tokens - taken / 2)
             elif stream.wanted > 0:
                 num_decoding += 1

@@ -70,7 +70,7 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
         fields["call_id"] = item.call_id or item.id
     if isinstance(item, _OutputItem):
         fields["output"] = "\n".join(item.output)
-    if fields.get("namespace", "") is None:
+    if "namespace" in fields and fields["namespace"] is None:
         del fields["namespace"]
     return fields
 
@@ -91,7 +91,8 @@ def characters(items: Iterable[Item]) -> int:
     for item in items:
         for field in ("output", "arguments", "input"):
             count += len(item.get(field, ""))
-        count += sum(map(len, item.get("action", {}).get("command", ())))
+        command = item.get("action", {}).get("command", ())
+        count += sum(len(word) for word in command)
         for field in ("content", "summary"):
             count += sum(len(part["text"]) for part in item.get(field, ()))
     return count
@@ -101,14 +102,16 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     """Convert items to messages. Raises InvalidRequest for a function result without a call."""
     all_items = list(items)
     answered = {item["call_id"] for item in all_items if item["type"] in OUTPUTS}
-    called: dict[str, str] = {}  # ids of the calls so far, by their own and their items' ids
+    # The call ids of the calls so far, by call id and by id of the item. A result may name either.
+    called: dict[str, str] = {}
     messages: list[Message] = []
-    turn: list[Item] = []  # of the assistant
+    turn: list[Item] = []  # items of the assistant that become one message
     for item in all_items:
         kind = item["type"]
         is_call = kind in CALLS
         if is_call and item["status"] == "incomplete" and item["call_id"] not in answered:
-            continue  # the call was cut off and never made
+            # The call was cut off, so the client has not made it.
+            continue
         is_assistant = kind not in OUTPUTS and item.get("role", "assistant") == "assistant"
         if turn and not (is_assistant and _can_follow(item, turn[-1])):
             messages += _assistant(turn)
@@ -121,7 +124,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             messages.append(_result(item, called))
         if is_call:
             called[item["call_id"]] = item["call_id"]
-            called[item["id"] or ""] = item["call_id"]
+            item_or_no_id = item["id"] or ""
+            called[item_or_no_id] = item["call_id"]
     return messages + _assistant(turn)
 
 
@@ -192,7 +196,7 @@ class TextDelta(NamedTuple):
     """An event that only adds text to the open item."""
 
     template: Event  # the event without its text
-    prefix: bytes  # the beginning of its bytes
+    prefix: bytes  # the bytes of the event before its text
     text: str = ""
 
 
@@ -253,7 +257,8 @@ class _Item:
         self._call = call
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._delta = _text_delta(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+        empty_delta = self._event(f"{kind.event}.delta", **self._with_logprobs([]))
+        self._delta = _text_delta(empty_delta)
 
     def item(self, status: str) -> Item:
         text = "".join(self._texts)
@@ -272,7 +277,7 @@ class _Item:
             yield self._event("content_part.added", part=self._part(""))
 
     def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
-        """Add a text. Return its event, if it has one before the item is complete."""
+        """Add a text. Return the event of the text; None if the item has events only at its end."""
         self._texts.append(text)
         if not logprobs:
             return TextDelta(self._delta.template, self._delta.prefix, text)
@@ -360,6 +365,7 @@ class OutputBuilder:
                     if event is not None:
                         events.append(event)
             elif part.logprobs:
+                # These tokens wait for their text. Those of another item never got one.
                 if self._scored_kind is not kind:
                     self._logprobs.clear()
                 self._logprobs.extend(part.logprobs)
@@ -412,7 +418,7 @@ class OutputBuilder:
     def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[Item]:
         """Return the waiting log-probabilities of an item, and more of them.
 
-        They are those of chat, but with [] for unknown bytes: null is not allowed here.
+        Their form is that of chat, but unknown bytes are []: null is not allowed here.
         """
         waiting = self._logprobs if self._scored_kind is kind else ()
         if not waiting and not more:

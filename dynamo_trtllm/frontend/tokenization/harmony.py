@@ -1,9 +1,9 @@
-"""Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts, which
-fastokens encodes.
+"""Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts.
 
 BPE merges never cross a control token. So texts that are encoded separately give the same ids as a
-whole message that openai-harmony renders. Its encoder does not get text of clients: it is three
-times slower, holds the GIL, and its cost is quadratic in the length of a word.
+whole message that openai-harmony renders. fastokens encodes the text of clients. The encoder of
+openai-harmony is three times slower, holds the GIL, and its cost is quadratic in the length of a
+word.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HarmonyRenderer:
     today: Callable[[], date] = date.today
 
     def __post_init__(self) -> None:
-        self._is_call_split = self.tool_call_parser != "none"
+        self._parses_calls = self.tool_call_parser != "none"
         self._tokenizer = o200k_tokenizer.load_tokenizer()
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
@@ -95,8 +95,8 @@ class HarmonyRenderer:
             ids = self._system_ids(conversation)
             for message in conversation_messages(conversation):
                 self._append(ids, message)
-        # ValueError: a schema too deep for its JSON
         except (oh.HarmonyError, ValueError, RecursionError) as exc:
+            # A ValueError means that a schema is nested too deeply.
             raise InvalidRequest(
                 f"the conversation can't be rendered: {exc}", field="messages"
             ) from exc
@@ -129,14 +129,14 @@ class HarmonyRenderer:
             self._channel_texts,
             forced_ids=forced_ids,
             is_reasoning_split=self.reasoning_parser != "none",
-            is_call_split=self._is_call_split,
+            is_call_split=self._parses_calls,
         )
 
     def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
         return frozenset(tool.name for tool in tools if harmony_builtins.is_builtin(tool))
 
     def call_header(self, tool: Tool | None) -> TokenIds | None:
-        if not self._is_call_split:
+        if not self._parses_calls:
             return None
         if tool is None:
             return self._control_text("<|channel|>commentary to=functions.")
@@ -176,9 +176,13 @@ class HarmonyRenderer:
         )
         if not description or PYTHON not in builtins:
             return ids
+        # The text of the message is between its header and its last token.
         begin = ids.index(harmony_parser.MESSAGE) + 1
-        text = self.decode(ids[begin:-1]).replace(harmony_builtins.PYTHON_DESCRIPTION, description)
-        return ids[:begin] + self._token_cache.get(text) + ids[-1:]
+        header = ids[:begin]
+        text = self.decode(ids[begin:-1])
+        end = ids[-1:]
+        described = text.replace(harmony_builtins.PYTHON_DESCRIPTION, description)
+        return header + self._token_cache.get(described) + end
 
     def _make_system(
         self, effort: str, today: date, builtins: frozenset[str], has_functions: bool
@@ -188,16 +192,20 @@ class HarmonyRenderer:
         return ids
 
     def _append(self, ids: TokenIds, message: HarmonyMessage) -> None:
-        role, text, *header, tools = message
-        ids.extend(self._header(role, *header))
-        if role == oh.Role.DEVELOPER:
-            text = self._developer_texts.text(text, tools)
-        ids.extend(self._token_cache.get(text))
-        ids.append(
-            harmony_parser.CALL
-            if role == oh.Role.ASSISTANT and message.recipient
-            else harmony_parser.END
+        header = self._header(
+            message.role,
+            message.author,
+            message.recipient,
+            message.channel,
+            message.content_type,
         )
+        ids.extend(header)
+        text = message.text
+        if message.role == oh.Role.DEVELOPER:
+            text = self._developer_texts.text(text, message.tools)
+        ids.extend(self._token_cache.get(text))
+        is_call = message.role == oh.Role.ASSISTANT and message.recipient is not None
+        ids.append(harmony_parser.CALL if is_call else harmony_parser.END)
 
     def _make_header(
         self,
@@ -209,15 +217,17 @@ class HarmonyRenderer:
     ) -> TokenIds:
         """Return what precedes the text of a message, in the order of OpenAI's guide to Harmony.
 
-        A call has its recipient after the channel, as gpt-oss writes it: so the next prompt repeats
-        the tokens of the call. All other messages have it before. openai-harmony and its fork
-        oss-harmony differ here, from the guide and from each other, so neither may decide.
+        A call has its recipient after the channel. gpt-oss writes calls so, and the next prompt
+        repeats the tokens of the call. Other messages have the recipient before the channel.
+        openai-harmony and its fork oss-harmony differ here from the guide and from each other, so
+        neither may decide.
         """
         sender = role.value
         if author is not None:
             sender = author if role == oh.Role.TOOL else f"{sender}:{author}"
         address = "" if recipient is None else f" to={recipient}"
-        if role != oh.Role.ASSISTANT or channel is None:
+        is_after_channel = role == oh.Role.ASSISTANT and channel is not None
+        if not is_after_channel:
             sender = sender + address
             address = ""
         ids = token_ids([harmony_parser.START, *self.encode(sender)])
@@ -247,16 +257,16 @@ class HarmonyRenderer:
 class HarmonyMessage(NamedTuple):
     """A message after the system message.
 
-    To create an `oh.Message` instead takes a third of the time of a prompt.
+    An `oh.Message` would take a third of the time of a prompt to create.
     """
 
     role: oh.Role
-    text: str  # of a developer message: its instructions
+    text: str  # a developer message has its instructions here
     author: str | None = None
     recipient: str | None = None
     channel: str | None = None
     content_type: str | None = None
-    tools: tuple[Tool, ...] = ()  # of a developer message
+    tools: tuple[Tool, ...] = ()  # only a developer message has tools
 
 
 def system_message(effort: str, today: date, builtins: frozenset[str] = frozenset()) -> oh.Message:
@@ -295,7 +305,10 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
     functions = tuple(tool for tool in conversation.tools if not harmony_builtins.is_builtin(tool))
     if instructions or functions:
         yield _developer(instructions, functions)
-    last_answer = max((i for i, m in enumerate(conversation.messages) if _is_answer(m)), default=-1)
+    last_answer = -1
+    for index, message in enumerate(conversation.messages):
+        if _is_answer(message):
+            last_answer = index
     addresses: dict[str, _Address] = {}
     function_names = frozenset(tool.name for tool in functions)
     for index, message in enumerate(conversation.messages[len(leading) :], start=len(leading)):
@@ -305,11 +318,12 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
 def _is_answer(message: Message) -> bool:
     """Return whether a message ends the model's turn.
 
-    One with only reasoning or a preamble was cut off.
+    A message that has only reasoning or a preamble was cut off.
     """
     if message.role != "assistant" or message.tool_calls:
         return False
-    return bool(message.content or not (message.reasoning or message.preamble))
+    was_cut_off = not message.content and bool(message.reasoning or message.preamble)
+    return not was_cut_off
 
 
 def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessage:
