@@ -1,5 +1,4 @@
-"""Read a model's shape, token ids and defaults from the JSON files of its folder, and compute its
-weight sizes.
+"""Read the shape, token ids and defaults of a model from its JSON files. Compute its weight sizes.
 
 Neither the weights nor an inference library are loaded.
 """
@@ -45,9 +44,9 @@ class Checkpoint:
     context_length: int  # tokens; 0 if the files do not set it
     sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
-    # some layers keep a state of constant size instead of KV (hybrid models)
+    # Some layers keep a state of constant size instead of KV (hybrid models).
     has_recurrent_layers: bool = False
-    # values of one token in a layer with latent attention (MLA); 0: KV has heads
+    # Size of the KV of one token in a layer with latent attention (MLA). 0: each head has KV.
     latent_kv_dim: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -58,7 +57,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    # total of all tensors, from the safetensors index or the file sizes; None without weights
+    # Size of all tensors, from the safetensors index or the file sizes; None without weights.
     index_bytes: int | None = None
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, by name
 
@@ -154,14 +153,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     _require_folder(folder)
     path = folder / CONFIG
     top = _read_json(path)
-    text = top.get("text_config") if isinstance(top.get("text_config"), dict) else None
-    values = {**top, **text} if text else top
+    values = dict(top)
+    # Multimodal models describe their language model in an object of its own.
+    text_config = top.get("text_config")
+    if isinstance(text_config, dict):
+        values |= text_config
     config = _Fields(path, values)
     model_type = config.text("model_type")
     heads = config.count("num_attention_heads")
-    windows = _sliding_layers(config)
+    num_sliding_layers = _num_sliding_layers(config)
+    num_experts = config.first_count("num_local_experts", "num_experts", "n_routed_experts")
+    experts_per_token = config.first_count("num_experts_per_tok", "experts_per_token")
     return Checkpoint(
         folder=folder,
+        # That of the whole model, which may differ from that of its language model.
         model_type=str(top.get("model_type", model_type)),
         num_layers=config.count("num_hidden_layers"),
         num_attention_heads=heads,
@@ -171,14 +176,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         intermediate_size=config.count("moe_intermediate_size", config.count("intermediate_size")),
         vocab_size=config.count("vocab_size"),
         context_length=config.count("max_position_embeddings", 0),
-        sliding_window=config.count("sliding_window") if windows else None,
-        num_sliding_layers=windows,
+        sliding_window=config.count("sliding_window") if num_sliding_layers else None,
+        num_sliding_layers=num_sliding_layers,
         has_recurrent_layers=_has_recurrent_layers(config),
         latent_kv_dim=_latent_kv_dim(config),
-        num_experts=config.count(
-            "num_local_experts", config.count("num_experts", config.count("n_routed_experts", 0))
-        ),
-        experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
         quantization=_quantization(config),
         kv_quantization=_kv_quantization(folder),
         dtype=_dtype(config),
@@ -238,6 +241,15 @@ class _Fields:
             raise self.wrong(name, "a whole number from 1 on")
         return value
 
+    def first_count(self, *names: str) -> int:
+        """Return the first of these fields that is set; 0 if none is.
+
+        Releases of transformers and model families name the same field differently.
+        """
+        # All are checked, so an invalid one is reported even if another one is used.
+        counts = [self.count(name, 0) for name in names]
+        return next((count for count in counts if count), 0)
+
     def wrong(self, name: str, expected: str) -> ConfigError:
         found = repr(self._values[name]) if name in self._values else "missing"
         return ConfigError(
@@ -259,10 +271,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _sliding_layers(config: _Fields) -> int:
-    """Count sliding-window layers.
+def _num_sliding_layers(config: _Fields) -> int:
+    """Return the number of sliding-window layers.
 
-    Without `layer_types` all layers have full attention, as in the torch engine.
+    Without `layer_types`, all layers have full attention, as in the torch engine.
     """
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
@@ -271,26 +283,25 @@ def _sliding_layers(config: _Fields) -> int:
 
 
 def _latent_kv_dim(config: _Fields) -> int:
-    """Return the size of latent KV, of DeepSeek and its kin: one vector and its rotary part instead
-    of heads.
+    """Return the size of latent KV, as of DeepSeek models; 0 if the model has none.
+
+    Its layers store one vector and a rotary part for all heads.
     """
     if not isinstance(config.get("kv_lora_rank"), int):
         return 0
     return config.count("kv_lora_rank") + config.count("qk_rope_head_dim", 0)
 
 
-# Values of `layer_types`, as of Qwen3-Next and of Granite 4.
+# Values of `layer_types`, as in Qwen3-Next and in Granite 4.
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba"})
 
 
 def _has_recurrent_layers(config: _Fields) -> bool:
-    """Return whether the model is a hybrid of attention and recurrent layers.
-
-    Nemotron-H has a pattern of letters.
-    """
+    """Return whether the model is a hybrid of attention and recurrent layers."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and any(kind in _RECURRENT_LAYERS for kind in kinds):
         return True
+    # Nemotron-H describes its layers by a pattern of letters, in which M stands for Mamba.
     pattern = config.get("hybrid_override_pattern")
     return isinstance(pattern, str) and "M" in pattern
 
@@ -306,9 +317,7 @@ def _quantization(config: _Fields) -> str | None:
 
 
 def _kv_quantization(folder: Path) -> str | None:
-    """Return the type of KV blocks that ModelOpt's file sets; None without the file, or if it sets
-    none.
-    """
+    """Return the type of KV blocks that the file of ModelOpt sets; None if it sets none."""
     path = folder / KV_CONFIG
     if not path.is_file():
         return None
@@ -319,21 +328,20 @@ def _kv_quantization(folder: Path) -> str | None:
 
 def _dtype(config: _Fields) -> str:
     """Return the type of the weights that are not quantized; bfloat16 if the file has no type."""
-    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    # Older releases of transformers write `torch_dtype`.
+    name = "dtype" if config.get("dtype") else "torch_dtype"
+    found = str(config.get(name) or "bfloat16").removeprefix("torch.")
     if found not in _DTYPES:
-        raise config.wrong(
-            "dtype" if config.get("dtype") else "torch_dtype", f"one of {', '.join(_DTYPES)}"
-        )
+        raise config.wrong(name, f"one of {', '.join(_DTYPES)}")
     return found
 
 
 def read_eos_token_ids(
     folder: Path, config: Mapping[str, Any], *, vocab_size: int | None = None
 ) -> tuple[int, ...]:
-    """Return the stop tokens of generation_config.json, which lists all of them, else those of
-    config.json.
+    """Return the stop tokens of a model.
+
+    They are those of generation_config.json, which lists all of them, else those of config.json.
 
     Args:
         folder: model folder.
@@ -355,11 +363,15 @@ def read_eos_token_ids(
     if found is None:
         return ()
     ids = found if isinstance(found, list) else [found]
-    if vocab_size is not None:
-        ids = [id_ for id_ in ids if not isinstance(id_, int) or 0 <= id_ < vocab_size]
-    if not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0 for id_ in ids):
-        raise source.wrong("eos_token_id", "a token id or a list of them")
-    return tuple(ids)
+    stop_ids = []
+    for token_id in ids:
+        is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if is_number and vocab_size is not None and not 0 <= token_id < vocab_size:
+            continue
+        if not is_number or token_id < 0:
+            raise source.wrong("eos_token_id", "a token id or a list of them")
+        stop_ids.append(token_id)
+    return tuple(stop_ids)
 
 
 def _index_bytes(folder: Path) -> int | None:
@@ -411,8 +423,11 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
 
     MXFP4 quantizes only the experts; other methods quantize all matrices of the layers.
     """
+    # Bytes of a value that is not quantized, of one in an expert, and of one in another matrix.
     item = _DTYPE_BYTES[model.dtype]
-    packed = _BITS.get(model.quantization or "", 8.0 * item) / 8
+    packed: float = item
+    if model.quantization in _BITS:
+        packed = _BITS[model.quantization] / 8
     dense = item if model.quantization == "mxfp4" else packed
     hidden = model.hidden_size
     inner = model.intermediate_size
@@ -429,9 +444,12 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     biases = (heads + 2 * kv_heads) * model.head_dim + hidden if model.attention_bias else 0
     sinks = heads if is_gpt_oss else 0
     copies = 1 if model.tie_word_embeddings else 2
+    # A layer has two norms, and a router if it has experts. The model has one more norm.
+    router = experts * (hidden + 1)
+    norms_and_routers = layers * (2 * hidden + router) + hidden
     return WeightBytes(
         experts=layers * round(mlp * packed + expert_biases * item),
         attention=layers * round(attention * dense + (biases + sinks) * item),
         vocabulary=copies * model.vocab_size * hidden * item,
-        rest=(layers * (2 * hidden + experts * (hidden + 1)) + hidden) * item,
+        rest=norms_and_routers * item,
     )
