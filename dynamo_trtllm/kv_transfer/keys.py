@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.file_watch import version_of
 from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 log = logging.getLogger(__name__)
@@ -37,16 +37,6 @@ class TransferKey(NamedTuple):
 
     key_id: str
     secret: bytes
-
-
-class _FileState(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-    changed_ns: int  # also after a change of its owner or permissions
 
 
 class TransferKeys:
@@ -74,7 +64,7 @@ class TransferKeys:
         self._on_failed_reload = on_failed_reload
         self._clock = clock
         self._looked_at = clock()
-        self._state: _FileState | None = _state_of(path)
+        self._version = version_of(path)
         self._keep(read_keys(path))
 
     def signing(self) -> TransferKey:
@@ -120,10 +110,10 @@ class TransferKeys:
         if now - self._looked_at < most_often_s:
             return
         self._looked_at = now
-        state = _state_of(self._path)
-        if state == self._state:
+        version = version_of(self._path)
+        if version == self._version:
             return
-        self._state = state
+        self._version = version
         try:
             self._keep(read_keys(self._path))
         except ConfigError as exc:
@@ -185,14 +175,3 @@ def _key_of(text: str) -> TransferKey:
 def _reader_proof(key: TransferKey, transfer_id: str, token: bytes) -> bytes:
     # The token has a fixed length, so no two inputs have the same text.
     return hmac.digest(key.secret, _READER_PURPOSE + token + transfer_id.encode(), "sha256")
-
-
-def _state_of(path: Path) -> _FileState | None:
-    """Return the state of a file; None: it can't be read."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return _FileState(
-        found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    )

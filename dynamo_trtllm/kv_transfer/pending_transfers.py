@@ -244,7 +244,7 @@ class KvTransfers(PendingTransfers):
         try:
             offer = await self.backend.publish(kv_params.transfer_id, regions, ready=ready)
         except BaseException:
-            # Also if this call was cancelled: the backend may have published the memory.
+            # The backend may have published the memory, also if this call was cancelled.
             self.release(kv_params.transfer_id, ReleaseOutcome.ABORTED)
             raise
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)

@@ -212,7 +212,8 @@ class EmbeddedDeployment:
         atexit.register(self._cancel)
         try:
             self._started.result()
-        except BaseException:  # also KeyboardInterrupt
+        except BaseException:
+            # A KeyboardInterrupt ends the wait, too. Then the caller gets no deployment to stop.
             self._cancel()
             raise
         return self

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class FileVersion(NamedTuple):
-    """What differs between two versions of a file."""
+    """The values of which one changes when a file is written or replaced."""
 
     device: int
     inode: int
     modified_ns: int
-    changed_ns: int  # also after a change of its owner or permissions
+    changed_ns: int  # changes with the owner and the permissions, too
     size: int
 
 
@@ -59,7 +59,7 @@ class FileWatch(Generic[T]):
         self._read = read
         self._use = use
         self._count = count
-        self._problem = ""  # of the files; "": their content is in use
+        self._problem = ""  # what is wrong with the files; "": their content is in use
         self._seen = self._versions()
         use(read())
 
@@ -92,15 +92,15 @@ class FileWatch(Generic[T]):
         """Return whether the files have changed, or were wrong when they were read last."""
         versions = self._versions()
         has_changed = versions != self._seen or bool(self._problem)
-        # They are read after this. A change in between is found by the next call.
+        # The files are read after this. The next call finds a change in between.
         self._seen = versions
         return has_changed
 
     def _versions(self) -> list[FileVersion | None]:
-        return [_version_of(path) for path in self._paths]
+        return [version_of(path) for path in self._paths]
 
 
-def _version_of(path: Path) -> FileVersion | None:
+def version_of(path: Path) -> FileVersion | None:
     """Return the version of a file; None if it can't be found, which reading it reports."""
     try:
         status = os.stat(path)

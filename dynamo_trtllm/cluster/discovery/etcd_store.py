@@ -76,12 +76,9 @@ class Lease(NamedTuple):
 
 
 class EtcdStore:
-    """Client of one etcd cluster. After a failed call, the next call uses the next endpoint.
+    """The records and leases of one etcd cluster.
 
-    Create it on a running event loop.
-
-    Raises:
-        ConfigError: endpoints and certificate files don't fit together, or a file can't be read.
+    Create it as an `EtcdConnection`, which raises the same errors.
     """
 
     def __init__(self, config: ConnectionConfig) -> None:

@@ -189,7 +189,7 @@ async def connect_client(client: NatsClient, url: str, timeout_s: float, **callb
             raise TimeoutError
         connecting.result()
     except BaseException:
-        # A second cancel does not interrupt this.
+        # After a cancel, too, no connection may stay open. A second cancel does not interrupt this.
         await asyncio.shield(_abort_connecting(client, connecting))
         raise
 

@@ -240,6 +240,7 @@ class PlaneServer:
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:
+            # A bug of the worker. It is logged, and the caller gets InternalError.
             log.exception("control verb failed")
             error = errors.InternalError("the control verb failed in the worker; see its log")
             answer = Ack(ErrorPayload.of(error))
@@ -303,6 +304,7 @@ class PlaneServer:
         try:
             stream.handle = self.service.generate(request, partial(self._on_event, stream))
         except Exception:
+            # A bug of the worker. It is logged, and the caller gets InternalError.
             log.exception("request %s failed", request.request_id)
             error = errors.InternalError("the request failed in the worker; see its log")
             self._send_error(stream, error)
@@ -455,7 +457,8 @@ class PlaneServer:
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
                 return self.load()
-            except Exception:  # the frames go without it
+            except Exception:
+                # A bug of the worker. It is logged, and the frames are sent without the load.
                 log.exception("the load of this worker can't be read")
         return None
 

@@ -251,7 +251,8 @@ class TorchEngine(
             self._start(seq)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(seq.emit, exc)
-        except BaseException:  # a bug
+        except BaseException:
+            # A bug: the caller gets the exception, and no sequence may stay behind.
             seq.cancel()
             raise
         return seq
@@ -384,8 +385,8 @@ class TorchEngine(
         for index, event in enumerate(delivery):
             try:
                 event()
-            # a bug of one receiver: the events of the others are delivered all the same
             except BaseException:
+                # A bug of one receiver. The events of the other receivers are still delivered.
                 asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
                 raise
         if not self._sequences:

@@ -195,7 +195,7 @@ class TrtllmLibrary:
         try:
             with self.calls.note("_check_health"):
                 return self.bindings.healthy(self.llm)
-        except Exception:  # noqa: BLE001 - of any class: it can't be asked, so it is not healthy
+        except Exception:  # noqa: BLE001 - a library that raises any error here is not healthy
             return False
 
     def submit_error(self, exc: Exception) -> DynamoError:

@@ -326,7 +326,8 @@ class KvEventSubscriber:
                     post(list(converter.read(int.from_bytes(number, "big"), payload)))
         except self._zmq.ContextTerminated:
             return
-        except Exception:  # of a form or size that no supported release sends
+        except Exception:
+            # A message has a form or size that no supported release sends.
             log.exception("no more KV events from vLLM, because one can't be read")
             post([BlocksCleared()])
 

@@ -204,6 +204,7 @@ async def _connected(
         try:
             yield client, client.jetstream(timeout=_TIMEOUT_S)
         except BaseException:
+            # After an error or a cancel, the connection is closed without waiting for the server.
             abort_client(client)
             raise
         if not stays_open:

@@ -225,6 +225,7 @@ class Fetch:
         try:
             self._require_alive(agent.transfer(handle))
         except BaseException:
+            # No caller has the handle yet, so no caller would release it.
             agent.release_xfer_handle(handle)
             raise
         return _XferHandle(agent, handle)
