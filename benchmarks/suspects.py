@@ -232,10 +232,12 @@ def measure(at: str, num_workers: int, *, overlap: bool) -> str:
         deadly = [_deadly(at, model.random) for _ in range(NUM_DEADLY)]
         model.run(deadly, overlap=overlap)
         ended += [sent.num_ended for sent in deadly]
-        innocent += sum(sent.is_given_up for sent in set(model.all) - set(deadly))
-    sent = "overlapping" if overlap else "one by one"
+        for sent in model.all:
+            if sent.is_given_up and sent not in deadly:
+                innocent += 1
+    order = "overlapping" if overlap else "one by one"
     return (
-        f"at {at:6}  sent {sent:11}  workers {num_workers}  ended {max(ended)}"
+        f"at {at:6}  sent {order:11}  workers {num_workers}  ended {max(ended)}"
         f" (mean {statistics.mean(ended):.1f})  innocent {innocent / len(ended):.1f}"
     )
 

@@ -25,6 +25,16 @@ from tests.fuzz import corpus_file
 from tests.fuzz.registry import MODULES, load
 
 _ROOT: Final = Path(__file__).parents[2]
+_TABLE_ROW: Final = "{:18} {:>7} {:>10} {:>7} {:>12} {:>12}  {}"
+_TABLE_HEAD: Final = _TABLE_ROW.format(
+    "target",
+    "seconds",
+    "executions",
+    "per s",
+    "lines",
+    "branches",
+    "coverage grew in the last tenth",
+)
 _FINDINGS: Final = _ROOT / "build" / "fuzz"
 _PROGRESS: Final = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+)")
 # The limit of seconds is for a hang, and far above what an input takes on a busy machine.
@@ -63,10 +73,7 @@ def main() -> int:
             "scripts/fuzz: atheris is not installed; it has builds for x86-64 only", file=sys.stderr
         )
         return 2
-    print(
-        f"{'target':18} {'seconds':>7} {'executions':>10} {'per s':>7} {'lines':>12}"
-        f" {'branches':>12}  coverage grew in the last tenth"
-    )
+    print(_TABLE_HEAD)
     found = [name for name in names if _fuzz(name, given)]
     if found:
         print(f"findings: {', '.join(found)}")
@@ -183,15 +190,21 @@ def _measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _row(name: str, search: _Search, measured: dict[str, Any]) -> str:
-    lines = branches = "-"
+    lines = "-"
+    branches = "-"
     if measured:
         lines = f"{measured['covered_lines']}/{measured['num_statements']}"
         branches = f"{measured['covered_branches']}/{measured['num_branches']}"
     rate = search.executions / max(search.seconds, 0.001)
     grew = "yes" if search.grew_at_end else "no"
-    return (
-        f"{name:18} {search.seconds:7.0f} {search.executions:10} {rate:7.0f} {lines:>12}"
-        f" {branches:>12}  {grew}"
+    return _TABLE_ROW.format(
+        name,
+        f"{search.seconds:.0f}",
+        search.executions,
+        f"{rate:.0f}",
+        lines,
+        branches,
+        grew,
     )
 
 

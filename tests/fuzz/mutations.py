@@ -15,10 +15,11 @@ import msgspec
 
 from tests.fuzz.target import Form
 
-_NUMBERS: Final = (
-    *(0, 1, -1, 2, 20, 64, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63)),
-    *(0.0, -0.0, 0.5, 1.5, 1e-9, 1e300),
-)
+_SMALL_INTEGERS: Final = (0, 1, -1, 2, 20, 64, 255)
+# Limits of integer types, and of the integers that a float can express.
+_LARGE_INTEGERS: Final = (2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63))
+_FLOATS: Final = (0.0, -0.0, 0.5, 1.5, 1e-9, 1e300)
+_NUMBERS: Final = _SMALL_INTEGERS + _LARGE_INTEGERS + _FLOATS
 _TEXTS: Final = ("", "a", " ", "\n", "\0", "é", "\U0001f9d1", "\u2028", "a" * 300, "../x", "0", "$")
 _VALUES: Final = (None, True, False, [], {}, [[]], {"": {}})
 _ALPHABET: Final = string.ascii_letters + string.digits + "_-.{}[]:,\"'\\<>|/ "
@@ -120,7 +121,9 @@ def _changed(value: Any, words: Sequence[Any], draw: random.Random, root: Any) -
         return _changed_text(value, words, draw)
     if isinstance(value, bool) or value is None:
         return _other(words, draw, root)
-    return value + draw.choice((-1, 1, -0.5, 7)) if draw.random() < 0.5 else draw.choice(_NUMBERS)
+    if draw.random() < 0.5:
+        return value + draw.choice((-1, 1, -0.5, 7))
+    return draw.choice(_NUMBERS)
 
 
 def _other(words: Sequence[Any], draw: random.Random, root: Any) -> Any:
@@ -132,11 +135,9 @@ def _other(words: Sequence[Any], draw: random.Random, root: Any) -> Any:
         return draw.choice(words)
     if kind == 2:
         return _copied(draw.choice(_places(root)).value)
-    return (
-        draw.choice((*_VALUES, *_TEXTS))
-        if draw.random() < 0.9
-        else "".join(draw.choices(_ALPHABET, k=8))
-    )
+    if draw.random() < 0.9:
+        return draw.choice((*_VALUES, *_TEXTS))
+    return "".join(draw.choices(_ALPHABET, k=8))
 
 
 def _copied(value: Any) -> Any:

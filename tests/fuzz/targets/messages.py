@@ -124,8 +124,17 @@ def _batches() -> Iterator[bytes]:
     kv = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
     several = Chunk(token_ids=token_ids([1, 2]), logprobs=(scored, scored))
     failure = ErrorPayload.of(StreamIncomplete("frames are missing", field="n"))
-    cost = CostModel()
-    load = LoadReport(1, 2, 3, 4, 5, 6, 7, 8, cost)
+    load = LoadReport(
+        instance_id=1,
+        number=2,
+        running=3,
+        waiting=4,
+        queued_prefill_tokens=5,
+        kv_blocks_used=6,
+        kv_blocks_total=7,
+        context_tokens=8,
+        cost=CostModel(),
+    )
     frames = [Frame(1, 0, 7), Frame(1, 1, several), Frame(2, 0, last), Frame(3, 0, kv)]
     yield encode(Batch(frames, StreamReport("s", 1, [(1, 2)]), load))
     yield encode(Batch([Frame(1, 0, None, failure)]))

@@ -49,9 +49,12 @@ def _renderers() -> tuple[HarmonyRenderer, ...]:
 def _harmony_ids(data: bytes) -> TokenIds:
     """Return the token ids of an input."""
     if data.startswith(_IDS):
-        body = data[1:]
-        numbers = [int.from_bytes(body[at : at + 3], "big") for at in range(0, len(body), 3)]
-        return token_ids(number % HARMONY_VOCAB_SIZE for number in numbers)
+        # Each three bytes are a token.
+        ids = token_ids()
+        for begin in range(1, len(data), 3):
+            number = int.from_bytes(data[begin : begin + 3], "big")
+            ids.append(number % HARMONY_VOCAB_SIZE)
+        return ids
     ids = token_ids()
     for part in _SPECIAL.split(data[1:]):
         special = _SPECIALS.get(part)

@@ -82,17 +82,19 @@ async def test_client_of_two_processes_has_one_share() -> None:
 
 
 def test_weights_of_keys_count_between_processes() -> None:
-    other = ModelUsage(NOTHING, {"b": 1.0}, {})
-    assert shares({"a": 3.0}, [other])[0] == WINDOW * 3 // 4
+    other = ModelUsage(taken=NOTHING, waiting={"b": 1.0}, tokens={})
+    until_computed, *_ = shares({"a": 3.0}, [other])
+    assert until_computed == WINDOW * 3 // 4
 
 
 def test_process_takes_what_idle_others_leave() -> None:
-    idle = ModelUsage((WINDOW // 8, 0, WINDOW // 4), {}, {})
+    taken = (WINDOW // 8, 0, WINDOW // 4)
+    idle = ModelUsage(taken=taken, waiting={}, tokens={})
     assert shares({"a": 1.0}, [idle]) == [WINDOW * 7 // 8, WINDOW, WINDOW * 3 // 4]
 
 
 def test_process_has_a_share_when_others_take_all() -> None:
-    full = ModelUsage((WINDOW, WINDOW, WINDOW), {}, {})
+    full = ModelUsage(taken=(WINDOW, WINDOW, WINDOW), waiting={}, tokens={})
     assert shares({}, [full]) == [WINDOW // 2] * 3
     assert shares({}, []) == [WINDOW] * 3
 

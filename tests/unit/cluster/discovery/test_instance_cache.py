@@ -436,7 +436,10 @@ def test_instances_fit_again_when_their_card_is_chosen_again() -> None:
         Added(unfit[0]),
         Added(unfit[1]),
     ]
-    assert cache.put(*entry(TWO))[0] == Rejected(entry(TWO)[0], cache._rejected[entry(ONE)[0]])
+    key_of_one, _ = entry(ONE)
+    key_of_two, _ = entry(TWO)
+    event, *_ = cache.put(*entry(TWO))
+    assert event == Rejected(key_of_two, cache._rejected[key_of_one])
     events = cache.put(*entry(THREE))
     assert [event for event in events if not isinstance(event, Rejected)] == [
         Removed(4),

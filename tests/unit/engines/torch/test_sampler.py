@@ -142,6 +142,8 @@ def test_choose_in_large_batch_equals_each_row_alone() -> None:
     """A CPU draws from so large a vocabulary in several parts."""
     logits = torch.randn(5, 100_000, generator=torch.Generator().manual_seed(0))
     rows = [row(seed=seed, temperature=1.0, top_p=0.9) for seed in range(5)]
-    alone = [sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(5)]
+    alone = []
+    for logits_row, one in zip(logits, rows, strict=True):
+        alone += sample(logits_row[None], [one])
     assert sample(logits, rows) == alone
     assert len({choice.token_id for choice in alone}) == 5
