@@ -6,8 +6,8 @@ import asyncio
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
-from dynamo_trtllm.frontend.requests.frontend_peers import FrontendPeers
 from dynamo_trtllm.frontend.requests.token_counters import Client
+from dynamo_trtllm.frontend.requests.usage_reports import UsageReports
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.protocol.frontend_usage import frontend_usage_subject
 from dynamo_trtllm.support.background import cancel_all
@@ -19,7 +19,7 @@ async def test_tokens_and_shares_reach_other_frontends(bench: PlanePair) -> None
     unreadable: list[None] = []
     frontends = [AdmissionLimits(FrontendConfig(max_inflight=1), ClusterView()) for _ in range(2)]
     running = [
-        asyncio.create_task(FrontendPeers(limits).run(plane, "ns", lambda: unreadable.append(None)))
+        asyncio.create_task(UsageReports(limits).run(plane, "ns", lambda: unreadable.append(None)))
         for limits, plane in zip(frontends, (bench.caller, bench.worker), strict=True)
     ]
     here, there = frontends

@@ -20,7 +20,7 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import FrontendApp, build_app
 from dynamo_trtllm.frontend.http.hooks import Hooks
-from dynamo_trtllm.frontend.requests.frontend_peers import FrontendPeers
+from dynamo_trtllm.frontend.requests.usage_reports import UsageReports
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore
 from dynamo_trtllm.frontend.responses_api.response_store import store_limits
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
@@ -165,8 +165,10 @@ def _background_work(
             timeout_s=config.probe_timeout_s,
         )
         work["pair-probes"] = probes.run()
-    peers = FrontendPeers(app.limits, app.access.usage)
-    work["frontend-usage"] = peers.run(router.plane, config.namespace, metrics.message_unreadable)
+    usage_reports = UsageReports(app.limits, app.access.usage)
+    work["frontend-usage"] = usage_reports.run(
+        router.plane, config.namespace, metrics.message_unreadable
+    )
     if app.traces is not None:
         work["traces"] = app.traces.run()
     if config.api_keys_file is not None:

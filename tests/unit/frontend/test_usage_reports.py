@@ -11,8 +11,8 @@ from dynamo_trtllm.access.key_usage import SLOT_S, UsageTable
 from dynamo_trtllm.access.other_frontends import REPORT_AGE_S
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
-from dynamo_trtllm.frontend.requests.frontend_peers import FrontendPeers, shares
 from dynamo_trtllm.frontend.requests.token_counters import Client
+from dynamo_trtllm.frontend.requests.usage_reports import UsageReports, shares
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.worker_capacity import WINDOW
 from dynamo_trtllm.protocol.errors import RateLimitExceeded
@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, clock: Clock, keys: UsageTable | None = None) -> None:
         self.limits = AdmissionLimits(FrontendConfig(max_inflight=1), ClusterView())
-        self.peers = FrontendPeers(self.limits, keys, clock)
+        self.usage_reports = UsageReports(self.limits, keys, clock)
         self.window = self.limits.start_windows.window(MODEL)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -52,10 +52,10 @@ class Process:
 
 def report_all(*processes: Process) -> None:
     """Let all processes know the reports of all."""
-    reports = [process.peers.report() for process in processes]
+    reports = [process.usage_reports.report() for process in processes]
     for process in processes:
         for report in reports:
-            process.peers.receive(report)
+            process.usage_reports.receive(report)
 
 
 async def test_busy_processes_divide_workers_by_waiting_clients() -> None:
@@ -108,7 +108,7 @@ async def test_silent_process_gives_back_its_share() -> None:
     report_all(one, two)
     assert one.share == 0.5
     clock.now += REPORT_AGE_S
-    one.peers.set_shares()
+    one.usage_reports.set_shares()
     assert one.share == 1.0
     await left(*one.tasks, *two.tasks)
 
@@ -125,10 +125,10 @@ async def test_tokens_of_a_client_count_at_all_processes_once() -> None:
 
 async def test_process_without_usage_reports_nothing() -> None:
     process = Process(Clock())
-    assert not process.peers.report().models
+    assert not process.usage_reports.report().models
     await process.send("a")
-    assert process.peers.report().models
-    assert not process.peers.report().models
+    assert process.usage_reports.report().models
+    assert not process.usage_reports.report().models
 
 
 def limited_key(**limits: int) -> ApiKey:
@@ -190,7 +190,7 @@ async def test_processes_of_one_frontend_count_keys_once() -> None:
 
 async def test_report_of_unknown_model_changes_nothing() -> None:
     process = Process(Clock())
-    process.peers.receive(
+    process.usage_reports.receive(
         FrontendUsage(1, 1, {"other": ModelUsage(NOTHING, {"a": 1.0}, {"a": 9.0})}, {})
     )
     assert process.share == 1.0

@@ -36,7 +36,7 @@ REPORT_S: Final = 1.0  # between two reports of a process
 _ONE_CLIENT: Final = {"": 1.0}  # weights, as if the requests of one more client waited
 
 
-class FrontendPeers:
+class UsageReports:
     """The other frontend processes of a namespace, including those of the same frontend.
 
     Args:
