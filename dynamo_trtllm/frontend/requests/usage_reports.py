@@ -1,8 +1,8 @@
-"""Tell the other frontends of a namespace, once a second, what clients take of the workers here.
+"""Report once a second, to all frontends of a namespace, what clients take of the workers here.
 
-So the shares of clients, the limits of API keys, and the limits on what is at workers hold over all
-processes of all frontends, as of a second ago. While NATS is away, or if a report is lost, each
-process counts for itself.
+With these reports, the shares of clients, the limits of API keys, and the limits on what is at
+workers hold over all processes of all frontends, a second late. While NATS is away, or if a report
+is lost, each process counts for itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.access.other_frontends import REPORT_AGE_S
@@ -33,15 +33,25 @@ from dynamo_trtllm.protocol.messages import decode, encode
 log = logging.getLogger(__name__)
 
 REPORT_S: Final = 1.0  # between two reports of a process
-_ONE_CLIENT: Final = {"": 1.0}  # weights, as if the requests of one more client waited
+# The weights of a process in which no request waits: it counts as if it had one more client.
+_ONE_CLIENT: Final = {"": 1.0}
+
+
+class _Received(NamedTuple):
+    """A report of another process."""
+
+    report: FrontendUsage
+    received_s: float
 
 
 class UsageReports:
-    """The other frontend processes of a namespace, including those of the same frontend.
+    """The reports that the frontend processes of a namespace send each other.
+
+    A frontend may have several processes.
 
     Args:
-        limits: of this process. What clients take is read from them, and the shares of the workers
-            are set there.
+        limits: the limits of this process. They say what clients take, and get its share of the
+            workers.
         keys: usage of the API keys; None: no key has limits.
         clock: returns seconds of a monotonic clock.
     """
@@ -57,8 +67,8 @@ class UsageReports:
         self._clock = clock
         self._id = secrets.randbits(62) + 1
         self._frontend_id = self._id if keys is None else keys.frontend_id
-        # By id of the process: its last report, and when it came.
-        self._peers: dict[int, tuple[FrontendUsage, float]] = {}
+        # The last report of each other process, by id of the process.
+        self._received: dict[int, _Received] = {}
 
     async def run(
         self, plane: RequestPlane, namespace: str, on_unreadable: Callable[[], None]
@@ -67,7 +77,7 @@ class UsageReports:
 
         Args:
             plane: connects the frontends.
-            namespace: of the frontends.
+            namespace: the namespace of the frontends.
             on_unreadable: called for each report that can't be read.
         """
 
@@ -86,7 +96,8 @@ class UsageReports:
             while True:
                 await self._limits.has_requests.wait()
                 has_usage = True
-                while has_usage:  # the last report says that nothing is used
+                # The last report says that nothing is used.
+                while has_usage:
                     self._limits.has_requests.clear()
                     report = self.report()
                     has_usage = bool(report.models or report.keys)
@@ -105,9 +116,9 @@ class UsageReports:
             prefill, start, run = (usage.total for usage in window.usages)
             waiting = self._limits.choices.weights(model)
             usage = ModelUsage(
-                (prefill, start, run),
-                dict(islice(waiting.items(), MAX_REPORTED)),
-                counters.take_unreported(),
+                taken=(prefill, start, run),
+                waiting=dict(islice(waiting.items(), MAX_REPORTED)),
+                tokens=counters.take_unreported(),
             )
             if run or waiting or usage.tokens:
                 models[model] = usage
@@ -118,7 +129,7 @@ class UsageReports:
         """Take the report of a process."""
         if report.process == self._id:
             return
-        self._peers[report.process] = (report, self._clock())
+        self._received[report.process] = _Received(report, self._clock())
         for model in self._limits.start_windows.by_model:
             usage = report.models.get(model)
             if usage is not None:
@@ -131,13 +142,16 @@ class UsageReports:
     def set_shares(self) -> None:
         """Set what this process may take of the workers."""
         now_s = self._clock()
-        for process, (_, reported_s) in list(self._peers.items()):
-            if now_s - reported_s >= REPORT_AGE_S:
-                del self._peers[process]  # it has ended, or nothing comes through
+        for process, received in list(self._received.items()):
+            # The process has ended, or its reports do not arrive.
+            if now_s - received.received_s >= REPORT_AGE_S:
+                del self._received[process]
         for model, window in self._limits.start_windows.by_model.items():
-            others = [
-                report.models[model] for report, _ in self._peers.values() if model in report.models
-            ]
+            others = []
+            for received in self._received.values():
+                usage = received.report.models.get(model)
+                if usage is not None:
+                    others.append(usage)
             window.set_limits(shares(self._limits.choices.weights(model), others))
 
 
@@ -153,10 +167,12 @@ def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[i
     """
     own = waiting or _ONE_CLIENT
     busy = [usage.waiting for usage in others if usage.waiting]
-    num_processes = Counter(name for names in (own, *busy) for name in names)
+    num_processes: Counter[str] = Counter()
+    for names in (own, *busy):
+        num_processes.update(names.keys())
     weight = _weight(own, num_processes)
     total = weight + sum(_weight(names, num_processes) for names in busy)
-    # What is for the processes in which requests wait, if the others take all that they can get.
+    # The part of the processes in which requests wait, if the others take as much as they may.
     least = WINDOW * (1 + len(busy)) // (1 + len(others))
     limits: list[int] = []
     for index in range(len(ChoiceCosts._fields)):
