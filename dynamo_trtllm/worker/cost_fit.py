@@ -60,7 +60,7 @@ _PRIOR_SAMPLES = 2.0  # a prior weighs as much as this number of samples
 class _NumberedRatio(NamedTuple):
     """The ratio of the measured time of a sample to the predicted one."""
 
-    number: int  # of the sample
+    number: int  # number of the sample
     ratio: float
 
 

@@ -106,7 +106,8 @@ class WorkerAdmission:
         """
         if reservation_id not in self._reservations:
             self._check_capacity()
-        if self.max_active is not None:  # without a limit there is nothing to reserve
+        # Without a limit, there is nothing to reserve.
+        if self.max_active is not None:
             self._reservations[reservation_id] = expires_at
 
     def unreserve(self, reservation_id: str) -> None:

@@ -274,7 +274,7 @@ def freeze_objects() -> None:
     log.debug("%d objects are excluded from garbage collection", gc.get_freeze_count())
 
 
-FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
+FILE_CHUNK_BYTES = 512 << 10  # less than the default limit of NATS, 1 MiB
 
 
 def digest(path: Path) -> str:

@@ -11,14 +11,16 @@ class WorkerTiming:
 
     loading_poll_s: float = 0.5  # between looks at the progress of a start
     loading_log_s: float = 30.0  # between log lines within one stage of loading
-    engine_check_s: float = 2.0  # after which a failed engine is detected without a request
+    # Time after which a failed engine is detected without a request.
+    engine_check_s: float = 2.0
     # Longest change of the engine's memory. TensorRT-LLM's ranks may never answer.
     memory_change_s: float = 300.0
 
     # KV above its share for this time shows that decode workers do not fetch it.
     unfetched_kv_s: float = 1.0
 
-    load_age_s: float = 0.01  # for which the engine's load is not read again
+    # Time for which the load of the engine is not read again.
+    load_age_s: float = 0.01
     # Between broadcasts of a changed load. In simulations with 16 frontends, 1 s let them send
     # their requests to the same workers: the time to first token at p99 was up to 1.6 times as
     # long.

@@ -83,7 +83,7 @@ SWITCH_S = 0.0005
 # default of 700 new objects, garbage collections take a seventh of the CPU time in which the torch
 # engine loads.
 _GC_THRESHOLDS = (50_000, 20, 100)
-_MAX_PENDING_TRANSFER_FRACTION = 0.5  # of the KV blocks, see `WorkerAdmission`
+_MAX_PENDING_TRANSFER_FRACTION = 0.5  # part of the KV blocks, see `WorkerAdmission`
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 # The limit of open files. Each KV transfer takes one; everything else takes about 128.
 _MAX_OPEN_FILES = 8192
@@ -225,7 +225,7 @@ class Worker(Lifecycle):
         self._tasks = BackgroundTasks(self._background_failed)
         self._started_worker: StartedWorker | None = None
         self._owns_process = False  # True: nothing but this worker runs in the process
-        self._system_port: int | None = None  # of the health server, once it listens
+        self._system_port: int | None = None  # the port of the health server, once it listens
 
     @property
     def url(self) -> str | None:

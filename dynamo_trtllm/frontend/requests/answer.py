@@ -116,7 +116,7 @@ class Answer:
         self.wants_stats = wants_stats
         self.nvext_fields = nvext_fields
         self.on_complete = on_complete
-        self.choices: Sequence[Choice] = ()  # until `create_choices`
+        self.choices: Sequence[Choice] = ()  # empty until `create_choices`
         self.has_begun = False  # the builder's first events were sent
         self._ignored = ignored
 
@@ -252,7 +252,7 @@ class _RunningAnswer:
         self.owner = owner
         self._by_id = by_id
         self._task = asyncio.current_task()
-        self._is_cancelled = False  # on request of a client
+        self._is_cancelled = False  # a client has cancelled the answer
 
     def __enter__(self) -> None:
         self._by_id[self.answer.id] = self

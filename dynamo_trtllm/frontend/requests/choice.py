@@ -44,10 +44,10 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     as long.
     """
 
-    index: int = 0  # of the choice
+    index: int = 0  # the index of the choice
     tokens: int = 0  # number of generated tokens, including those that are not shown
-    deltas: tuple[Delta, ...] = ()  # in the order of generation
-    token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
+    deltas: tuple[Delta, ...] = ()  # parsed deltas, in the order of generation
+    token_ids: Sequence[int] = ()  # the ids of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
     stop: str | None = None  # the stop string that ended the output, with `finish`
     # Only in the first delta of a choice, if the client asked for them.
@@ -88,7 +88,7 @@ class Choice:
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
-        self._text_channel = Channel.CONTENT  # of the text so far
+        self._text_channel = Channel.CONTENT  # the channel of the text so far
         self._is_plain = choice_request.is_plain
         # A stop string or a second tool call may end the output within a step. To find the token
         # that ended it, all tokens of earlier steps are needed.
@@ -362,7 +362,8 @@ class Choice:
                 if delta.text or delta.logprobs:
                     deltas.append(delta)
             elif delta.call_index > 0 and not self._options.parallel_tool_calls:
-                self.finish = "tool_calls"  # without this call, and all that follows
+                # The output ends before this call.
+                self.finish = "tool_calls"
             else:
                 deltas.append(delta)
             if self.finish is not None:
@@ -399,7 +400,8 @@ class Choice:
 
     def _scored(self, step: StepOutput, logprob: TokenLogprob) -> tuple[Delta, ...]:
         """Return the deltas of one token with its log-probability, if that belongs to text."""
-        if len(step.deltas) == 1:  # most tokens
+        # Most tokens have one delta.
+        if len(step.deltas) == 1:
             only = step.deltas[0]
             if only.channel is not _REASONING and only.channel is not _CALL:
                 self._in_content = True

@@ -51,7 +51,7 @@ class ConcurrencyLimiter:
         self._num_waiting_choices = 0
         # By model; none is empty.
         self._queues: OrderedDict[str, FairQueue] = OrderedDict()
-        self._counters: dict[str, TokenCounters] = {}  # by model
+        self._counters: dict[str, TokenCounters] = {}  # the counters of tokens, by model
         # The next request for some model waits for permits, and no other one overtakes it.
         self._lacks_permits = False
         self._idle_since_s = clock()  # valid while no permit is in use
@@ -203,7 +203,8 @@ class ConcurrencyLimiter:
         self._queues[model].take(first)
         self._forget(first)
         if first.decided.cancelled():
-            return  # it is about to withdraw
+            # The request is about to withdraw.
+            return
         first.counted = self._begin(claim, first.more_tokens)
         first.decided.set_result(None)
 

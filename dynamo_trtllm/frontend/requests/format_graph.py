@@ -17,8 +17,9 @@ def components(graph: Graph) -> Iterator[list[Any]]:
 
     A component comes after those that it refers to.
     """
-    number: dict[Any, int] = {}  # of each node that was reached, in this order
-    lowest: dict[Any, int] = {}  # by node: the smallest number of the pending nodes that it reaches
+    number: dict[Any, int] = {}  # the nodes that were reached, numbered in this order
+    # By node: the smallest number of the pending nodes that it reaches.
+    lowest: dict[Any, int] = {}
     pending: list[Any] = []  # nodes whose component is not complete
     is_pending: set[Any] = set()
     for root in graph:
@@ -79,13 +80,14 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     ordered = list(components(graph))
     for number, component in enumerate(ordered):
         component_of |= dict.fromkeys(component, number)
-    descents: dict[Any, int] = {}  # by node: the most nodes on a descent within its component
+    # By node: the most nodes on a descent within its component.
+    descents: dict[Any, int] = {}
     for node in reversed(list(children)):
         own = component_of[node]
         inner = [descents[child] for child in children[node] if component_of[child] == own]
         descents[node] = 1 + max(inner, default=0)
     beginnings = set(references.values())
-    lengths: list[int] = []  # of the longest path from each component
+    lengths: list[int] = []  # the length of the longest path from each component
     for number, component in enumerate(ordered):
         others: set[int] = set()
         for node in component:

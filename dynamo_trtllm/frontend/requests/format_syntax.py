@@ -21,7 +21,7 @@ _MAX_DIGITS: Final = 9
 class RegexSyntax(NamedTuple):
     """What a regular expression uses of the limits."""
 
-    depth: int  # of nested groups
+    depth: int  # depth of nested groups
     size: int  # number of characters and classes after repetitions are written out
     quantifiers: int
     # Blanks and comments have no meaning, and what is in them is counted all the same.
@@ -43,7 +43,7 @@ class GrammarSyntax:
 
     def __init__(self) -> None:
         self.rules: dict[str, RuleSyntax] = {}
-        self.depth = 0  # of nested groups, braces included
+        self.depth = 0  # depth of nested groups, braces included
         self.regexes: list[str] = []
         self.schemas: list[Any] = []  # JSON Schemas that are part of the grammar
 
@@ -71,7 +71,7 @@ _VERBOSE: Final = re.compile(r"\(\?[A-Za-z-]{0,20}x")  # inline flags with x
 
 def read_regex(text: str) -> RegexSyntax:
     """Return what a regular expression uses of the limits."""
-    sizes = [0]  # of the open groups
+    sizes = [0]  # the sizes of the open groups
     last = 0  # size of the last atom, which a quantifier repeats
     depth = 0
     quantifiers = 0
@@ -167,7 +167,7 @@ class _Atom:
 def read_grammar(text: str, mode: Mode) -> GrammarSyntax:
     """Return what a grammar uses of the limits."""
     grammar = GrammarSyntax()
-    rule = RuleSyntax()  # at first, for the text before the first rule
+    rule = RuleSyntax()  # the first one is for the text before the first rule
     groups = [_Atom()]  # the open groups of the rule; the first one is the rule itself
     last = _Atom()  # what a quantifier would repeat
     braces = 0  # number of open braces, which may contain rules

@@ -12,8 +12,8 @@ from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
 
-MAX_OUTPUT_BYTES: Final = 64 << 20  # of one request
-MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # of all requests
+MAX_OUTPUT_BYTES: Final = 64 << 20  # limit for the output of one request
+MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit for the output of all requests
 # Memory of one token: its text in a list. A delta takes as much in addition.
 TOKEN_BYTES: Final = 64
 # Smaller changes of a request's output are not counted, to save CPU time.

@@ -38,7 +38,8 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds,
 
 B = TypeVar("B", bound=SamplingFields)
 
-MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
+# Limit for all choices together, because each choice sends its own prompt.
+MAX_PROMPT_TOKENS = 2 << 20
 # Of all choices together: with n = 128, a response could be 128 times its request.
 _MAX_ECHO_CHARS = 8 << 20
 # Of all choices together: the response has several numbers and texts per token.

@@ -25,7 +25,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 M = TypeVar("M", bound=RequestModel)
 
 _BODY_WAIT_S = 5.0
-EVICTION_AGE_S = 1.0  # no younger body is evicted
+EVICTION_AGE_S = 1.0  # a body that is younger is not evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
 # Memory is returned to the system after bodies have used this much of it.
 _RETURNED_BYTES = 64 << 20
@@ -49,9 +49,10 @@ _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have
 class BodyBytes:
     """The part of the budget that one request body uses."""
 
-    number: int  # in order of arrival
+    number: int  # bodies are numbered in order of arrival
     client: str  # network address
-    since_s: float  # when it began to arrive, plus the time for which it has waited for its share
+    # When the body began to arrive, plus the time for which it has waited for its share.
+    since_s: float
     in_use: int = 0  # bytes
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
     is_evicted: bool = False
@@ -63,7 +64,8 @@ class _WaitingBody:
 
     body: BodyBytes
     count: int  # bytes that it waits for
-    max_bytes: int  # in use by all bodies when it gets them; the favored one may exceed this
+    # A body gets bytes while all bodies use at most this many. The favored body may exceed it.
+    max_bytes: int
     granted: asyncio.Future[None]
 
     def __lt__(self, other: _WaitingBody) -> bool:
@@ -91,13 +93,14 @@ class BodyBudget:
         """
         self.limit = limit
         self.in_use = 0
-        self._most_in_use = 0  # since memory was returned to the system
+        self._most_in_use = 0  # the most bytes since memory was returned to the system
         self._wait_s = wait_s
         self._clock = clock
         self._numbers = itertools.count()
         self._arriving: dict[BodyBytes, None] = {}
-        self._eviction: asyncio.TimerHandle | None = None  # while bodies wait
-        self._evicted_bytes = 0  # of bodies that were evicted and are not released yet
+        self._eviction: asyncio.TimerHandle | None = None  # set while bodies wait
+        # The bytes of bodies that were evicted and are not released yet.
+        self._evicted_bytes = 0
         self._waiting: dict[BodyBytes, _WaitingBody] = {}
         # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
         # of their entries do not wait any more.

@@ -142,7 +142,8 @@ class RunningChoices:
             if running:
                 await self._state.turns.cancels.run(running, Choice.cancel)
         finally:
-            self._cancel()  # those that are left if this task was cancelled
+            # Choices are left if this task was cancelled during its turns.
+            self._cancel()
             self._unsent.clear()
             self._unsent.output.close()
 
@@ -285,7 +286,8 @@ def _delivery(
     def deliver(item: ChoiceDelta | DynamoError) -> None:
         if not isinstance(item, ChoiceDelta):
             unsent.items.put_nowait(item)
-            unsent.stop_writing()  # no delta overtakes the error
+            # No delta may overtake the error.
+            unsent.stop_writing()
             return
         delta_arrived(item)
         if item.finish is None and unsent.writes_at_once:
@@ -368,7 +370,8 @@ class KeepAlive:
         if time.monotonic() - self._written_s >= self._seconds:
             if not response.started:
                 response.start_events(self._headers())
-            if response.is_writable:  # otherwise the client has not read what was sent before
+            # Otherwise, the client has not read what was sent before.
+            if response.is_writable:
                 response.write(self._ping)
             self._written_s = time.monotonic()
         self._wait()

@@ -284,7 +284,8 @@ async def handle_request(
                 serve(Exchange(request, response), timeline, admission), timeline
             )
             if isinstance(outcome, DynamoError):
-                admission.release_body()  # others may wait for its memory
+                # Other requests may wait for the memory of the body.
+                admission.release_body()
                 # Thousands of requests may fail at once.
                 async with state.turns.ending.turn():
                     await _send_error(outcome, response, timeline, state)

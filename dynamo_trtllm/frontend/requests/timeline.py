@@ -25,12 +25,12 @@ from dynamo_trtllm.support.network.addresses import network_of
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request with its head."""
 
-    id: str  # that of the client, if it sent one, and `unique_id`
+    id: str  # the id that the client sent, if it sent one, and `unique_id`
     unique_id: str  # clients may repeat their ids
     client_request_id: str  # "": the client sent none
     endpoint: str  # the value of the metric label `endpoint`
     path: str
-    client: str  # its network, see `network_of`
+    client: str  # the network of the client, see `network_of`
     tenant: Tenant | None  # the sender, if it has an API key
     wants_stats: bool  # the client wants statistics in the response
     traceparent: str | None  # header of the client; None: it is missing or not valid
@@ -53,7 +53,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str | DynamoError  # "ok", "cancelled" or the error
     code: str  # "ok", "cancelled" or the error code
     status: int  # HTTP status; 0 if no response was started
-    end_s: float  # of `time.monotonic()`
+    end_s: float  # a time of `time.monotonic()`
     usage: Usage
     phases: PhaseSeconds
 
@@ -100,13 +100,14 @@ class RequestTimeline:
         self.begun_s = request.arrived_s
         self.body_received_s = request.arrived_s  # later, when the whole body was there
         self.first_s: float | None = None  # when the first token of the request arrived
-        self.spans = [Span("receive", request.arrived_s)]  # before those of the choices
+        # The spans before those of the choices.
+        self.spans = [Span("receive", request.arrived_s)]
         self.model = ""  # known with the plan
-        self.answer: Answer | None = None  # as soon as the request is accepted
+        self.answer: Answer | None = None  # set when the request is accepted
         # Tokens come too often for a loop over subscribers. The one that observes the gaps between
         # them sets this function, of seconds and a number of tokens.
         self.observe_gap: Callable[[float, int], None] = _do_nothing
-        self.choices: Sequence[Choice] = ()  # of the answer, when they start
+        self.choices: Sequence[Choice] = ()  # the choices of the answer; empty until they start
         self.usage = Usage()  # known at the end
         self._subscribers = subscribers
         for notify in subscribers.received:

@@ -31,9 +31,10 @@ from dynamo_trtllm.support import http_client
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED: Final = 2048  # traces
-_MAX_SENT: Final = 128  # in one message
+_MAX_SENT: Final = 128  # limit of the spans in one message
 _EVERY_S = 1.0
-_TIMEOUT_S = 2.0  # of a message, and of all that are sent at the end of the process
+# Limit for a message, and for all messages at the end of the process together.
+_TIMEOUT_S = 2.0
 _WARN_EVERY_S = 60.0
 _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
@@ -62,7 +63,7 @@ class EndedRequest(NamedTuple):
     traceparent: str | None  # header of the client
     spans: Sequence[Span]
     end_s: float
-    prefill: PhaseTimings | None  # of the last attempt
+    prefill: PhaseTimings | None  # the timings of the last attempt
     decode: PhaseTimings | None
     attributes: Mapping[str, str | int | None]  # None: unknown
     error: str  # error code, or "cancelled"; "" if it succeeded
@@ -79,7 +80,7 @@ class _QueuedTrace(NamedTuple):
 class PhaseInterval(NamedTuple):
     """When a request was in a phase. Times are of `time.monotonic()`."""
 
-    role: str  # of the process
+    role: str  # the role of the process
     phase: str
     begin_s: float
     end_s: float

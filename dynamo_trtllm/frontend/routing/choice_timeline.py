@@ -45,7 +45,8 @@ class ChoiceTimeline:
     place: StartPlace | None = field(default=None, compare=False)
     # The index of the first span of the current attempt.
     _attempt_span: int = field(default=0, compare=False)
-    _called_role: str = field(default=FRONTEND, compare=False)  # of the worker called last
+    # The role of the last worker that was called.
+    _called_role: str = field(default=FRONTEND, compare=False)
 
     def attempt_began(self) -> None:
         """Begin the spans of an attempt.

@@ -49,8 +49,9 @@ class ModelView:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
-    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
+    # Pairing keys, by id of a prefill or decode instance.
+    keys: Mapping[int, str] = field(default_factory=dict)
+    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # the groups, by pairing key
     # The decode instances that have a partner.
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(
@@ -259,7 +260,8 @@ def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tup
     Slices are copied, because a look at each would take longer.
     """
     remaining: list[Instance] = []
-    begin = 0  # of the instances that are not copied yet
+    # The index of the first instance that is not copied yet.
+    begin = 0
     for instance_id in sorted(instance_id for instance_id in ids if instance_id is not None):
         index = position(instances, instance_id)
         if index < len(instances) and instances[index].id == instance_id:

@@ -37,7 +37,7 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
 #     16 frontends                               615   432   325             291
 #     1 frontend, prompts of different lengths   469   564   735            1196
 MAX_COMPARED: Final = 4
-_MAX_BY_PREFIX = 2  # those that are compared because of their caches
+_MAX_BY_PREFIX = 2  # instances that are compared because of their caches
 # An instance that takes this many times as long per token as the fastest one costs more.
 _SLOWER: Final = 1.5
 _MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709
@@ -51,7 +51,7 @@ class Candidate(msgspec.Struct, frozen=True, order=True):
     cost: int
     tie_breaker: float  # a random number that orders instances of equal cost
     instance: Instance
-    cached_tokens: int  # of the prompt, in the cache of the instance
+    cached_tokens: int  # tokens of the prompt that are in the cache of the instance
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -75,7 +75,8 @@ class CostSelection(WorkerSelection, frozen=True):
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
     prompt: PromptHashes
-    overlap_tokens: int  # of the prompt, in the cache of the instance that computes it
+    # Tokens of the prompt that are in the cache of the instance that computes it.
+    overlap_tokens: int
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 COLLECTION_S = 30.0
 # At the same time. The KV of further requests stays until the library's timeout.
 MAX_COLLECTIONS = 1024
-_CLOSE_S = 5.0  # for the collections in progress when the frontend stops
+_CLOSE_S = 5.0  # longest wait for the collections in progress when the frontend stops
 _LAST = 1 << 20  # the priority behind that of every request
 
 COLLECTED = "ok"

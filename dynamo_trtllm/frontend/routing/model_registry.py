@@ -84,11 +84,12 @@ class ModelRegistry:
     _timing: RegistryTiming = TIMING
 
     def __post_init__(self) -> None:
-        self._cards: dict[str, ModelDeploymentCard] = {}  # in use, by model
+        self._cards: dict[str, ModelDeploymentCard] = {}  # the cards in use, by model
         self._served: dict[str, ServedModel] = {}
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._preload_timers: dict[str, asyncio.TimerHandle] = {}  # by model
+        # The timers of preloads, by model.
+        self._preload_timers: dict[str, asyncio.TimerHandle] = {}
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 

@@ -26,7 +26,8 @@ from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, WorkerDied,
 
 log = logging.getLogger(__name__)
 
-MAX_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
+# Limit of the statuses of pairs. Pairs that failed or were probed have a status in any case.
+MAX_STATUSES: Final = 1 << 15
 _MAX_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 
 
@@ -41,7 +42,7 @@ class PairState(StrEnum):
 class BreakerLimits:
     """The limits that open a breaker, and for how long."""
 
-    failures: int = 3  # in a row, until the breaker opens
+    failures: int = 3  # failures in a row after which the breaker opens
     open_s: float = 5.0  # doubled each time it opens again
     max_open_s: float = 120.0
 
@@ -53,10 +54,11 @@ class PairStatus:
     state: PairState = PairState.UNTRIED
     reason: str = ""
     seen_at: float = 0.0  # time of the last outcome
-    failures: int = 0  # in a row
-    num_openings: int = 0  # since it last worked
+    failures: int = 0  # failures in a row
+    num_openings: int = 0  # how often the breaker opened since the pair last worked
     open_until: float = 0.0
-    is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
+    # The last answers of the pair to a probe were wrong. Only a probe can clear this.
+    is_wrong: bool = False
     is_proven: bool = False  # a probe has passed since the pair was last wrong
     # While it works but is not proven: time of the last probe, or when it began to work.
     tried_at: float = 0.0
@@ -77,7 +79,8 @@ class PairBreakers:
         self._known: defaultdict[int, set[Pair]] = defaultdict(set)
         # By decode id: the prefill ids of its pairs that get no requests.
         self.open_partners: dict[int, set[int | None]] = {}
-        self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
+        # No breaker of `_open` becomes half open earlier.
+        self._half_open_at = math.inf
         self.revision = object()  # another one after each change of `open_partners`
         # Pairs that may be due earlier than before. The probes empty it.
         self.rescheduled: set[Pair] = set()
@@ -312,7 +315,7 @@ class Cooldown:
     def __init__(self) -> None:
         self._until: dict[int, float] = {}
         self._ids: frozenset[int] = frozenset()
-        self._next_until = math.inf  # when the next instance is tried again
+        self._next_until = math.inf  # the time at which the next instance is tried again
 
     def start(self, instance_id: int, now: float) -> None:
         """Avoid an instance from now on. `now` is in seconds of a monotonic clock."""
@@ -404,6 +407,7 @@ class FleetHealth:
         worked = self.breakers.status(pair).state is PairState.WORKING
         opened = self.breakers.record_failure(pair, f"{error.code}: {error.message}", now)
         if worked or opened:
-            self.view.notify_changed()  # its next probe may be due earlier
+            # The next probe of the pair may be due earlier.
+            self.view.notify_changed()
         if opened:
             log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)

@@ -38,13 +38,13 @@ from dynamo_trtllm.support.background import wait_for_first
 
 log = logging.getLogger(__name__)
 
-_CANCEL_S = 1.0  # for the cancel of a probe to arrive
+_CANCEL_S = 1.0  # time in which the cancel of a probe arrives at the worker
 
 # Probes per decode worker: one of them may wait for a prefill worker that hangs.
 _MAX_CONCURRENT = 2
 # Probes at the same time: thousands of them would be an overload that makes them fail.
 _MAX_ALL = 128
-_UNAVAILABLE_S = 1.0  # until the request plane is checked again
+_UNAVAILABLE_S = 1.0  # pause before the request plane is checked again
 # Output tokens of a probe: few enough that rounding rarely changes one. In 24 trials on models with
 # random weights, losing an eighth of every KV row was missed 7 times with 4 tokens and once with 8.
 ANSWER_TOKENS: Final = 8
@@ -66,8 +66,8 @@ class _Due(NamedTuple):
 class _ProbeResult(NamedTuple):
     """The outcome of a probe."""
 
-    code: str  # for the metric
-    reason: str = ""  # of a failure
+    code: str  # the label of the metric
+    reason: str = ""  # the reason of a failure
 
 
 @dataclass(eq=False)
@@ -164,7 +164,8 @@ class PairProbes:
         while self._queue and self._queue[0].due_at <= now:
             due_at, _, pair = heapq.heappop(self._queue)
             if self._due_at.get(pair) != due_at:
-                continue  # it was scheduled for an earlier time, too
+                # The pair was scheduled for an earlier time, too.
+                continue
             del self._due_at[pair]
             selection = self._selection(pair)
             if selection is None:

@@ -48,7 +48,8 @@ class PrefixFeed:
 
     def __post_init__(self) -> None:
         self._changes = self.view.subscribe()
-        self._resyncs: dict[int, asyncio.Task[None]] = {}  # of the workers that are not in sync
+        # The resyncs of workers that are not in sync, by instance id.
+        self._resyncs: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._wake = asyncio.Event()  # a worker is in sync, or no longer
         self._num_unreadable = 0  # messages
@@ -119,7 +120,8 @@ class PrefixFeed:
                 if count == _UNANSWERED:
                     text = "worker %x did not send its prefix cache, asked %d times: %s"
                     log.warning(text, instance.id, count, failure)
-                    if instance.id in self.known.unsynced:  # it may be in sync by now
+                    # The worker may be in sync by now.
+                    if instance.id in self.known.unsynced:
                         self.known.forget(instance.id)
                 self.metrics.child("kv_updates_total", "resync").inc()
                 try:
@@ -127,7 +129,8 @@ class PrefixFeed:
                         instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S
                     )
                     failure = "it accepts requests but publishes nothing"
-                    await asyncio.sleep(min(_TIMEOUT_S, self.pause_s))  # for the snapshot
+                    # The snapshot takes a moment to arrive.
+                    await asyncio.sleep(min(_TIMEOUT_S, self.pause_s))
                 except DynamoError as exc:
                     failure = f"{exc.code}: {exc.message}"
             await asyncio.sleep(pause_s)

@@ -20,7 +20,7 @@ import msgspec
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, prefix_hashes, root_hash, unpack_hashes
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
-MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
+MAX_SENT_BLOCKS: Final = 1 << 20  # the value of Dynamo's --router-max-tree-size
 _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MAX_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
@@ -144,11 +144,12 @@ class _InstancePrefixes:
     instance: Instance
     has_events: bool
     index: PrefixIndex = field(init=False)
-    bit: int = field(init=False)  # of the masks, shared by its many blocks
+    # The bit of the instance in masks. Its many blocks share this object.
+    bit: int = field(init=False)
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
     # Prefix hash -> when it expires.
     expires: dict[int, float] = field(init=False, default_factory=dict)
-    next_number: int = -1  # of the instance's next update
+    next_number: int = -1  # the number of the next update of the instance
     is_synced: bool = False
     reads_snapshot: bool = False
 

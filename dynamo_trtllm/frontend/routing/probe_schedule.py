@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.routing.cluster_view import (
 from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
 
-MAX_PAIRS: Final = 1024  # of a pairing key; see `pairs_of`
+MAX_PAIRS: Final = 1024  # limit of the pairs of a pairing key; see `pairs_of`
 PARTNERS: Final = 4
 
 

@@ -69,7 +69,7 @@ MAX_UNSETTLED_TOKENS: Final = 64
 # of them. Not longer, because the rejected request may be innocent.
 REJECTED_S: Final = 600.0
 MAX_REJECTED: Final = 1024  # requests; the oldest one is dropped
-_LOST_TOKENS: Final = 2  # that a worker may have generated but not sent when it died
+_LOST_TOKENS: Final = 2  # tokens that a worker may have generated, but not sent, when it died
 _MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
 
 Key = tuple[str, bytes]

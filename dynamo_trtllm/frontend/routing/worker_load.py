@@ -41,8 +41,8 @@ class PlacedCall:
     load: InstanceLoad
     prefill_tokens: int
     kv_tokens: int
-    sent_at: float = math.inf  # not sent yet
-    is_unseen: bool = True  # no report includes it
+    sent_at: float = math.inf  # inf: the call was not sent yet
+    is_unseen: bool = True  # no report of the worker includes the call
 
     def on_sent(self, now: float) -> None:
         """Record that the call was sent to the instance."""
@@ -74,10 +74,10 @@ class PlacedCall:
 class InstanceLoad:
     """What a frontend knows of the load of one instance."""
 
-    requests: int = 0  # of this frontend
-    unseen_requests: int = 0  # those that no report includes
-    unseen_prefill_tokens: int = 0  # of these, to compute
-    unseen_kv_tokens: int = 0  # of their context
+    requests: int = 0  # requests of this frontend
+    unseen_requests: int = 0  # requests that no report includes
+    unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
+    unseen_kv_tokens: int = 0  # tokens of the context of these requests
     # The calls of this frontend that were sent, the oldest first.
     sent: dict[PlacedCall, None] = field(default_factory=dict)
     report: LoadReport | None = None

@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
-_MAX_PAIRS_EXPLAINED = 100  # in one error, with their reasons
+_MAX_PAIRS_EXPLAINED = 100  # limit of the pairs that one error names with their reasons
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
         # Usually fewer breakers are open than there are prefill instances, so their number shows
         # that one is usable.
-        num_unusable = len(partners) + 1  # with `avoid`
+        num_unusable = len(partners) + 1  # `avoid` is one of them
         if num_unusable < len(group.prefill):
             continue
         if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
@@ -342,7 +342,8 @@ _ALL_FIELDS_SUPPORTED = FieldSupport(frozenset(), "")
 def field_support(view: ModelView, request: GenerateRequest) -> FieldSupport:
     """Return which instances can't run this request. The result is cached in the view."""
     if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
-        return _ALL_FIELDS_SUPPORTED  # nearly all requests
+        # Nearly all requests are of this kind.
+        return _ALL_FIELDS_SUPPORTED
     key = (
         "field_support",
         bool(request.priority),
