@@ -11,7 +11,8 @@ from dynamo_trtllm.cluster.discovery.etcd_store import prefix_end
 from dynamo_trtllm.cluster.roles import ClusterUser
 from dynamo_trtllm.protocol.errors import Unreachable
 
-ROOT: Final = "root"  # of etcd: without this user and role, users can't be enabled
+# Without this user and role of etcd, users can't be enabled.
+ROOT: Final = "root"
 _EXISTS: Final = "already exists"
 
 

@@ -39,7 +39,7 @@ class BlockTable:
     __slots__ = ("chain", "numbers", "refused_at")
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []  # of its blocks, in the order of its tokens
+        self.numbers: list[int] = []  # numbers of its blocks, in the order of its tokens
         # Cached blocks with the same content as the first blocks of the request. If another request
         # has stored a block with this content before, its number is not that in `numbers`.
         self.chain: list[CachedBlock] = []

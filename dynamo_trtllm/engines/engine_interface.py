@@ -127,7 +127,7 @@ class Finding:
     severity: Literal["error", "warning", "note"]
     rule: str  # stable name, as in docs/preflight.md
     field: str  # dotted name of the argument
-    value: str  # its value and the source of the value
+    value: str  # the value and its source
     # what it conflicts with: another argument, the other role, the GPU or the model
     other: str = ""
     why: str

@@ -280,7 +280,8 @@ def check_prerequisites(
         return
     _check_kv_addresses(config, name, engine.traits)
     if not engine.traits.reads_model:
-        return  # no weights, no GPU
+        # The engine needs no weights and no GPU.
+        return
     folder = locate(config.model_path)
     if folder is not None:
         check_model_files(folder, reads_gguf=engine.reads_gguf)
@@ -304,7 +305,8 @@ def _check_gpus(environment: Mapping[str, str], engine: str) -> None:
     """
     requested = [word.strip() for word in environment.get(gpu.VISIBLE, "").split(",")]
     if not all(word.isdecimal() for word in requested):
-        return  # no GPU is requested, or by UUID
+        # No GPU is requested, or GPUs are requested by UUID.
+        return
     found = gpu.count_visible(environment)
     if found is None or found >= len(requested):
         return

@@ -22,7 +22,8 @@ _NVIDIA_SMI = (
     "--query-gpu=uuid,memory.total,memory.free,name",
     "--format=csv,noheader,nounits",
 )
-_NVIDIA_SMI_TIMEOUT_S = 20.0  # without persistence mode the driver loads first
+# Without persistence mode, the driver is loaded first.
+_NVIDIA_SMI_TIMEOUT_S = 20.0
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux, WSL
 
 
@@ -33,14 +34,14 @@ class Gpu:
     name: str
     sm: int  # compute capability times ten: 90 Hopper, 100 Blackwell, 120 RTX Blackwell
     memory_bytes: int  # total
-    free_bytes: int = field(default=0, compare=False)  # at this moment; 0: not known
+    free_bytes: int = field(default=0, compare=False)  # free memory at this moment; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """One GPU and its memory at this moment."""
 
-    number: int  # in the order of the PCI bus
+    number: int  # GPUs are numbered in the order of the PCI bus
     name: str
     total_bytes: int
     free_bytes: int

@@ -175,9 +175,9 @@ class OfferChecksum:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: list[list[Future[int]]] = []  # by region and block
+        self._jobs: list[list[Future[int]]] = []  # the jobs, by region and block
         self._stopped = False
-        self._blocks_left = 0  # not hashed yet
+        self._blocks_left = 0  # number of blocks that are not hashed yet
         for region in self.regions:
             self._blocks_left += len(list(blocks(region)))
         if self._blocks_left == 0:

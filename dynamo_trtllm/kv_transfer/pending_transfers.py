@@ -44,7 +44,7 @@ from dynamo_trtllm.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-_ID_BYTES = 16  # of the random part of a transfer id
+_ID_BYTES = 16  # size of the random part of a transfer id
 
 OnEnd: TypeAlias = Callable[[ReleaseOutcome | None], None]
 """A callback for the end of a transfer. None: it has expired."""

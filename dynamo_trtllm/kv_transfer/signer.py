@@ -52,7 +52,7 @@ class _UsedTransfers:
         # Ids of transfers whose KV has arrived, removed at their expiry: from then on they are
         # rejected as expired.
         self._fetched: set[str] = set()
-        self._expiries: list[tuple[float, str]] = []  # of these, as a heap
+        self._expiries: list[tuple[float, str]] = []  # a heap of their expiries
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._fetching or transfer_id in self._fetched

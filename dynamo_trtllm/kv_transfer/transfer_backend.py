@@ -39,7 +39,8 @@ T = TypeVar("T")
 class Destination(NamedTuple):
     """The memory that KV is read into."""
 
-    regions: Sequence[MemoryRegion]  # with the sizes of the published regions, in the same order
+    # Regions with the sizes of the published regions, in the same order.
+    regions: Sequence[MemoryRegion]
     # Called with the index of each region, in order, as soon as the region is complete. It runs on
     # the event loop or on a thread of the backend, never after `TransferBackend.read` has ended,
     # and must be fast.
@@ -53,7 +54,8 @@ class TransferBackend(Protocol):
     own.
     """
 
-    name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp"
+    # Name in KV transfer parameters and logs, such as "nixl/ucx" or "tcp".
+    name: str
     checksums: Checksums
     # Says what a reader presents, and checks it. A backend whose library serves readers on its own
     # ignores it.
@@ -194,7 +196,7 @@ def collecting_call(
     )
 
 
-TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
+TRANSFER_PARAMS_VERSION = 1  # version of KvTransferParams
 
 # The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ
 # where an engine allows it (`kv_compat`).
@@ -263,7 +265,7 @@ class Deadline(NamedTuple):
     """
 
     left_s: float  # seconds until it is reached
-    error: type[DynamoError]  # of a fetch that has reached it
+    error: type[DynamoError]  # the error of a fetch that has reached the deadline
     message: str
 
 

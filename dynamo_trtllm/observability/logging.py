@@ -26,9 +26,11 @@ VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
 LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
 # maximum length of a request id, because peers of a worker may send longer ones
 _ID_CHARS: Final = 200
-_TRACEBACK_LINES: Final = 200  # of a longer traceback, the first and the last 100 lines are logged
+# Of a longer traceback, the first and the last 100 lines are logged.
+_TRACEBACK_LINES: Final = 200
 _OWN_PACKAGE: Final = "dynamo_trtllm."
-_UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as the frontend appends it
+# The part that the frontend appends to ids of clients.
+_UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")
 
 
 def short_id(request_id: str) -> str:

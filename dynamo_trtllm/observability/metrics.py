@@ -90,7 +90,7 @@ class Histogram(Collector):
 
 
 PREFIX = "dynamo_trtllm_"
-MAX_WORKERS = 256  # with a label of their own
+MAX_WORKERS = 256  # workers that have a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -174,7 +174,8 @@ class ProcessMetrics:
             if row.process == process:
                 self._metrics[row.name] = self._register(row)
         ProcessCollector(registry=self._registry)
-        self._num_dropped_lines = OUTPUTS.num_dropped_lines  # those that the metric has counted
+        # The dropped lines that the metric has counted.
+        self._num_dropped_lines = OUTPUTS.num_dropped_lines
         # Returns the child of a metric, from its name and label values. prometheus_client takes
         # long to find it.
         self.child: Callable[..., Any] = functools.cache(self._find_child)
@@ -303,7 +304,8 @@ class FrontendMetrics(ProcessMetrics):
         for name, read in self.by_worker.items():
             gauge = self._metrics[name]
             values = read()
-            gauge.clear()  # of workers that are gone
+            # Values of workers that are gone disappear.
+            gauge.clear()
             for instance_id in heapq.nlargest(MAX_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
         return super().render()

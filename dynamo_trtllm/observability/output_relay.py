@@ -26,7 +26,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 
-BACKLOG_BYTES = 1 << 20  # of one output
+BACKLOG_BYTES = 1 << 20  # limit for one output
 FLUSH_S = 1.0  # the longest time for which the end of the process waits for the backlog
 # Numbers of dropped lines and of queued ones, in memory that both processes share. The queued ones
 # are lost if this process is killed.
@@ -82,7 +82,7 @@ class RelayedOutput:
         self._on_idle = on_idle
         self._changed = threading.Condition()
         self._chunks: deque[bytes] = deque()
-        self._num_bytes = 0  # of the chunks, and of the one that is being written
+        self._num_bytes = 0  # size of the chunks, with the one that is being written
         self._num_unreported = 0  # dropped lines that are not reported yet
         self._failure = ""  # reason why the last write failed; "" if it succeeded
         self._is_dropping = False  # the backlog was full and is not written yet

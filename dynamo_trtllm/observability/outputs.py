@@ -42,7 +42,7 @@ class Outputs:
     def __init__(self) -> None:
         self._counters: mmap.mmap | None = None
         self._control: socket.socket | None = None
-        self._pid = 0  # of the process that called `start`
+        self._pid = 0  # the id of the process that called `start`
         self.originals: dict[str, int] = {}
         """Copies of the original stdout and stderr, by name, for children that have a relay of
         their own.
@@ -246,4 +246,4 @@ def _terminal(stream: TextIO, file: int) -> TextIO:
     )
 
 
-OUTPUTS: Final = Outputs()  # of this process
+OUTPUTS: Final = Outputs()  # the outputs of this process

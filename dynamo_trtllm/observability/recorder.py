@@ -46,7 +46,7 @@ _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # The fields: number of the event, time in ns since boot, request, event, choice, three values,
 # reason, and the number again.
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
-NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # in a file of 4 MiB
+NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # number of slots in a file of 4 MiB
 
 # These names save the time to look up attributes for each event.
 _SLOT_BYTES = SLOT.size
@@ -102,7 +102,7 @@ class RecordedEvent(IntEnum):
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
     STARTED_IN_ENGINE = 66
     WAITING_FOR_KV_BLOCKS = 67
-    WAITING_FOR_BUFFER = 68  # for space in the transfer buffer
+    WAITING_FOR_BUFFER = 68  # the call waits for space in the transfer buffer
     PREFILL_DONE = 69
     KV_PUBLISHED = 70  # a: bytes
     KV_FETCH_STARTED = 71  # a: prefill instance, b: bytes
@@ -320,7 +320,7 @@ class Recorder:
                 self.record(stream.request_id, RecordedEvent.PROGRESS, count)
 
 
-RECORDER: Final = Recorder()  # of this process
+RECORDER: Final = Recorder()  # the recorder of this process
 
 
 @functools.lru_cache(maxsize=1024)
@@ -489,7 +489,7 @@ class RecordingHeader(NamedTuple):
     num_slots: int
     header_bytes: int
     pid: int
-    start_ticks: int  # of the process, see `start_ticks`
+    start_ticks: int  # start time of the process, see `start_ticks`
     epoch_ns: int  # when the file was created
     monotonic_ns: int  # the same moment by the clock of the events
     boot_id: bytes

@@ -51,8 +51,8 @@ _OPENS: Final = frozenset(_CLOSES.values())
 class Selection(StrEnum):
     """The requests whose events are wanted."""
 
-    GIVEN = "given"  # only those with an id of the query
-    OPEN = "open"  # those that have not ended in the process
+    GIVEN = "given"  # only requests with an id of the query
+    OPEN = "open"  # requests that have not ended in the process
     LATEST = "latest"
     ALL = "all"
 
@@ -60,9 +60,9 @@ class Selection(StrEnum):
 class RecordingQuery(msgspec.Struct, frozen=True, array_like=True):
     """Ask all processes of a namespace for their recordings."""
 
-    inbox: str  # for the answers; it identifies the query
+    inbox: str  # receives the answers, and identifies the query
     selection: Selection
-    keys: list[UInt64] = []  # of requests, which are wanted in any case
+    keys: list[UInt64] = []  # numbers of requests that are wanted in any case
     prefix: Int64 = -1  # upper 32 bits of such keys
     client_id: UInt64 = 0  # hash of a client's id of such a request
     known: list[Number] = []  # `epoch_ns` of recordings that the caller has
@@ -74,14 +74,14 @@ class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
     The first one has no slots and is sent at once: its time aligns the clocks.
     """
 
-    instance_id: Number  # of the worker that answers; 0: a frontend
+    instance_id: Number  # id of the worker that answers; 0: a frontend
     host: str
-    now_ns: Number  # by the clock of the events
-    header: bytes  # of the file; b"": the process records nothing
+    now_ns: Number  # current time by the clock of the events
+    header: bytes  # the header of the file; b"": the process records nothing
     is_last: bool
     slots: bytes = b""
-    oldest_ns: Number = 0  # in the last part: time of the oldest event in the ring
-    num_overwritten: Number = 0  # in the last part
+    oldest_ns: Number = 0  # time of the oldest event in the ring; only in the last part
+    num_overwritten: Number = 0  # number of overwritten events; only in the last part
 
 
 class MessagePlane(Protocol):
@@ -109,7 +109,8 @@ class KeySelector:
         self._query = query
         self._given = set(query.keys)
         self._begun: dict[int, int] = {}  # time of the first event
-        self._num_open: Counter[tuple[int, int]] = Counter()  # by request and event that opens
+        # Open spans, by request and event that opens them.
+        self._num_open: Counter[tuple[int, int]] = Counter()
         self._closed: set[int] = set()
 
     def add_event(self, key: int, event: int, ns: int, a: int) -> None:

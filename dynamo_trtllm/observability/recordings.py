@@ -34,7 +34,7 @@ from dynamo_trtllm.observability.recorder import (
 )
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
-BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
+BLOCKED_S: Final = 5.0  # after this time without a tick, an event loop counts as blocked
 _CONNECTIONS: Final = frozenset(
     {RecordedEvent.CONNECTION_AWAITED, RecordedEvent.CONNECTION_LOST, RecordedEvent.CONNECTED}
 )
@@ -46,17 +46,17 @@ class ProcessState(Enum):
 
     RUNNING = "running"
     FROZEN = "frozen"  # stopped by a signal or a debugger
-    BLOCKED = "blocked"  # its event loop has not run for BLOCKED_S
+    BLOCKED = "blocked"  # the event loop has not run for BLOCKED_S
     ENDED = "ended"
-    KILLED = "killed"  # it ended without the last event
+    KILLED = "killed"  # the process has ended without its last event
 
 
 class Entry(NamedTuple):
     """One event."""
 
-    ns: int  # since boot
+    ns: int  # time since boot
     event: int  # a `RecordedEvent`, unless a newer version wrote it
-    key: int  # of the request; 0: of the process
+    key: int  # the number of the request; 0: an event of the process
     choice: int
     a: int
     b: int
@@ -95,12 +95,13 @@ class ProcessRecording:
 
     header: RecordingHeader
     state: ProcessState
-    silent_s: float  # since its last tick; 0.0 if the process has ended
+    silent_s: float  # time since the last tick; 0.0 if the process has ended
     num_overwritten: int  # older events
     oldest_ns: int = 0  # time of the oldest event that is not overwritten
     entries: list[Entry]
     host: str = ""  # "": the file was read on this machine; otherwise the process was asked
-    clock_error_s: float = 0.0  # of its times, which were converted to the clock of this machine
+    # Error of the times, which were converted to the clock of this machine.
+    clock_error_s: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -208,7 +209,8 @@ class RequestIds(NamedTuple):
         prefix = -1
         tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
-            tail = tail[-32:][:16]  # of a response: the first half is the request's
+            # The first half of the id of a response is that of the request.
+            tail = tail[-32:][:16]
         if len(tail) == 8 and _HEX.fullmatch(tail):
             prefix = int(tail, 16)
         elif len(tail) == 16:
@@ -266,7 +268,8 @@ class Recordings:
                 try:
                     processes.append(read_process(path))
                 except FileNotFoundError:
-                    continue  # it was just removed
+                    # The file was just removed.
+                    continue
                 except (OSError, ValueError) as exc:
                     reason = getattr(exc, "strerror", None) or exc
                     problems.append(f"{path} can't be read: {reason}")

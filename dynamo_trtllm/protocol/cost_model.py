@@ -123,7 +123,7 @@ def kv_transfer_features(prompt_tokens: float) -> Features:
     return 1.0, prompt_tokens * _KI
 
 
-_MOST = 1e6  # of a coefficient that is not damaged, in seconds
+_MOST = 1e6  # limit of a coefficient that is not damaged, in seconds
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -207,18 +207,18 @@ class EngineWork(NamedTuple):
     decode_requests: int = 0
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
-    queued_requests: int = 0  # of these, those that have not begun
+    queued_requests: int = 0  # number of these requests that have not begun
 
 
 class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The fits of one worker. None: too little has been measured."""
 
-    decode: Fit | None = None  # of steps without prompt tokens
-    prefill: Fit | None = None  # of steps with prompt tokens
+    decode: Fit | None = None  # fit of steps without prompt tokens
+    prefill: Fit | None = None  # fit of steps with prompt tokens
     # time to first token of prefill and aggregated calls, from the predicted time of their steps
     first_token: Fit | None = None
     step_tokens: Count = 0  # most prompt tokens of one step
-    kv_transfer: Fit | None = None  # of decode calls until their first token
+    kv_transfer: Fit | None = None  # fit of decode calls until their first token
 
     @property
     def is_valid(self) -> bool:

@@ -13,7 +13,7 @@ from dynamo_trtllm.protocol.sanitize import mask_credentials, shorten
 
 MESSAGE_CHARS: Final = 4_000
 FIELD_CHARS: Final = 200
-CLASSES: Final[dict[str, type[DynamoError]]] = {}  # of the tree, by code
+CLASSES: Final[dict[str, type[DynamoError]]] = {}  # the classes of the tree, by code
 
 
 class DynamoError(Exception):

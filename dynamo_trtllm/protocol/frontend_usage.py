@@ -37,7 +37,7 @@ class FrontendUsage(msgspec.Struct, frozen=True, array_like=True):
 
     process: Number  # random
     frontend: Number  # random, the same for all processes of a frontend
-    models: dict[str, ModelUsage]  # only those that are used
+    models: dict[str, ModelUsage]  # models that are used
     # By id of the key, see `KeyUsage`. Only keys with limits whose usage may have changed.
     keys: dict[Int64, KeyTotals]
 

@@ -29,7 +29,7 @@ from dynamo_trtllm.protocol.number_types import Count, Number
 log = logging.getLogger(__name__)
 
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads them in about 2 ms
-_MAX_REMOVALS = 256 << 10  # of blocks, not published yet
+_MAX_REMOVALS = 256 << 10  # limit of removals of blocks that are not published yet
 _MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
 _EARLY_S = 0.001  # a timer of uvloop may end so much before its time
 
@@ -47,13 +47,13 @@ class KvBlock(msgspec.Struct, frozen=True, array_like=True):
 class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stored"):
     """Consecutive blocks can be reused from now on."""
 
-    blocks: tuple[KvBlock, ...]  # in the order of the prompt
+    blocks: tuple[KvBlock, ...]  # blocks in the order of the prompt
     # Hash of the block before the first one. None: the prompt begins with it.
     parent: int | None = None
     # Attention window in tokens of the layers that share the blocks. 0: all layers.
     cache_group: int = 0
     dp_rank: int = 0  # attention-DP rank
-    cache_salt: str | None = None  # of the requests that can reuse them
+    cache_salt: str | None = None  # the salt of requests that can reuse the blocks
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="removed"):
@@ -192,7 +192,7 @@ class KvEventPublisher:
         self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
         # Prefix hash -> True: stored, False: removed. Since the last update.
         self._changes: dict[int, bool] = {}
-        self._cleared = False  # before `_changes`
+        self._cleared = False  # all blocks were cleared before `_changes`
         self._is_resync_due = False
         self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
         self._unsent: deque[bytes] = deque()

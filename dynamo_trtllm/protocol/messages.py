@@ -200,7 +200,7 @@ class TransferSignature(msgspec.Struct, frozen=True, array_like=True):
     """Signature of KV transfer parameters by a key of the deployment, see `kv_transfer.signer`."""
 
     key_id: str
-    request_id: str  # of the only request that may use the parameters
+    request_id: str  # id of the only request that may use the parameters
     receivers: tuple[Number, ...]  # ids of the decode instances that may use them
     mac: bytes  # HMAC-SHA256
 
@@ -256,7 +256,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
     dp_rank: _DpRank | None = None
     prefill_dp_rank: _DpRank | None = None  # the same of the prefill worker
-    relax_dp_rank: bool = False  # other ranks may run it if that one is full
+    relax_dp_rank: bool = False  # other ranks may run the call if that rank is full
     # a hint: an engine may run requests of one conversation on one rank
     conversation_id: str | None = None
     traceparent: str | None = None  # header of the client: engines may add spans to its trace
@@ -350,8 +350,8 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_VOCABULARY)]
     eos_token_ids: tuple[TokenId, ...]
     renderer: str  # "harmony" or "chat_template"
-    reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
-    tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
+    reasoning_parser: str = "none"  # a value of --dyn-reasoning-parser
+    tool_call_parser: str = "none"  # a value of --dyn-tool-call-parser
     # names of request features that the engine does not support, see EngineInfo
     unsupported_features: tuple[str, ...] = msgspec.field(default=(), name="refuses")
     # file name -> sha256; frontends fetch the content with the control verb `file`
@@ -380,7 +380,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     supported_features: tuple[str, ...] = ()
     keeps_unfetched_kv: bool = False  # see EngineInfo; older frontends leave such KV to its timeout
     strategy: str = "prefill_first"
-    version: str = ""  # of dynamo_trtllm
+    version: str = ""  # version of dynamo_trtllm
     wire: Count = 1  # WIRE_VERSION of the worker
     publishes_kv_events: bool = False  # see `kv_events`
     # It has keys of KV transfers: only workers that have them, too, can be its partners.
@@ -403,8 +403,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued_prefill_tokens: Count  # prompt tokens that are not computed yet
     kv_blocks_used: Count
     kv_blocks_total: Count  # 0: not reported by the engine
-    context_tokens: Count  # of the requests in the batch
-    cost: CostModel | None = None  # in broadcasts only
+    context_tokens: Count  # tokens of the context of the requests in the batch
+    cost: CostModel | None = None  # only broadcasts have it
 
     def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
         """Return what a new request finds, with prompt tokens and requests that came since the
@@ -461,7 +461,7 @@ class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
     """
 
     reservation_id: str
-    expires_at: EpochSeconds  # by the sender's clock
+    expires_at: EpochSeconds  # a time by the clock of the sender
     # seconds until then: clocks of two machines may differ. 0: an older sender
     left_s: Seconds = 0.0
 

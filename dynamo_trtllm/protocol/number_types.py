@@ -13,14 +13,15 @@ from msgspec import Meta
 
 MAX_COUNT: Final = (1 << 31) - 1
 MAX_INT64: Final = (1 << 63) - 1
-MAX_PRIORITY: Final = 1 << 20  # not every engine distinguishes more values
+# Not every engine distinguishes more values.
+MAX_PRIORITY: Final = 1 << 20
 # Of an API key. With a lower one than a hundredth of that of others, requests would seem to hang.
 MIN_WEIGHT: Final = 0.01
 MAX_WEIGHT: Final = 100.0
 MAX_DP_RANKS: Final = 1 << 16
 MAX_LOGPROBS: Final = 20  # alternatives of one token
 MAX_SECONDS: Final = 1e9  # 31 years
-_LAST_TIME: Final = 1e11  # in the year 5138
+_LAST_TIME: Final = 1e11  # this is in the year 5138
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # of tokens, blocks, requests, layers
 PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]

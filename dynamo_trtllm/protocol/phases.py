@@ -63,9 +63,10 @@ class Span(msgspec.Struct, gc=False):
     """
 
     phase: str
-    begin_s: float  # of `time.monotonic()`
-    role: str = FRONTEND  # of the process that the request waits for
-    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
+    begin_s: float  # a time of `time.monotonic()`
+    role: str = FRONTEND  # role of the process for which the request waits
+    # Timings of the call to that process, which divide the span.
+    stats: PhaseTimings | None = None
 
 
 PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
@@ -129,10 +130,11 @@ class CallPhases:
     """
 
     def __init__(self, kv_params: KvTransferParams | None) -> None:
-        self.seconds: dict[str, float] = {}  # of phases that have ended, and of parts of phases
-        self.cached_tokens = 0  # of the prompt, which were not computed again
+        # Seconds of phases that have ended, and of parts of phases.
+        self.seconds: dict[str, float] = {}
+        self.cached_tokens = 0  # tokens of the prompt that were not computed again
         self._kv_params = kv_params
-        self._begun_s = time.monotonic()  # of the current phase
+        self._begun_s = time.monotonic()  # when the current phase began
 
     def end(self, phase: str) -> None:
         """End the current phase, and begin the next one."""

@@ -22,7 +22,8 @@ def escape_controls(text: str) -> str:
     """Return `text` with each character that could break or reorder a line escaped, for example as
     `\\u2028`.
     """
-    if text.isascii() and text.isprintable():  # nearly all: ten times as fast as the pattern
+    # Nearly all texts are printable ASCII. This check is ten times as fast as the pattern.
+    if text.isascii() and text.isprintable():
         return text
     return _UNSAFE.sub(_escaped, text)
 
@@ -58,7 +59,8 @@ def mask_credentials(text: str) -> str:
 def _without_credentials(match: re.Match[str]) -> str:
     word = match.group()
     before, at, after = word.rpartition("@")
-    if ":" not in before:  # not an address with a user: an email address or a decorator
+    # Without a colon, it is an email address or a decorator.
+    if ":" not in before:
         return word
     scheme, separator, _ = before.partition("://")
     return (f"{scheme}{separator}" if separator else "") + MASK + at + after

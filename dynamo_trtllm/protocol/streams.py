@@ -24,7 +24,7 @@ from dynamo_trtllm.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-_MAX_TOKEN_CHUNKS = 32_768  # they take 6.5 MB
+_MAX_TOKEN_CHUNKS = 32_768  # all of them take 6.5 MB
 
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream.
@@ -210,7 +210,7 @@ class Stream:
     def __init__(self, on_event: OnEvent, kv_holder: KvHolder | None = None) -> None:
         self._on_event: OnEvent | None = on_event  # None: the stream has ended
         self._kv_holder = kv_holder
-        self._transfer_id = ""  # of the transfer with which the stream has ended
+        self._transfer_id = ""  # id of the transfer with which the stream has ended
 
     @property
     def has_ended(self) -> bool:

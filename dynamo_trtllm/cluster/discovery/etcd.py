@@ -43,7 +43,7 @@ START_TIMEOUT_S = 5.0
 # Wait if etcd has answered before. A restart of this worker would reload its model for minutes.
 AWAY_TIMEOUT_S = 120.0
 LOG_EVERY_S = 5.0
-_ETCD = "etcd"  # in the flight recorder
+_ETCD = "etcd"  # name in the flight recorder
 
 T = TypeVar("T")
 
@@ -57,7 +57,8 @@ class EtcdDiscovery:
     """
 
     config: ConnectionConfig  # addresses of etcd, and certificate files for https:// ones
-    lease_ttl_s: float = 10.0  # after which an instance that does not renew its lease is removed
+    # Time after which an instance that does not renew its lease is removed.
+    lease_ttl_s: float = 10.0
     start_timeout_s: float = START_TIMEOUT_S  # longest wait for an etcd that has not answered yet
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
 

@@ -140,7 +140,8 @@ class EtcdConnection:
         self._token: str | None = None  # None: log in before the next call
         self._logging_in = asyncio.Lock()
         self._current = 0
-        self._channels: list[grpc.aio.Channel] = []  # also of former certificates
+        # Channels with former certificates are among them.
+        self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
         self._files = _states(config)
         self._open_channels()

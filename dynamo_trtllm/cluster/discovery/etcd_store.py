@@ -62,7 +62,7 @@ def prefix_end(prefix: str) -> bytes:
 class Snapshot(NamedTuple):
     """All records under a prefix at one revision of etcd."""
 
-    records: dict[str, bytes]  # by key, in the order in which they were last written
+    records: dict[str, bytes]  # records by key, in the order in which they were last written
     revision: int
 
 
@@ -234,7 +234,7 @@ class LeaseKeeper:
         self._tasks = tasks
         self.key = key
         self._record = record
-        self._revision = 0  # of etcd, with which the record was last written
+        self._revision = 0  # revision of etcd with which the record was last written
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
         self._task: asyncio.Task[None] | None = None

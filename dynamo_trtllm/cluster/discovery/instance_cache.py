@@ -51,7 +51,7 @@ class InstanceCache:
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
-        self._records: dict[str, bytes] = {}  # of the instances in `_models`
+        self._records: dict[str, bytes] = {}  # records of the instances in `_models`, by key
         self._added: set[str] = set()  # keys of instances that fit, and were reported
         self._owners: dict[int, str] = {}  # instance id -> key of its record
         # key -> time from which a list without the key removes its instance

@@ -121,7 +121,7 @@ class MemoryDiscovery:
 
     def __init__(self, records: InstanceRecords | None = None) -> None:
         self._records = records or InstanceRecords()
-        self._registrations: dict[str, MemoryRegistration] = {}  # by key
+        self._registrations: dict[str, MemoryRegistration] = {}  # registrations by key
         self._watchers: list[_Watcher] = []
         self._closed = False
 

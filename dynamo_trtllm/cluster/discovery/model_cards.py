@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, encode
 
-_TOKENIZER = "tokenizer.json"  # in the files of a card
+_TOKENIZER = "tokenizer.json"  # name in the files of a card
 
 
 class CardKind(NamedTuple):
@@ -36,7 +36,8 @@ class ChosenCard(NamedTuple):
 
     card: ModelDeploymentCard
     kind: CardKind
-    min_context_length: int  # of decode and aggregated instances
+    # The smallest context length of decode and aggregated instances.
+    min_context_length: int
 
     def requires_same(self, other: ChosenCard) -> bool:
         """Return whether the same instances fit another card."""
@@ -89,7 +90,8 @@ class _CardsOfKind:
 
     def __init__(self) -> None:
         self.votes = _Votes()
-        self.cards: dict[bytes, tuple[ModelDeploymentCard, _Votes]] = {}  # by their encoding
+        # Cards and their votes, by the encoding of the card.
+        self.cards: dict[bytes, tuple[ModelDeploymentCard, _Votes]] = {}
 
 
 class ModelCards:
@@ -102,7 +104,8 @@ class ModelCards:
     """
 
     def __init__(self) -> None:
-        self.instances: dict[str, Instance] = {}  # by key, in the order of their records' writes
+        # Instances by key, in the order in which their records were written.
+        self.instances: dict[str, Instance] = {}
         self.chosen: ChosenCard | None = None
         self._kinds: dict[CardKind, _CardsOfKind] = {}
         # The last choice. None: nothing was chosen yet, or it has lost its last instance since.

@@ -22,7 +22,7 @@ from dynamo_trtllm.protocol.messages import (
     wire_mismatch,
 )
 
-PREFIX: Final = "v1/instances"  # of the keys
+PREFIX: Final = "v1/instances"  # prefix of the keys
 MAX_RECORD_BYTES: Final = 256 << 10
 MAX_MODEL_NAME_CHARACTERS: Final = 256
 _MAX_EOS_IDS: Final = 1024
@@ -35,10 +35,11 @@ _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder 
 _MAX_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
 _MAX_REASON: Final = 400
-_SHOWN_CHARACTERS: Final = 256  # of a key
+_SHOWN_CHARACTERS: Final = 256  # characters of a key that messages show
 _SHOWN_HEAD: Final = 200
 
-_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
+# There are no leading zeros, so that one id has one key.
+_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")
 # A log line with one of them may become two lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")

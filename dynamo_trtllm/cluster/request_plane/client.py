@@ -57,7 +57,7 @@ _CLOSED = "the request plane is closed"
 class PlaneLimits:
     """Timeouts of a plane."""
 
-    ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
+    ack_timeout_s: float = 2.0  # limit until a worker acknowledges a request
     # for the reply to the ping of a worker that has not acknowledged a request
     listener_timeout_s: float = 0.5
     # A lost message is detected within twice this time, a dead peer within three times.
@@ -86,7 +86,7 @@ class PlaneClient:
         self._is_closed = False
         self._inbox_subject = transport.new_inbox()
         self._inbox = StreamDemux()
-        self._numbers = itertools.count(1)  # of streams
+        self._numbers = itertools.count(1)  # numbers of streams
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         # streams by the worker's subject, then by number

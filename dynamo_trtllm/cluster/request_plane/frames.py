@@ -112,7 +112,7 @@ class StreamReport(msgspec.Struct, frozen=True, array_like=True):
     own heartbeat, may overtake frames.
     """
 
-    subject: str  # of the worker
+    subject: str  # subject of the worker
     ping: Number  # the `number` of the ping, or 0
     streams: list[tuple[Number, Number]]  # (stream, frames sent)
 
@@ -122,7 +122,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     frames: list[Frame]
     report: StreamReport | None = None
-    load: LoadReport | None = None  # of the sender
+    load: LoadReport | None = None  # load of the sender
 
 
 class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):

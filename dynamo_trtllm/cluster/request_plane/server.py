@@ -88,10 +88,10 @@ class _Caller:
     """A caller with streams that run or hold KV."""
 
     inbox: str
-    wire: int  # its wire version
+    wire: int  # wire version of the caller
     num_messages: int = 1  # received from it
-    streams: dict[int, ServerStream] = field(default_factory=dict)  # by number
-    frames: list[Frame] = field(default_factory=list)  # for the next flush
+    streams: dict[int, ServerStream] = field(default_factory=dict)  # the open streams, by number
+    frames: list[Frame] = field(default_factory=list)  # the frames of the next flush
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +220,8 @@ class PlaneServer:
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
         self._answer(reply, Ack())
-        if is_new:  # else the transport repeated the message
+        # Otherwise, the transport has repeated the message.
+        if is_new:
             self._open(body)
 
     def _on_control(self, data: bytes, reply: str) -> None:
@@ -323,7 +324,8 @@ class PlaneServer:
         self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
-        if stream.handle.holds_kv:  # its caller is watched until the KV is fetched
+        # The caller is watched until the KV is fetched.
+        if stream.handle.holds_kv:
             self._stop(stream)
         else:
             self._remove(stream)
@@ -350,7 +352,8 @@ class PlaneServer:
         """
         if awaits_kv and (stream.has_ended or stream.handle.stop()):
             return  # the stream is removed after its last frame, or when its caller is lost
-        self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
+        # If the stream has ended, its caller did not receive the terminal chunk.
+        self._close(stream)
 
     def _close(self, stream: ServerStream) -> None:
         """Remove a stream, and cancel it or free its KV."""

@@ -128,7 +128,7 @@ class Heartbeat:
 
     transport: Transport
     interval_s: float  # between two heartbeats to a peer, and time-out of each
-    peers: Callable[[], Collection[str]]  # with open streams
+    peers: Callable[[], Collection[str]]  # returns the peers that have open streams
     message: Callable[[str], bytes]  # returns the heartbeat message for a peer
     heard: Callable[[str], int]  # returns a number that changes with each message from a peer
     # called when a peer neither replied nor sent anything else

@@ -58,7 +58,8 @@ async def run_in_daemon_thread(
             return it.
     """
     result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # no cancel can prevent the call from now on
+    # No cancel can prevent the call from now on.
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
@@ -132,7 +133,7 @@ class LoadProgress:
 class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, ReportsProgress):
     """Implementation of `Engine` without `start`."""
 
-    library: Library  # once it is loaded
+    library: Library  # set once the library is loaded
 
     def __init__(
         self, config: WorkerConfig, *, engine: str, library: str, instance_id: int

@@ -59,7 +59,7 @@ class ExternalTransfers(PendingTransfers):
         self._numbers = itertools.count(1)
         # KV that no decode worker will fetch, by number.
         self._retained: dict[int, _RetainedKv] = {}
-        self.leaked_kv_blocks = 0  # that the library never frees
+        self.leaked_kv_blocks = 0  # blocks that the library never frees
 
     def __len__(self) -> int:
         """Return the number of transfers whose KV is held and will be freed."""
@@ -147,7 +147,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     Each engine's subclass adds fields.
     """
 
-    version: Count  # of the subclass's format
+    version: Count  # version of the format of the subclass
     # Of the library. It is informational, because kv_compat decides whether two workers match.
     release: str
 

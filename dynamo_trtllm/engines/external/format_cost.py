@@ -32,7 +32,7 @@ class Width(Enum):
 
     LITERAL = (36, 36, 0.0)
     NARROW = (300, 300, 0.0)  # digits, punctuation, a few letters
-    BLANK = (6_000, 6_000, 0.0)  # with which half of all tokens begin
+    BLANK = (6_000, 6_000, 0.0)  # half of all tokens begin with a blank
     WORD = (10_000, 25_000, 0.4)  # letters
     WIDE = (40_000, 30_000, 1.0)  # almost any character
 
@@ -81,7 +81,8 @@ class _Estimate:
         self._compile_us = 0.0
         self._patterns: set[str] = set()
         self._string_lengths: set[tuple[int, int]] = set()
-        self._pattern_states = 0.0  # that count the characters of bounded lengths
+        # States of patterns that count the characters of bounded lengths.
+        self._pattern_states = 0.0
 
     def check(self) -> None:
         """Raise FormatTooComplex if a limit is exceeded."""
@@ -224,13 +225,15 @@ class _Piece(NamedTuple):
     """
 
     us: float = 0.0  # microseconds, without the runs that are still open
-    states: float = 0.0  # that count bounded lengths, as if any character might follow each
-    weight: float = 0.0  # of all its characters, as if they were one run
+    # States that count bounded lengths, as if any character might follow each.
+    states: float = 0.0
+    # Weight of all characters, as if they were one run.
+    weight: float = 0.0
     before: float = 0.0  # weight of the run at its beginning
     after: float = 0.0  # weight of the run at its end
     # False: it has no literal, so that `before` and `after` are the same run
     is_split: bool = False
-    width: Width | None = None  # of a single character or class
+    width: Width | None = None  # the width of a single character or class
 
     def then(self, other: _Piece) -> _Piece:
         """Return this part followed by another one."""
@@ -292,7 +295,7 @@ class _OpenGroup:
     def __init__(self) -> None:
         self._done: list[_Piece] = []
         self._parts = _Piece()
-        self._last = _Piece()  # which a quantifier would repeat
+        self._last = _Piece()  # the piece that a quantifier would repeat
 
     def add(self, piece: _Piece) -> None:
         self._parts = self._parts.then(self._last)

@@ -213,7 +213,8 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
     candidates = (*harmony, *checkpoint.eos_token_ids)
     known = [token_id for token_id in candidates if token_id < checkpoint.vocab_size]
-    return tuple(dict.fromkeys(known))  # without duplicates
+    # This removes duplicates.
+    return tuple(dict.fromkeys(known))
 
 
 def is_plain(guided: StructuredOutput) -> bool:

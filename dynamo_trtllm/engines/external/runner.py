@@ -377,7 +377,8 @@ class ExternalCall(Stream):
             if event is not None:
                 self._pass_on(event)
         finally:
-            event = None  # as in `_run`
+            # An error would refer to this frame, and the frame to the error: see `_run`.
+            event = None
 
     def on_error(self, error: DynamoError) -> None:
         """See `ResultReceiver.on_error`."""

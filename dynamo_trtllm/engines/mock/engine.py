@@ -75,7 +75,7 @@ class MockEngine(
         )
         self._info = mock_info(args, self._transfers.identity.layout)
         self._scheduler = MockScheduler(args, self._on_prefilled)
-        self._tasks: set[asyncio.Task[None]] = set()  # of streams
+        self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
 
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)

@@ -18,7 +18,7 @@ class AwaitingFetch:
     """
 
     def __init__(self) -> None:
-        self.sequences: dict[TorchSequence, list[int]] = {}  # with their blocks
+        self.sequences: dict[TorchSequence, list[int]] = {}  # sequences and their blocks
         self.blocks: Counter[int] = Counter()  # sequences by block
 
     def add(self, seq: TorchSequence) -> None:

@@ -112,8 +112,8 @@ class TorchEngine(
         self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
         self.kv_connector: KvConnector | None = None  # None for an aggregated worker
         self._transfer_guard = TransferGuard()
-        self._tasks: set[asyncio.Task[None]] = set()  # of streams
-        self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
+        self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
+        self._sequences: set[TorchSequence] = set()  # sequences whose blocks are not freed yet
         self._scheduler: Scheduler | None = None
         self._grammar_compiler: GrammarCompiler | None = None
         self._info: EngineInfo | None = None
@@ -307,7 +307,8 @@ class TorchEngine(
             RequestRejected: the format can't be compiled.
             Overloaded: the CPU is too busy.
         """
-        assert self._grammar_compiler is not None  # see `_start`
+        # `_start` has checked this.
+        assert self._grammar_compiler is not None
         if seq.request.sampling.min_tokens:
             raise RequestRejected(
                 "min_tokens must be 0 with guided decoding: the format decides where the output"

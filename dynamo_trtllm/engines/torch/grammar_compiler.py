@@ -37,7 +37,8 @@ MAX_TRIALS: Final = 16
 # The trial itself limits its CPU time. This limits the wait for a trial that gets no CPU time.
 TRIAL_TIMEOUT_S: Final = 60.0
 CACHED_FORMATS: Final = 256
-CACHED_BYTES: Final = 256 << 20  # of compiled formats, as measured in their trials
+# Limit for compiled formats, as measured in their trials.
+CACHED_BYTES: Final = 256 << 20
 _STOP_TIMEOUT_S: Final = 1.0  # the trial process normally ends at once
 CRASHED: Final = (
     "compiling the output format ended the process that compiles it: it takes too much time, memory"

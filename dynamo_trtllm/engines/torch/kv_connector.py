@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class TorchState(msgspec.Struct, frozen=True):
     """The engine's part of the KV transfer parameters."""
 
-    offer: bytes  # from `TransferBackend.publish`
-    seed: UInt64  # of the request's random draws
+    offer: bytes  # the result of `TransferBackend.publish`
+    seed: UInt64  # the seed of the random draws of the request
     # Each region has as many whole rows as fit into this, but at least one.
     region_bytes: Number = msgspec.field(name="piece_bytes")
 

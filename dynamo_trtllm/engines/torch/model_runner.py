@@ -24,8 +24,8 @@ class ModelRunnerOutput(NamedTuple):
     """What one step has computed."""
 
     batch: ForwardBatch
-    sampled: list[TorchSequence]  # those whose prompt is computed
-    tokens: list[SampledToken | None]  # of `sampled`; None: see `sample`
+    sampled: list[TorchSequence]  # sequences whose prompt is computed
+    tokens: list[SampledToken | None]  # tokens of `sampled`; None: see `sample`
     prompt_chunks: list[tuple[TorchSequence, Chunk]]  # log-probabilities of prompts
 
 

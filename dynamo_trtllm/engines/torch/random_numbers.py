@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MASK_64 = (1 << 64) - 1  # of unsigned 64 bits
+MASK_64 = (1 << 64) - 1  # the largest unsigned number of 64 bits
 
 
 def uniform(seed: int, index: int) -> float:

@@ -80,7 +80,7 @@ def sample(
         for row, seq in enumerate(rows)
         if seq.request.sampling.logprobs is not None and ids[row] >= 0
     }
-    logprobs: dict[int, TokenLogprob] = {}  # by row
+    logprobs: dict[int, TokenLogprob] = {}  # the log-probabilities, by row
     if tops:
         scored = list(tops)
         scored_ids = [ids[row] for row in scored]
@@ -189,7 +189,8 @@ def prompt_chunk(seq: TorchSequence, logits: Tensor) -> Chunk:
     ids = seq.request.token_ids
     end = seq.num_computed_tokens
     begin = end - len(logits)
-    following = ids[begin + 1 : end + 1].tolist()  # after the prompt's last token there is none
+    # No token follows the last one of the prompt.
+    following = ids[begin + 1 : end + 1].tolist()
     tops = [seq.request.sampling.prompt_logprobs or 0] * len(following)
     scored = score(logits[: len(following)], following, tops)
     # Nothing precedes the first token, so it has no log-probability.

@@ -64,7 +64,8 @@ class Scheduler:
 
     model_runner: ModelRunner
     pool: KvPool
-    transfer_buffer: TransferBuffer  # of no bytes for an aggregated engine
+    # The buffer of an aggregated engine has no bytes.
+    transfer_buffer: TransferBuffer
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
@@ -214,7 +215,8 @@ class Scheduler:
                 self._drop(seq)
             self.load.take_all()
             self._publish()
-        finally:  # on a broken GPU, dropping sequences raises
+        finally:
+            # On a broken GPU, dropping sequences raises.
             self.on_end(reason)
 
     def _run_iteration(self) -> None:

@@ -15,7 +15,7 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 
 class _Submitted(NamedTuple):
     sequences: int = 0
-    prompt_tokens: int = 0  # to compute
+    prompt_tokens: int = 0  # prompt tokens to compute
 
     def plus(self, seq: TorchSequence) -> _Submitted:
         return _Submitted(self.sequences + 1, self.prompt_tokens + seq.prefill_left)

@@ -67,7 +67,8 @@ class TorchSequence(TaskStream):
         # pool yet.
         self.output_ids: TokenIds = token_ids()
         self.phases = CallPhases(request.kv_params)
-        self.queue_waits: dict[str, float] = {}  # of the queue, when the sequence was queued
+        # How long the queue had waited for each resource when the sequence was queued.
+        self.queue_waits: dict[str, float] = {}
         # The attributes of `WaitingRequest`.
         self.queued_s = 0.0
         self.is_overdue = False

@@ -50,7 +50,8 @@ def _words(memory: Tensor) -> Tensor:
     if lacking > 0:
         memory = torch.nn.functional.pad(memory, (0, lacking))
     elif memory.data_ptr() % 4 != 0:
-        memory = memory.clone()  # to an aligned address
+        # The clone has an aligned address.
+        memory = memory.clone()
     return memory.view(torch.int32)
 
 
@@ -78,7 +79,8 @@ def _factors(device: torch.device) -> Tensor:
     factors = []
     for number in range(_COLUMNS):
         factor = split_mix(number * 0x9E3779B97F4A7C15) | 1
-        is_negative = factor >> 63 == 1  # as a signed number
+        # The factor is read as a signed number.
+        is_negative = factor >> 63 == 1
         factors.append(factor - (1 << 64) if is_negative else factor)
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
@@ -109,14 +111,15 @@ class TransferBuffer:
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool
-        self._used: list[Allocation] = []  # in the order of the buffer
+        self._used: list[Allocation] = []  # allocations in the order of the buffer
         # Freed, but used until the last copy is done.
         self._leaving: deque[_FreedAllocation] = deque()
         self.num_bytes = num_bytes
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
         # Staging memory on the GPU, if the buffer is in host memory.
         self._bounce: Tensor | None = None
-        self._checking: torch.cuda.Stream | None = None  # for checksums, parallel to the steps
+        # Computes checksums beside the steps.
+        self._checking: torch.cuda.Stream | None = None
         self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
 
     def move_to_host(self) -> None:

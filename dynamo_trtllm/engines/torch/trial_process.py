@@ -62,8 +62,8 @@ class TrialResult(msgspec.Struct, frozen=True, array_like=True):
 
     formats: tuple[LarkFormat, ...] = ()
     memory_bytes: int = 0  # upper bound of the memory that the compiled formats take
-    code: str = ""  # of the error; "": there is none
-    message: str = ""  # of the error
+    code: str = ""  # code of the error; "": there is none
+    message: str = ""  # message of the error
 
 
 def encode_request(guided: StructuredOutput) -> bytes:

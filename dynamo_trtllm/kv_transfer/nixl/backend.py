@@ -45,8 +45,8 @@ _LINGER_S = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class _NixlPublished:
-    slot: int  # its validity slot
-    in_region: bool  # its memory is part of a registered region
+    slot: int  # number of the validity slot
+    in_region: bool  # the memory is part of a registered region
     # NIXL's handle of memory that is registered for this transfer only.
     registered: Any | None = None
     checksum: OfferChecksum | None = None
@@ -201,7 +201,8 @@ class NixlBackend:
         self._validity_slots.clear(entry.slot)
         try:
             if entry.checksum is not None:
-                await entry.checksum.stop()  # it reads the memory and writes to the slot
+                # The checksum reads the memory and writes to the slot.
+                await entry.checksum.stop()
         finally:
             if self._ending is not None:  # closing discards all transfers
                 await asyncio.shield(self._ending)

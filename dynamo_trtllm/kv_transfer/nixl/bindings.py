@@ -36,8 +36,9 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
     # Metadata of the validity agent and of its page of slots.
     validity_agent: bytes = msgspec.field(name="guards")
     memory: bytes  # metadata of the registration; empty if the KV has no bytes
-    kind: str  # of memory, as NIXL calls it: DRAM or VRAM
-    descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the regions
+    kind: str  # kind of the memory, as NIXL calls it: DRAM or VRAM
+    # The descriptors of the regions.
+    descriptors: list[Descriptor] = msgspec.field(name="spots")
     validity_slot: Descriptor = msgspec.field(name="guard")
     nonce: bytes  # content of the validity slot while the transfer is published
     ready: Count  # regions that held their data when this was created
@@ -129,7 +130,8 @@ class NixlBindings:
     def progress(self) -> None:
         """Let NIXL make progress. Some transports need it on the prefill worker."""
         for agent in (self.agent, self.validity_agent):
-            agent.get_new_notifs()  # no notifications are used, but the call makes progress
+            # No notifications are used, but the call makes progress.
+            agent.get_new_notifs()
 
     def register(self, regions: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """Register regions of one kind of memory.

@@ -148,12 +148,12 @@ class Fetch:
     offer: NixlOffer
     to: Destination
     slot: int  # the own validity slot that receives a copy of the prefill worker's slot
-    deadline: float  # in seconds of `time.monotonic`
+    deadline: float  # a time of `time.monotonic`
     is_checked: bool
     _peer: RemoteAgent = field(init=False)
     _ready: int = field(init=False)  # number of regions that can be read
     _moved_at: float = field(init=False)
-    _hashing: list[list[Future[int]]] = field(default_factory=list)  # by region and block
+    _hashing: list[list[Future[int]]] = field(default_factory=list)  # the jobs, by region and block
 
     def steps(self) -> PollSteps:
         """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
