@@ -41,7 +41,8 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
-_NUM_GPUS = 8  # of the machine for which the arguments are checked
+# GPUs of the machine for which the arguments are checked.
+_NUM_GPUS = 8
 
 
 @dataclass(slots=True, kw_only=True)

@@ -49,7 +49,7 @@ _ANSWER_GRACE_S: Final = 0.5
 _CLOCK_READINGS: Final = 3
 _CLOCK_TIMEOUT_S: Final = 0.25
 _MAX_HOST_CHARS: Final = 256
-_MAX_KEYS: Final = 50_000  # which fit into one message
+_MAX_KEYS: Final = 50_000  # as many keys fit into one message
 
 
 def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
@@ -218,7 +218,8 @@ class RecordingQueries:
         self._answered = set[int]()  # instances
         self._expected = set(self.instances)
         self._senders: dict[tuple[bytes, int, int], _Sender] = {}
-        self._offsets: dict[bytes, ClockOffset] = {boot_id(): _EXACT}  # by the boot of the machine
+        # The offsets, by the boot of the machine.
+        self._offsets: dict[bytes, ClockOffset] = {boot_id(): _EXACT}
         self._asked_ns = 0
         self._news = asyncio.Event()
         self.problems: list[str] = []

@@ -20,9 +20,9 @@ from dynamo_trtllm.observability.recordings import (
     Step,
 )
 
-_RECENT_S: Final = 600.0  # for which a killed process is reported
+_RECENT_S: Final = 600.0  # a killed process is reported for this time
 _WRONG_DATE_S: Final = 1.0
-_SLOW_S: Final = 1.0  # without an answer of etcd
+_SLOW_S: Final = 1.0  # an answer of etcd that takes longer is reported
 _NO_CALL: Final[dict[int, str]] = {
     RecordedEvent.RECEIVED: "the request's body has not arrived, or waits to be parsed",
     RecordedEvent.TOKENIZED: "it waits in the frontend's queue (--max-inflight)",

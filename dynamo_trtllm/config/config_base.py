@@ -67,7 +67,8 @@ def _reachable_host(value: str) -> str:
 
 
 def _ip_address(value: str) -> str:
-    ip_address(value)  # its ValueError names the value
+    # Its ValueError names the value.
+    ip_address(value)
     return value
 
 

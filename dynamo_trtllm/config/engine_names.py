@@ -18,7 +18,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 
 ENTRY_POINTS: Final = "dynamo_trtllm.engines"
-DEFAULT_ENGINE: Final = "trtllm"  # if it is installed
+DEFAULT_ENGINE: Final = "trtllm"  # the default engine, if it is installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class BuiltInEngine:
 
     title: str
     traits: EngineTraits
-    component: str = "tensorrt_llm"  # of decode and aggregated workers, as Dynamo's
+    # The component of decode and aggregated workers, as in Dynamo.
+    component: str = "tensorrt_llm"
     default_role: Role = Role.AGGREGATED
     reads_gguf: bool = False
     # Its decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they

@@ -92,7 +92,8 @@ def flags_of(model: type[Config]) -> tuple[Flag, ...]:
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
-    given = typing.cast("dict[str, Any]", info.json_schema_extra)  # by `option`
+    # `option` has set it.
+    given = typing.cast("dict[str, Any]", info.json_schema_extra)
     kind, choices = _kind(info.annotation)
     choices = choices or tuple(given["words"])
     if given["positional"]:
@@ -155,7 +156,7 @@ class _Given(NamedTuple):
     """A value from the command line."""
 
     value: str
-    text: str  # as typed, with the flag
+    text: str  # the text that was typed, with the flag
 
 
 class _Store(argparse.Action):

@@ -57,7 +57,8 @@ def command_streams(prog: str) -> Iterator[None]:
         raise SystemExit(_INTERRUPTED) from None
     except OSError:
         failure = _write_error()
-        if failure is None:  # it was not stdout that failed
+        # stdout has not failed, so the error is another one.
+        if failure is None:
             raise
         # The interpreter writes the rest at its exit, which would fail again.
         null_device = os.open(os.devnull, os.O_WRONLY)

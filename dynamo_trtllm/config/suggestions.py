@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_MIN_SIMILARITY = 0.7  # of 1; with 0.6 `suggest` returns --help for --tp
+# Equal words have a similarity of 1. With 0.6, `suggest` returns --help for --tp.
+_MIN_SIMILARITY = 0.7
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str | None:

@@ -271,7 +271,8 @@ class EmbeddedDeployment:
     def _run_thread(self) -> None:
         try:
             uvloop.run(self._run())
-        except asyncio.CancelledError:  # by `_cancel`
+        # `_cancel` has cancelled it.
+        except asyncio.CancelledError:
             if not self._started.done():
                 self._started.set_exception(Draining("the deployment was stopped; create another"))
         except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it

@@ -71,9 +71,9 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     engine: str = ""
     model: str = ""
     host: str
-    port: int  # of /ready, /health and /metrics
+    port: int  # the port of /ready, /health and /metrics
     pid: int
-    instance_id: str = ""  # of a worker that has been ready, hexadecimal
+    instance_id: str = ""  # id of a worker that has been ready, hexadecimal
     uses_tls: bool = False
     certificate: str = ""  # file with the certificate of the process; "": trust those of a CA
 

@@ -43,7 +43,8 @@ from dynamo_trtllm.support.tls import own_server_context, server_certificate
 
 PROG = "python -m dynamo_trtllm.launch"
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
-_PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
+# Prompts by model, where PROMPT is too hard.
+_PROMPTS = {"smollm2": "What is the capital of France?"}
 MAX_TOKENS = 200
 _API_KEY = f"{ENV_PREFIX}API_KEY"
 _KEY_NOTE = (

@@ -51,7 +51,7 @@ _ENGINE_FLAGS = (
 _FRONTEND_STOP_S = 35.0  # running requests have 30 s
 
 C = TypeVar("C", bound=HttpAccessConfig)
-Flags: TypeAlias = dict[str, Any]  # by field name
+Flags: TypeAlias = dict[str, Any]  # flags by field name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class ProcessSpec:
 
     name: str
     module: str  # run with `python -m`
-    argv: tuple[str, ...]  # without the port flag
+    argv: tuple[str, ...]  # arguments without the port flag
     env: Mapping[str, str]  # added to the launcher's environment
     host: str  # address of its HTTP port, which answers /ready
     port: int  # 0: the launcher chooses one at each start
     port_flag: str
-    stop_timeout_s: float  # from SIGTERM to SIGKILL
+    stop_timeout_s: float  # time from SIGTERM to SIGKILL
     worker: WorkerConfig | None = None  # None for the frontend
     api_key: str = field(default="", repr=False)  # one that the frontend accepts for all paths
     needs_api_key: bool = False

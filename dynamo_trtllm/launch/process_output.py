@@ -53,7 +53,7 @@ class ProcessOutput:
         self._width = max(len(name) for name in (LAUNCHER, *names))
         self._has_terminal = stream.isatty()
         self._names = names
-        self._colors: dict[str, str] = {}  # by process name
+        self._colors: dict[str, str] = {}  # colors by process name
         if self._has_terminal:
             self._colors = dict(zip(names, itertools.cycle(_COLORS), strict=False))
         self._panel: StartPanel | None = None

@@ -68,7 +68,8 @@ _NOT_TAKEN = {
     "nats_credentials_file": _OWN_SERVERS,
     "nats_inbox_prefix": _OWN_SERVERS,
 }
-_TINY_VALUES = 30_000_000  # of the bundled model, which is expanded when a worker starts
+# Values of the bundled model, which is expanded when a worker starts.
+_TINY_VALUES = 30_000_000
 
 
 @command_errors(PROG, RunFailed)

@@ -37,7 +37,7 @@ _TAIL_BYTES = 1 << 14
 _ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
-_PAUSE_FRACTION = 0.1  # of the time waited so far
+_PAUSE_FRACTION = 0.1  # part of the time waited so far
 
 T = TypeVar("T")
 Check: TypeAlias = Callable[[str, int], Awaitable[None]]
@@ -84,7 +84,8 @@ async def until(
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            if limit_s == _ONE_ANSWER_S or not why:  # else the total limit cut this attempt short
+            # Otherwise, the total limit has cut this attempt short.
+            if limit_s == _ONE_ANSWER_S or not why:
                 why = "no response"
         except (NotYet, OSError) as exc:
             why = str(exc)
@@ -195,7 +196,7 @@ class LocalServer(Child):
         check: checks that it answers at a host and port.
     """
 
-    stop_rank = 2  # after all that use it
+    stop_rank = 2  # servers stop after all that use them
     is_status_2_final = False  # a panic has that status, too
 
     def __init__(
@@ -217,7 +218,8 @@ class LocalServer(Child):
 
         It raises as the first start does.
         """
-        if await is_taken(_HOST, self._port):  # its owner would answer the check
+        # The owner of the port would answer the check.
+        if await is_taken(_HOST, self._port):
             raise ConfigError(
                 f"{self._program}: port {self._port} is in use; stop the process that uses it"
             )

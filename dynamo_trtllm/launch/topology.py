@@ -16,8 +16,8 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
 _GIB = 1 << 30
-_MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
-_MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
+_MAX_WEIGHT_FRACTION = 0.8  # part of the memory; the rest is for KV and activations
+_MIN_FREE_FRACTION = 0.8  # part of a GPU; a GPU with less is in use
 _BY_PREFERENCE: tuple[str, ...] = ("trtllm", "vllm", "torch")
 # Memory of a worker's process without weights, at least. The mock engine takes 36 MB.
 _WORKER_BYTES = 32 << 20
@@ -32,8 +32,8 @@ class MachineFacts:
 
     gpus: Sequence[GpuMemory]
     no_gpu_reason: str  # empty if there are GPUs
-    cpus: int  # that this process may use
-    memory_bytes: int  # of the host, available now
+    cpus: int  # CPUs that this process may use
+    memory_bytes: int  # memory of the host that is available now
     engines: frozenset[str]  # installed
 
 
@@ -41,9 +41,9 @@ class MachineFacts:
 class ModelFacts:
     """What the files of a model say."""
 
-    path: str  # for --model-path
-    name: str  # that clients send
-    weight_bytes: int | None  # as stored; None if it is not known
+    path: str  # value of --model-path
+    name: str  # name that clients send
+    weight_bytes: int | None  # size of the stored weights; None if it is not known
     # Number of weights, for the torch engine, which does not compute with quantized ones.
     torch_values: int | None
     num_heads: int | None  # attention heads, of which each GPU gets an equal share
@@ -58,8 +58,8 @@ class Topology:
     workers: dict[Role, int]  # number of workers by role
     tensor_parallel_size: int = 1
     gpus: Sequence[int] = ()  # numbers, for all workers in order; none: CPU
-    threads: int = 1  # of a worker on the CPU
-    reasons: dict[str, str] = field(default_factory=dict)  # by subject
+    threads: int = 1  # threads of a worker on the CPU
+    reasons: dict[str, str] = field(default_factory=dict)  # reasons by subject
 
 
 def reads_model(engine: str) -> bool:

@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.number_types import MAX_INT64
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-KV_CONFIG = "hf_quant_config.json"  # of ModelOpt
+KV_CONFIG = "hf_quant_config.json"  # a file of ModelOpt
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
@@ -39,7 +39,7 @@ class Checkpoint:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int  # of one expert in MoE models
+    intermediate_size: int  # the size of one expert in MoE models
     vocab_size: int
     context_length: int  # tokens; 0 if the files do not set it
     sliding_window: int | None = None  # tokens

@@ -203,5 +203,6 @@ def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, with the same content
+            # Otherwise, another process was first, with the same content.
+            if not folder.is_dir():
                 raise

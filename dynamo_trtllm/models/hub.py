@@ -51,7 +51,7 @@ class HubModel:
     revision: str  # commit hash, or the name of the revision for a cached model
     folder: Path
     weight_bytes: int
-    download_bytes: int  # of files that are not in the cache
+    download_bytes: int  # size of the files that are not in the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,8 @@ class _Progress:
     def __init__(self, total: int, show: Show) -> None:
         self._total = max(1, total)
         self._show = show
-        self._lock = threading.Lock()  # before 1.0, each file's thread adds its own bytes
+        # Before huggingface_hub 1.0, the thread of each file adds its own bytes.
+        self._lock = threading.Lock()
         self._bytes = 0
         self._tenths = 0
 

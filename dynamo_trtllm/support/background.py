@@ -32,7 +32,7 @@ class BackgroundTasks:
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
         self.failure: DynamoError | None = None
-        self.reason = ""  # of the failure, with the name of the task
+        self.reason = ""  # the reason of the failure, with the name of the task
         self._on_failure = on_failure
         self._failed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -33,10 +33,10 @@ class Lifecycle(ABC):
         self._serve_began = ThreadSafeEvent()
         self._ready_or_ended = ThreadSafeEvent()
         self._failure: BaseException | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of `serve`
-        self._lock = threading.Lock()  # for `_loop` and `_is_stopped`
-        self._serving: asyncio.Task[None] | None = None  # of `async with`
-        self._block: asyncio.Task[object] | None = None  # that runs the block
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of `serve`
+        self._lock = threading.Lock()  # guards `_loop` and `_is_stopped`
+        self._serving: asyncio.Task[None] | None = None  # the task of `async with`
+        self._block: asyncio.Task[object] | None = None  # the task that runs the block
         self._has_cancelled_block = False
 
     @abstractmethod

@@ -27,8 +27,8 @@ class EnginePool:
         """
         self.leaks = leaks
         self._create = create
-        self._roles: dict[Engine, Role] = {}  # of those with default settings
-        self._infos: dict[Engine, EngineInfo] = {}  # of those that run
+        self._roles: dict[Engine, Role] = {}  # roles of engines with default settings
+        self._infos: dict[Engine, EngineInfo] = {}  # infos of engines that run
         self._free: list[Engine] = []
 
     def open(self, role: Role = Role.AGGREGATED, **settings: Any) -> Engine:

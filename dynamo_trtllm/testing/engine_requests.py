@@ -32,9 +32,10 @@ from dynamo_trtllm.protocol.streams import Generator, StreamEvent, as_stream
 class WaitLimits:
     """How long the tests wait, in seconds. Raise them for an engine that is slow."""
 
-    soon_s: float = 10.0  # for what normally holds at once: a busy machine may pause for seconds
-    answer_s: float = 60.0  # for an answer of some hundred tokens
-    close_s: float = 60.0  # for the shutdown of an engine
+    # Limit for what normally holds at once. A busy machine may pause for seconds.
+    soon_s: float = 10.0
+    answer_s: float = 60.0  # limit for an answer of some hundred tokens
+    close_s: float = 60.0  # limit for the shutdown of an engine
 
 
 LIMITS = WaitLimits()

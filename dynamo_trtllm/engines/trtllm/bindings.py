@@ -81,7 +81,7 @@ class TrtllmBindings:
         used = {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
         self.disagg_fields = has["DisaggregatedParams"] & used
         release = release_for(self.version)
-        self.release = release.name  # of the manifest
+        self.release = release.name  # the release of the manifest
         # Results report reused prompt tokens; structural tags have the form {"format": …}.
         self.is_since_1_2 = not release.name.startswith("1.1")
         # `LLM` takes the arguments of _OBJECTS as dictionaries.

@@ -117,10 +117,10 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         check_retries(self._facts.variable)
         self.kv_transfer_ttl_s = kv_transfer_ttl_s(self._facts, config.kv_transfer_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
-        self._watchdog: Watchdog | None = None  # once the LLM is built
+        self._watchdog: Watchdog | None = None  # set once the LLM is built
         self._steps: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self._publishes_kv_events = config.publish_kv_events
-        self._kv_events: KvEventPoller | None = None  # once they are read
+        self._kv_events: KvEventPoller | None = None  # set once events are read
         if config.publish_kv_events:
             check_kv_events(self._facts)
         self._cache_folders = (

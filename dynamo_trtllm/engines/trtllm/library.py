@@ -75,7 +75,8 @@ def error_text(exc: BaseException) -> str:
 
 
 REPORT_S = 10.0  # longest wait for the size of the KV cache
-_STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
+# Without a result or an iteration for this time, the executor counts as stalled.
+_STALL_S = 300.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,15 +89,16 @@ class TrtllmLibrary:
     bindings: TrtllmBindings
     llm: Any
     model_limits: TrtllmModelLimits
-    instance_id: int  # of the worker
-    kv_transfer_ttl_s: float  # until a KV transfer expires
+    instance_id: int  # id of the worker
+    kv_transfer_ttl_s: float  # time until a KV transfer expires
     # Seconds until TensorRT-LLM frees KV that was not fetched. Infinity: it never frees it.
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     runtime: str | None = None
     transfer_hint: str = ""
     probe: EndpointProbe = field(default_factory=EndpointProbe)
-    calls: BlockingCalls = field(default_factory=BlockingCalls)  # that are made on the event loop
+    # Calls of the library that are made on the event loop.
+    calls: BlockingCalls = field(default_factory=BlockingCalls)
     last_result_at: float = field(default_factory=time.monotonic)
     # tokens in a KV block, as this worker registers them; 0: not registered yet
     block_tokens: int = 0
@@ -262,7 +264,8 @@ class TrtllmCall:
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._ended_at = math.inf
-        self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
+        # Number per token; None: no log-probabilities.
+        self._alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
         self._first = () if request.kv_params is None else request.kv_params.first_logprobs
         self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM

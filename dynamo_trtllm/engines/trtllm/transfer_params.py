@@ -183,7 +183,7 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
 # below 2**40 (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
 _GLOBAL = 1 << 62
 _COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
-_WORKER_BITS = 32  # of the random instance id
+_WORKER_BITS = 32  # bits of the random instance id
 
 
 NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
@@ -239,7 +239,7 @@ _PROBE_TIMEOUT_S = 2.0
 _PROBE_VALID_S = 1.0
 # ZeroMQ's signature, which libzmq sends before it has read anything.
 _GREETING_BYTES = 10
-_SIGNATURE = (0xFF, 0x7F)  # its first and last byte
+_SIGNATURE = (0xFF, 0x7F)  # the first and the last byte of a signature
 
 
 class EndpointProbe:
@@ -265,7 +265,8 @@ class EndpointProbe:
         """
         address = urlsplit(endpoint)
         if address.scheme != "tcp" or not address.hostname or not address.port:
-            return  # not an address of TCP
+            # It is not an address of TCP.
+            return
         probe = self._probes.get(endpoint)
         if probe is None:
             probe = asyncio.create_task(_connect(address.hostname, address.port))

@@ -24,7 +24,7 @@ from dynamo_trtllm.observability.logging import log_thread_stacks
 
 log = logging.getLogger(__name__)
 
-THREAD: Final = "trtllm-watchdog"  # its name
+THREAD: Final = "trtllm-watchdog"  # name of the thread
 PERIOD_S: Final = 0.5  # between two looks
 # How long the event loop may stand still after the executor has died. A worker looks at its engine
 # every 2 s and ends by itself, so this is two looks that it has missed. No request can be answered
@@ -36,7 +36,8 @@ DEAD_S: Final = 5.0
 # has expired (--lease-ttl-s).
 BLOCKED_S: Final = 60.0
 _REPORT_S: Final = 3.0  # longest wait for the log: the program that reads stderr may have stopped
-EXIT_STATUS: Final = 1  # as after EngineFailed: supervisors restart the worker
+# The status after EngineFailed, too. Supervisors restart the worker.
+EXIT_STATUS: Final = 1
 
 
 class BlockingCall:
@@ -91,10 +92,10 @@ class HangDetector:
         self._iterated_at = iterated_at
         # The next turn of the event loop sets it. None: no turn was requested.
         self._turn: threading.Event | None = None
-        self._still_s = 0.0  # since it was asked
+        self._still_s = 0.0  # time since a turn of the event loop was requested
         # the call and the last iteration, at the last look
         self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
-        self._blocked_s = 0.0  # since one of them has changed
+        self._blocked_s = 0.0  # time since one of them has changed
 
     @property
     def is_over(self) -> bool:
@@ -200,7 +201,7 @@ class Watchdog:
         self._detector = detector
         self._end = end
         self._stop = threading.Event()
-        self._failure = ""  # of the last look that failed
+        self._failure = ""  # the failure of the last look; "": it has not failed
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def start(self) -> None:

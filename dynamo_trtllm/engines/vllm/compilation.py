@@ -107,7 +107,8 @@ def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
     }
 
 
-_counting: list[Callable[[], int]] = []  # at most one: ends the counting, and returns the count
+# At most one function. It ends the counting, and returns the count.
+_counting: list[Callable[[], int]] = []
 
 
 def count_compilations(*, begins: bool) -> int:

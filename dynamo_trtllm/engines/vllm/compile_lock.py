@@ -19,7 +19,8 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm import start_progress
 
-log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+# The processes of vLLM configure the logger "vllm", and this one with it.
+log = logging.getLogger("vllm.dynamo_trtllm")
 _POLL_S = 0.25
 _MAX_WAIT_S = 120.0  # torch.compile takes 18 to 47 s for gpt-oss-120b
 

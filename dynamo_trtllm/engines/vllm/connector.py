@@ -70,12 +70,13 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         # Reads that have failed, until a step has reported their end; handshakes add to it on
         # another thread. A step may say that a read has failed before vLLM counts it as ended.
         self._failed: set[str] = set()
-        self._reported_failed: set[str] = set()  # of those, those that a step has reported
+        # The failed ones that a step has reported.
+        self._reported_failed: set[str] = set()
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
         # When reads that have ended were posted and seen to end, until their end is reported.
         self._times: dict[str, tuple[float, float]] = {}
-        self._ended = EndedTransfers()  # that no step has reported yet
+        self._ended = EndedTransfers()  # transfers that no step has reported yet
         self._is_asked = False  # True once this process's scheduler has asked for ended reads
         self._left_to_steps: set[str] = set()  # ended reads that the scheduler did not want
         self._reported: frozenset[str] = frozenset()  # reads whose end the last step has reported

@@ -20,7 +20,8 @@ from dynamo_trtllm.engines.vllm.patches.patch import MISFITS
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
 
-log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+# The processes of vLLM configure the logger "vllm", and this one with it.
+log = logging.getLogger("vllm.dynamo_trtllm")
 # At most one: that of the connector in this process, if the engine has one rank.
 _worker_half: list[Any] = []
 

@@ -105,7 +105,8 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
-        self._kv_addresses: tuple[str, ...] = ()  # of the side channels, once they are chosen
+        # The addresses of the side channels, once they are chosen.
+        self._kv_addresses: tuple[str, ...] = ()
         self._compile_cache: Path | None = None
         if config.compile_cache is not None:
             self._compile_cache = config.compile_cache.absolute()

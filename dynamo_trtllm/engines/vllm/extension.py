@@ -50,7 +50,8 @@ def _fill(name: str, weight: Any) -> bool:
     """
     import torch
 
-    shape = weight.shape  # before kernels rearrange it
+    # The shape before kernels rearrange the weight.
+    shape = weight.shape
     numbers = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
     if weight.dtype == torch.uint8:
         if name.endswith(("w13_weight_scale", "w2_weight_scale")):
@@ -96,7 +97,7 @@ def install() -> None:
 class WorkerExtension:
     """The methods that vLLM adds to its worker class, one object per rank."""
 
-    model_runner: Any  # of vLLM's worker
+    model_runner: Any  # the model runner of the worker of vLLM
 
     def dynamo_run_pass(self, tokens: int) -> None:
         """Run one pass of the model with `tokens` tokens, which compiles the kernels for it."""
@@ -170,7 +171,8 @@ def _die_after(watched: int, pid: int) -> None:
         try:
             os.kill(parent.pid or 0, signal.SIGKILL)  # the engine process, the parent of this one
         except ProcessLookupError:
-            pass  # it has already ended
+            # The process has already ended.
+            pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -86,7 +86,7 @@ class _CacheOfRank:
 
     def __init__(self) -> None:
         self.next = 0  # number of the next batch
-        self.ts = 0.0  # of the last batch
+        self.ts = 0.0  # time of the last batch
         self.group: int | None = None  # the KV cache group that is reported
         # The number of copies of each block: several requests may compute a prompt at once.
         self.copies: dict[int, int] = {}
@@ -335,7 +335,8 @@ class KvEventSubscriber:
         """Ask a rank's publisher for its batches from a number on; see `Replay`."""
         with self._context.socket(self._zmq.DEALER) as question:
             question.linger = 0
-            question.rcvhwm = 0  # no limit: vLLM drops what exceeds it
+            # 0 means no limit. vLLM drops what exceeds a limit.
+            question.rcvhwm = 0
             question.rcvtimeo = int(1000 * _REPLAY_S)
             question.connect(_of_rank(self._replay_endpoint, rank))
             question.send_multipart((b"", first.to_bytes(8, "big")))

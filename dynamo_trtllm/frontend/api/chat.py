@@ -177,7 +177,8 @@ class AssistantMessage(RequestModel):
     content: Text = ""
     name: Name | None = None
     reasoning_content: LongText | None = None
-    reasoning: LongText | None = None  # other servers' name for `reasoning_content`
+    # The name of `reasoning_content` in other servers.
+    reasoning: LongText | None = None
     tool_calls: List[_ToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
@@ -313,7 +314,7 @@ class ToolChoice(RequestModel):
 
     # "none": the prompt contains no tools
     mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: Label = ""  # of the function, when mode is "named"
+    name: Label = ""  # name of the function, if the mode is "named"
     allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         None  # in the prompt; None: all
     )

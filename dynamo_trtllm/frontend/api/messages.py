@@ -47,7 +47,8 @@ from dynamo_trtllm.frontend.api.schemas import Schema, schema_text
 from dynamo_trtllm.protocol.messages import OutputFormat
 
 MAX_STOP_SEQUENCES: Final = 16
-_SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})  # not by other endpoints
+# Other endpoints do not support them.
+_SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})
 
 
 # --- content blocks ----------------------------------------------------------------------
@@ -259,7 +260,7 @@ class MessageToolChoice(RequestModel):
     """How the model may call tools."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Label | None = None  # of the tool, if the type is "tool"
+    name: Label | None = None  # name of the tool, if the type is "tool"
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
@@ -309,7 +310,8 @@ class CountTokensRequest(SamplingFields):
     hints: ClassVar = SamplingFields.hints | {"service_tier", "cache_control", "inference_geo"}
     no_ops: ClassVar = {
         name: NO_OPS[name]
-        for name in NO_OPS  # those of all endpoints
+        # These fields are those of all endpoints.
+        for name in NO_OPS
         if name not in _SUPPORTED_HERE
     }
     unsupported: ClassVar = {

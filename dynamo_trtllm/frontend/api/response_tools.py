@@ -43,7 +43,7 @@ class ServedTool(NamedTuple):
     kind: Kind
     own_name: str
     namespace: str | None = None
-    is_text: bool = False  # its input is any text
+    is_text: bool = False  # the input of the tool is any text
 
 
 class ResponsesFunctionTool(RequestModel):

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 HOOK_TIMEOUT_S: Final = 30.0
 _MAX_TIMEOUT_S: Final = 86_400  # a day: no client waits longer
-_END_S: Final = 1.0  # for calls that have been cancelled, when the frontend ends
+# Longest wait for cancelled calls when the frontend ends.
+_END_S: Final = 1.0
 _ROUTE: Final = re.compile(
     r"(GET|POST|PUT|PATCH|DELETE) ((/[\w.~-]*|/\{[A-Za-z_][A-Za-z0-9_]*(:path)?\})+)"
 )
@@ -130,8 +131,9 @@ class FrontendResponse:
     """A response of middleware or of a route."""
 
     body: bytes = b""  # the complete body
-    status: int = 200  # of a response with a body: not 1xx, 204, 205 or 304
-    content_type: str = "application/json"  # of the body
+    # Status of a response with a body, so not 1xx, 204, 205 or 304.
+    status: int = 200
+    content_type: str = "application/json"  # content type of the body
     headers: Mapping[str, str] = field(default_factory=dict)  # further ones
 
     @classmethod
@@ -146,7 +148,7 @@ class FrontendResponse:
 class Refusal:
     """A response with an error, in the form of the API that the client uses."""
 
-    status: int  # from 400 on
+    status: int  # 400 or higher
     message: str  # what is wrong, and what to do
     code: str  # names the kind of error for programs
     headers: Mapping[str, str] = field(default_factory=dict)  # further ones
@@ -180,7 +182,7 @@ class Hooks:
         self._middleware = tuple(middleware)
         self._routes = dict(routes or {})
         self._timeout_s = timeout_s
-        self._tasks: set[asyncio.Task[object]] = set()  # of the calls that run
+        self._tasks: set[asyncio.Task[object]] = set()  # the tasks of the calls that run
         self._count_failure: Callable[[str], None] = lambda code: None
         for hook in self._middleware:
             _check_hook(hook, "middleware")

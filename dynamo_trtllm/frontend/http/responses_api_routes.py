@@ -98,7 +98,8 @@ def _check_query(request: HttpRequest, *known: str) -> None:
             raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
     for name in ("include", "include[]"):
         for value in query.get(name, ()):
-            if value != LOGPROBS:  # they are included if the original request asked for them
+            # Log-probabilities are included if the original request asked for them.
+            if value != LOGPROBS:
                 raise UnsupportedParameter(
                     f"include of {value!r} is not supported; leave it out", field="include"
                 )

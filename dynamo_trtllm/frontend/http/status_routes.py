@@ -21,7 +21,8 @@ from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 NO_WORKER = "no worker has registered yet"
-LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit
+# Limit for the entries of a list in /health, unless the query has another limit.
+LISTED: Final = 100
 MAX_LISTED: Final = 1_000_000
 
 
@@ -127,7 +128,7 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "endpoint": instance.endpoint,
         "namespace": instance.namespace,
         "instance_id": instance.id,  # a number, as in Dynamo's /health
-        "id": f"{instance.id:x}",  # as in logs, headers and `pairs`
+        "id": f"{instance.id:x}",  # the form that logs, headers and `pairs` have
         "role": instance.role,
         "model": instance.card.name,
         "engine": instance.engine,

@@ -32,8 +32,8 @@ from dynamo_trtllm.protocol.http_status import to_response
 from dynamo_trtllm.protocol.messages import GenerateRequest, TokenIds
 
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
-_BLANKS: Final = " \t\r\n"  # of JSON
-_END: Final = b"}}\n\n"  # of a delta's event
+_BLANKS: Final = " \t\r\n"  # blanks between the tokens of JSON
+_END: Final = b"}}\n\n"  # the end of the event of a delta
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -48,14 +48,15 @@ class _TextBlock:
     """A text block whose text is built delta by delta."""
 
     delta_kind: ClassVar[str] = "text_delta"
-    field: ClassVar[str] = "text"  # of the delta
+    field: ClassVar[str] = "text"  # the field of the delta
 
     def __init__(self, index: int, channel: Channel) -> None:
         self.channel = channel
         self._index = index
         self._texts: list[str] = []
         head = {"type": "content_block_delta", "index": index, "delta": {"type": self.delta_kind}}
-        before = orjson.dumps(head)[:-2]  # without the two braces of `_END`
+        # The two braces of `_END` are left out.
+        before = orjson.dumps(head)[:-2]
         field = b',"%b":' % self.field.encode()
         self._prefix = b"event: content_block_delta\ndata: " + before + field
 

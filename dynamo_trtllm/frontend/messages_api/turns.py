@@ -281,5 +281,6 @@ def _template_args(body: CountTokensRequest, served: ServedModel) -> dict[str, A
         return {}
     is_on = body.thinking.type != "disabled"
     if not is_on and served.card.reasoning_parser == "deepseek_r1":
-        return {}  # to this parser, an output without the end of reasoning is reasoning
+        # For this parser, an output without the end of reasoning is reasoning.
+        return {}
     return {name: is_on for name in _SWITCHES if name in served.renderer.variables}

@@ -31,7 +31,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
     request: Number = 0  # counts from 1
     reply: Number = 0  # the number of the request
-    snapshot: bytes = b""  # of a reply
+    snapshot: bytes = b""  # the snapshot of a reply
 
 
 async def no_metrics() -> bytes:

@@ -204,7 +204,8 @@ class Frontend(Lifecycle):
                 " command line do; use one of them, or workers=1",
                 field="workers",
             )
-        if self._sock is None:  # otherwise the caller decides who can connect
+        # Otherwise, the caller decides who can connect.
+        if self._sock is None:
             config.check_exposure()
         access = AccessControl(config, self._usage)
         certificate = server_certificate(config.tls_files)
@@ -296,7 +297,8 @@ def _tune_malloc() -> None:
     arena per thread. After some hundred megabytes of request bodies, the process would keep most of
     that memory.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    # Other C libraries than glibc have no such function.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 256 << 10)
         mallopt(_M_TRIM_THRESHOLD, 1 << 20)

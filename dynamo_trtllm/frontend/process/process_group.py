@@ -32,9 +32,11 @@ from dynamo_trtllm.support.network.listening import bind, listen
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
-_STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
-_PROCESSES_PER_CORE = 16  # at most; each takes about 100 MB
-_METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used
+# Time from SIGTERM to SIGKILL. A process waits 30 s for running requests.
+_STOP_S = 34.0
+_PROCESSES_PER_CORE = 16  # limit; each process takes about 100 MB
+# Limit for one process. After it, the last metrics of the process are used.
+_METRICS_TIMEOUT_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,8 @@ class ProcessGroup:
             # The child has an output relay of its own, and counts its dropped lines.
             streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}
             child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
-            child_end.close()  # otherwise the pipe would stay open when the child ends
+            # Otherwise, the pipe would stay open when the child ends.
+            child_end.close()
             self._pipes[name] = pipe
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -193,5 +196,6 @@ class ProcessGroup:
         except (DeadlineExceeded, Disconnected) as exc:
             log.warning("no metrics from %s, using its last ones: %s", name, exc.message)
             return
-        if name in self._pipes:  # it may have exited meanwhile
+        # The process may have exited meanwhile.
+        if name in self._pipes:
             self._aggregator.update(name, snapshot)

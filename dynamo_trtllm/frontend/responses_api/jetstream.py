@@ -38,8 +38,9 @@ from dynamo_trtllm.protocol.sanitize import mask_address
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
-_TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
-_HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
+# Limit for one call. A response waits this long if JetStream is unavailable.
+_TIMEOUT_S: Final = 2.0
+_HEADROOM_BYTES: Final = 4096  # part of a message for subject and headers
 _COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
 
 
@@ -228,7 +229,8 @@ async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> 
     config = StreamConfig(
         name=f"KV_{name}",
         subjects=[f"$KV.{name}.>"],
-        allow_direct=False,  # with replicas, a direct read may miss what was just written
+        # With replicas, a direct read may miss what was just written.
+        allow_direct=False,
         allow_rollup_hdrs=True,
         deny_delete=True,
         discard=DiscardPolicy.OLD,

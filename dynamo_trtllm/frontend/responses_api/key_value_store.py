@@ -58,7 +58,7 @@ class StoreLimits:
 
     max_entries: int
     max_bytes: int
-    max_value_bytes: int  # of one value; not more than max_bytes
+    max_value_bytes: int  # limit for one value; not more than max_bytes
     ttl_s: float
 
     def check(self, value: bytes) -> None:
@@ -89,7 +89,7 @@ def _used_bytes(owner: _Owner) -> int:
 class _Entry(NamedTuple):
     value: bytes
     owner: str
-    expires_s: float  # on the clock
+    expires_s: float  # a time of the clock
 
 
 class MemoryStore:

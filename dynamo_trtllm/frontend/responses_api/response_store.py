@@ -69,8 +69,9 @@ def store_limits(config: FrontendConfig) -> StoreLimits:
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response with its input."""
 
-    response: dict[str, Any]  # as sent to the client
-    items: list[dict[str, Any]]  # its input: the items of earlier turns, then its own
+    response: dict[str, Any]  # the response that was sent to the client
+    # The input of the response: the items of earlier turns, then its own.
+    items: list[dict[str, Any]]
     owner: str = ""  # name of the API key of its client; "": there were no keys
 
     @property
@@ -115,7 +116,7 @@ class ResponseStore:
         self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
         self.id_prefix = PREFIX + self._frontend_id
         self._writes: dict[str, _Write] = {}  # the newest pending one of each response
-        self._tasks: set[asyncio.Task[None]] = set()  # of all pending writes
+        self._tasks: set[asyncio.Task[None]] = set()  # the tasks of all pending writes
         self._pending_bytes = 0
 
     async def put(self, response_id: str, data: bytes, owner: str) -> None:
@@ -256,7 +257,7 @@ class References:
         """Create it for one request. `owner`: name of its API key; "": there are no keys."""
         self._store = store
         self._owner = owner
-        self._read: dict[str, _ReadResponse] = {}  # by the response's id
+        self._read: dict[str, _ReadResponse] = {}  # responses that were read, by id
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:

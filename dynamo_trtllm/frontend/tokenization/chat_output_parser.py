@@ -27,7 +27,7 @@ END_THINK: Final = "</think>"
 TOOL_CALL: Final = "<tool_call>"
 END_TOOL_CALL: Final = "</tool_call>"
 _KEYS: Final = frozenset(("arguments", "name", "id", "type"))  # "parameters" counts as "arguments"
-_BLANKS: Final = re.compile(r"[ \t\r\n]*")  # of JSON
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")  # blanks between the tokens of JSON
 _SPACE: Final = re.compile(r"\s*")
 _SEPARATORS: Final = re.compile(r"[\s,\]]*")  # text between and after calls
 _SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
@@ -51,19 +51,19 @@ class _Output:
         # the text received last, and where reading goes on
         self.text = ""
         self.at = 0
-        self.has_ended = False  # no more text comes
+        self.has_ended = False  # True: no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
-        self.num_reasoning_texts = 0  # that it has received
+        self.num_reasoning_texts = 0  # number of texts of reasoning that it has received
         # reasoning: the prompt may end with its opening marker
         self.is_inside = reasoning_parser == "deepseek_r1"
         self.is_over = reasoning_parser == "none"  # all further text is the answer
         self.is_text = False  # all further text is content
-        self._num_calls = 0  # that have begun
+        self._num_calls = 0  # number of calls that have begun
         self._has_begun = False  # the current call is certain
         # text read, but not emitted. It is content if it belongs to no call
         self._unseen: list[str] = []
         self._name = ""
-        self._keys: set[str] = set()  # of the current call
+        self._keys: set[str] = set()  # the keys of the current call
         self._arguments: list[str] = []  # read before the call was certain
         self._tool_call_parser = tool_call_parser
 
@@ -150,7 +150,8 @@ class _Output:
 
         A call is certain once its name is read.
         """
-        skips_space = True  # at the beginning and after a call
+        # Space at the beginning and after a call is skipped.
+        skips_space = True
         while True:
             yield from self._content(skips_space=skips_space)
             skips_space = yield from self._call(_BLANKS)

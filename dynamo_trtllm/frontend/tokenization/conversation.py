@@ -37,7 +37,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {}  # JSON Schema
-    is_text: bool = False  # its input is any text, for which `parameters` have one string
+    # The input of the tool is any text, for which `parameters` have one string.
+    is_text: bool = False
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,8 +17,9 @@ from dynamo_trtllm.frontend.tokenization.conversation import Tool, ToolCall
 from dynamo_trtllm.frontend.tokenization.text_input import text_of
 
 PYTHON: Final = "python"  # name of the tool whose input is a text, and recipient of its calls
-CHANNEL: Final = "analysis"  # of the calls and their results
-CONTENT_TYPE: Final = "code"  # of the calls, even if their arguments are JSON
+CHANNEL: Final = "analysis"  # channel of the calls and their results
+# Content type of the calls, even if their arguments are JSON.
+CONTENT_TYPE: Final = "code"
 _BROWSER: Final = oh.ToolNamespaceConfig.browser()
 _FUNCTIONS: Final[Mapping[str, oh.ToolDescription]] = {
     f"{_BROWSER.name}.{tool.name}": tool for tool in _BROWSER.tools

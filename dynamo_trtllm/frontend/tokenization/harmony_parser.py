@@ -89,14 +89,14 @@ class _Position(StrEnum):
     """Position of the next token: in a header, between messages, or in a part of the output."""
 
     HEADER = auto()
-    BETWEEN = auto()  # after the end of a message
+    BETWEEN = auto()  # the position after the end of a message
     FINAL = auto()
     COMMENTARY = auto()
     REASONING = auto()
     ARGUMENTS = auto()
 
 
-_OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # of a body
+_OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # positions outside of a body
 _CHANNELS: Final = {
     _Position.FINAL: Channel.FINAL,
     _Position.COMMENTARY: Channel.COMMENTARY,
@@ -137,7 +137,7 @@ class HarmonyParser:
         self._token_texts: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []
-        self._blanks = 0  # in the header
+        self._blanks = 0  # number of blanks in the header
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()

@@ -19,7 +19,7 @@ from dynamo_trtllm.frontend.tokenization.conversation import Tool
 from dynamo_trtllm.frontend.tokenization.text_cache import TextCache
 
 _INSTRUCTIONS: Final = "INSTRUCTIONS"  # a placeholder
-_EMPTY_TYPE: Final = "type tool = () => any;\n"  # of a tool "tool" without parameters
+_EMPTY_TYPE: Final = "type tool = () => any;\n"  # the type of a tool "tool" without parameters
 # Short names, keywords and types go to openai-harmony unchanged. No part of a placeholder matches.
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_$#/.-]{0,32}\Z")
 _MARK: Final = "\ue000"

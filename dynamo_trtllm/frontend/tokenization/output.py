@@ -34,15 +34,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     channel: Channel
     text: str = ""
-    call_index: int = 0  # of the tool call
-    name: str | None = None  # of the called function, in the first delta of a tool call
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the text's tokens; parsers leave it empty
+    call_index: int = 0  # index of the tool call
+    # Name of the called function; only the first delta of a tool call has it.
+    name: str | None = None
+    # Log-probabilities of the tokens of the text; parsers leave it empty.
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The output of one step. Consecutive deltas differ in their channel or their call."""
 
-    deltas: tuple[Delta, ...] = ()  # in the order of generation
+    deltas: tuple[Delta, ...] = ()  # deltas in the order of generation
     reasoning_tokens: int = 0  # number of tokens that are reasoning
     num_calls: int = 0  # number of tool calls that begin
 
@@ -69,8 +71,8 @@ class DeltaBuilder:
     def __init__(self) -> None:
         self.reasoning_tokens = 0
         self._num_calls = 0
-        self._deltas: list[Delta] = []  # before the current one
-        self._channel: Channel | None = None  # of the current delta
+        self._deltas: list[Delta] = []  # the deltas before the current one
+        self._channel: Channel | None = None  # the channel of the current delta
         self._call_index = 0
         self._name: str | None = None
         self._texts: list[str] = []

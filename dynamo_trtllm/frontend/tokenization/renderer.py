@@ -17,7 +17,8 @@ INLINE_BYTES: Final = 128 << 10
 class Renderer(Protocol):
     """Tokenizer, chat template and output parsers of one model."""
 
-    stop_token_ids: tuple[int, ...]  # of the chat format; sent to the engine with chat requests
+    # Stop tokens of the chat format, which chat requests send to the engine.
+    stop_token_ids: tuple[int, ...]
     # what the template reads besides messages: "tools", "reasoning_effort", template args
     variables: frozenset[str]
 

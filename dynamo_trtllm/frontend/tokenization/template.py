@@ -101,7 +101,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             except AttributeError:
                 value = self.undefined(obj=obj, name=attribute)
         elif type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            value = obj[attribute]  # as the sandbox does after it has caught an AttributeError
+            # The sandbox does this after it has caught an AttributeError.
+            value = obj[attribute]
         else:
             value = super().getattr(obj, attribute)
         self._count(value)

@@ -84,7 +84,8 @@ class FastTokenizer:
         first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
         first.start()
         first.join()
-        return_freed_memory()  # otherwise glibc would keep 50 to 90 MiB
+        # Otherwise, glibc would keep 50 to 90 MiB.
+        return_freed_memory()
 
     def encode(self, text: str, *, is_plain: bool = False, is_prompt: bool = True) -> TokenIds:
         """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.

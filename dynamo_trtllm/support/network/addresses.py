@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
 _LOOPBACK_OF: Final = {"0.0.0.0": LOOPBACK, "::": "::1"}
-_ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
+_ANY_PORT = 4222  # the port of a URL without a port; nothing is sent to it
 
 
 def is_loopback(host: str) -> bool:

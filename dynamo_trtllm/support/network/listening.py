@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
-_PAUSE_S = 0.1  # after a failed accept
+_PAUSE_S = 0.1  # pause after a failed accept
 _RELIEVED_S = 0.001  # the same, if idle connections are being closed to free resources
 _LOG_EVERY_S = 10.0
 # errors after which the listening socket itself is unusable
@@ -163,7 +163,8 @@ class Acceptor:
     def _port(self) -> str:
         try:
             return str(self._sock.getsockname()[1])
-        except OSError:  # it was closed
+        # The socket was closed.
+        except OSError:
             return "unknown"
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -108,7 +108,8 @@ class RoleFacts:
 
     role: Role
     args: TrtllmArgs
-    release: str  # of TensorRT-LLM, installed or given: "1.2.1", "1.3.0rc27"
+    # Release of TensorRT-LLM, installed or given, such as "1.2.1" or "1.3.0rc27".
+    release: str
     model: Checkpoint | None = None
     gpu: Gpu | None = None  # the same model for all ranks
     num_gpus: int | None = None  # visible to the worker

@@ -42,7 +42,8 @@ class MemoryTable:
         self.blocks = self._blocks(facts)  # KV blocks
         # Tokens that fit the KV blocks.
         self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens
-        self.request_tokens = _request_tokens(facts)  # of KV for one request of the load
+        # Tokens of KV for one request of the load.
+        self.request_tokens = _request_tokens(facts)
         # Concurrent requests of the load in this engine, and what limits them: "KV" or
         # "max_batch_size".
         self.concurrency, self.limited_by = self._concurrency(facts)

@@ -33,14 +33,14 @@ from dynamo_trtllm.protocol.messages import token_ids
 
 log = logging.getLogger(__name__)
 
-_HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
+_HASH_ALGORITHM = "kv_cache_event_hash_algo"  # the field of kv_cache_config
 # With it, also the second KV cache manager names blocks by numbers, as the first one does. That is
 # the default of later candidates; the default of earlier ones is text (runtime/kv_cache_hash.py,
 # two copies of 2026).
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
-MAX_BLOCKS_AT_ONCE = 4096  # that the event loop gets in one callback
+MAX_BLOCKS_AT_ONCE = 4096  # limit of the blocks that the event loop gets in one callback
 _HASH_BYTES = 8
 
 
@@ -130,7 +130,7 @@ class KvEventConverter:
         self.num_unreadable = 0  # events that could not be read
         self._block_tokens = block_tokens
         self._is_size_seen = False  # a block had this size
-        self._last_ids: dict[int, int] = {}  # by attention-DP rank
+        self._last_ids: dict[int, int] = {}  # the last ids, by attention-DP rank
         # Blocks -> a bit for each layer group that has it; by rank and window.
         self._holders: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 

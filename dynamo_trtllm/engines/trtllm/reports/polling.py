@@ -18,7 +18,7 @@ class Poller:
     """
 
     pause_s: float
-    timeout_s: float  # of one poll
+    timeout_s: float  # limit for one poll
 
     def __init__(self, name: str, *, failure: str) -> None:
         self._name = name

@@ -40,7 +40,7 @@ class StatsPoller(Poller):
         self._first: Future[None] = Future()  # done once there are rows
         self.step_reader: StepReader | None = None  # None: steps are not read
         self.counts = Counts()
-        self.kv_cache = KvCacheSize()  # of the last row
+        self.kv_cache = KvCacheSize()  # the sizes in the last row
         self.changed_at = time.monotonic()
 
     @property

@@ -25,7 +25,7 @@ class _Iteration:
         batch = row["inflightBatchingStats"]
         self.number = int(row["iter"])
         self.rank = int(row.get("attentionDpRank") or 0)
-        self.num_ranks = 1  # that have reported
+        self.num_ranks = 1  # ranks that have reported
         # The time after it had fetched requests.
         self.begun = (
             datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH
@@ -37,7 +37,8 @@ class _Iteration:
         # GPU time of the forward pass; 0: unknown
         self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000
         self.requests = int(batch["numGenRequests"])  # decode requests
-        self.context = int(batch.get("numGenKvTokens") or 0)  # their tokens; 0: not reported
+        # Tokens of these requests; 0: not reported.
+        self.context = int(batch.get("numGenKvTokens") or 0)
         self.tokens = int(batch["numCtxTokens"])  # prompt tokens
         self.prompts = int(batch["numContextRequests"])
         cached = batch.get("numCtxKvTokens")
@@ -54,8 +55,10 @@ class _Iteration:
             self.cached += other.cached or 0
 
 
-_EPOCH = datetime(2020, 1, 1)  # in local time, as the rows: only differences count
-_SLACK_S = 0.002  # which an iteration may take to fetch requests without having waited for one
+# In local time, as the rows are. Only differences count.
+_EPOCH = datetime(2020, 1, 1)
+# An iteration that fetches requests for longer has waited for one.
+_SLACK_S = 0.002
 
 
 class StepReader:
@@ -118,7 +121,7 @@ class StepReader:
         self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
         self._context = 0.0  # the last mean
         self._longest = 0  # the longest prompt of the last two polls
-        self._longest_now = 0  # that of the last one
+        self._longest_now = 0  # the value of the last one
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
         self._ended: float | None = None  # the step before it
         self._decode_s = 0.0  # the last decode step; 0: not known

@@ -36,8 +36,10 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 # What goes from workers to the scheduler.
 _WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")
 _RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
-_Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")  # of one request in one step
-_Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client in one step
+# The output of one request in one step.
+_Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")
+# The outputs of one client in one step.
+_Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")
 
 
 @dataclass

@@ -20,7 +20,8 @@ MISFITS = (
     SyntaxError,
 )
 
-log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+# The processes of vLLM configure the logger "vllm", and this one with it.
+log = logging.getLogger("vllm.dynamo_trtllm")
 
 
 class Patch(NamedTuple):
@@ -29,7 +30,7 @@ class Patch(NamedTuple):
     The documentation's table is printed from these.
     """
 
-    name: str  # of the module
+    name: str  # name of the module
     fault: str  # what goes wrong without it
     upstream: str  # link to the issue or change in vLLM; "none known"
     needed_in: str  # releases

@@ -402,7 +402,8 @@ def _windows(facts: RoleFacts) -> list[int] | None:
         return None
     windows = [window if longest is None else min(window, longest) for window in given]
     if longest is not None and set(windows) == {longest}:
-        return None  # as without windows
+        # All layers see as much as without windows.
+        return None
     num_layers = (
         facts.model.num_layers if facts.model is not None else math.lcm(*range(1, len(windows) + 1))
     )
