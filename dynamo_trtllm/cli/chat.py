@@ -295,7 +295,7 @@ def _iterate(lines: AsyncIterator[bytes]) -> Generator[bytes, None, None]:
     async def next_line() -> bytes | None:
         return await anext(lines, None)
 
-    # Its end also ends the generator of the lines, which closes the connection.
+    # The end of the runner also ends the generator of the lines, which closes the connection.
     with asyncio.Runner() as runner:
         while True:
             line = runner.run(next_line())

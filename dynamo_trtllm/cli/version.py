@@ -33,7 +33,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
 _NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
-# By engine: its module, and the packages that it needs. Its version is that of the first package.
+# For each engine, its module and the packages that it needs. The first package has its version.
 _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trtllm": ("tensorrt_llm", ("tensorrt-llm",)),
     "vllm": ("vllm", ("vllm",)),

@@ -33,7 +33,8 @@ from dynamo_trtllm.observability.recording_server import recordings_subject
 from dynamo_trtllm.protocol.frontend_usage import frontend_usage_subject
 from dynamo_trtllm.protocol.kv_events import kv_events_subject
 
-# Of workers without --endpoint: prefill, and decode of the engines of this package and of others.
+# The components of workers without --endpoint: one for prefill, and one for decode each of the
+# engines of this package and of other engines.
 COMPONENTS: Final = ("prefill", "tensorrt_llm", "backend")
 _FRONTENDS: Final = f"_INBOX_{ClusterRole.FRONTEND}.>"
 _WORKERS: Final = f"_INBOX_{ClusterRole.WORKER}.>"

@@ -549,7 +549,8 @@ _IGNORED: tuple[_Group, ...] = (
     ),
 )
 
-# By name, or by pattern with `*`. A name overrides a pattern, and a longer pattern a shorter one.
+# The variables by name, or by a pattern with `*`. A name overrides a pattern, and a longer pattern
+# a shorter one.
 VARIABLES: Mapping[str, Variable] = _OF_OPTIONS | {
     name: Variable(group.processes, group.reason, group.no_op_values)
     for group in _IGNORED

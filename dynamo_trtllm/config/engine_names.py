@@ -48,7 +48,7 @@ class BuiltInEngine:
     component: str = "tensorrt_llm"
     default_role: Role = Role.AGGREGATED
     reads_gguf: bool = False
-    # Its decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
+    # The decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
     # exit, so they must end before a killed prefill worker gets its GPU memory back:
     # https://github.com/openucx/ucx/issues/11753. UCX_CUDA_IPC_CACHE=n does not change this: on two
     # H200 with vLLM 0.33, 55 GiB stayed in use. The torch engine maps only a bounded staging
@@ -72,7 +72,7 @@ BUILT_IN: Final[Mapping[str, BuiltInEngine]] = {
         ),
         reads_gguf=True,
     ),
-    # It takes only the model's name from the path.
+    # The mock engine takes only the name of the model from the path.
     "mock": BuiltInEngine(
         title="mock",
         traits=EngineTraits(uses_kv_transfer_host=True, uses_kv_transfer_bind_host=True),

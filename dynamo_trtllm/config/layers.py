@@ -167,7 +167,7 @@ class _StrictLoader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        # By id() of each complete node. The document keeps the nodes alive.
+        # The extents of complete nodes, by id() of the node. The document keeps the nodes alive.
         self._extents: dict[int, _Extent] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

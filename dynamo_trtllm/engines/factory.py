@@ -107,7 +107,7 @@ def find_engine(config: WorkerConfig) -> EngineKind:
         ConfigError: the engine is not installed, or its module can't be imported.
     """
     name = chosen_engine(config)
-    # Also for a built-in engine: it raises if another package has one with this name.
+    # This raises if another package has an engine with the name of a built-in one.
     entry = find_entry_point(name)
     if name in BUILT_IN:
         return EngineKind(name, partial(_create_built_in, name), BUILT_IN[name].traits)

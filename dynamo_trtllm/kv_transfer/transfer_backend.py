@@ -278,7 +278,7 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
     """
     now = time.time()
     late = f"KV transfer {kv_params.transfer_id} did not finish before"
-    # Of equal ones, the first counts.
+    # If two deadlines are equal, the first one counts.
     deadlines = (
         Deadline(deadline - now, DeadlineExceeded, f"{late} the request's deadline passed"),
         Deadline(kv_params.expires_at - now, TransferTimeout, f"{late} it expired"),

@@ -290,7 +290,7 @@ class EmbeddedDeployment:
         async with AsyncExitStack() as stack:
             for worker in self._workers:
                 await stack.enter_async_context(worker)
-            # Its block begins when it has found the workers and accepts requests.
+            # The block begins when the frontend has found the workers and accepts requests.
             await stack.enter_async_context(self._frontend)
             self._started.set_result(None)
             await self._stopping.wait()

@@ -298,7 +298,7 @@ async def start_etcd(data_dir: Path) -> LocalServer:
             # With these times etcd starts fast, and leases of 1 s are possible.
             "--heartbeat-interval=50",
             "--election-timeout=250",
-            # Its users have random passwords, so a hash that takes long to compute is not needed.
+            # The users have random passwords, so a hash that takes long to compute is not needed.
             "--bcrypt-cost=4",
         ]
         log_path = data_dir / "etcd.log"
@@ -344,7 +344,7 @@ def nats_binary() -> str:
         path = Path(str(file.locate()))
         if file.name == "nats-server" and os.access(path, os.X_OK):
             return str(path)
-    # It may come from a `pip --target` folder, or be that of the system.
+    # The program may come from a `pip --target` folder, or be that of the system.
     on_path = shutil.which("nats-server")
     if on_path is not None:
         return on_path

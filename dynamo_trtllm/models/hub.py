@@ -106,8 +106,8 @@ class Hub:
                     f"model {name} has no {lacking} at its top level; choose another model or"
                     " --revision"
                 )
-            # It stores the commit of a branch or tag in the cache, which makes a later look-up
-            # unnecessary.
+            # The download stores the commit of a branch or tag in the cache, which makes a later
+            # look-up unnecessary.
             config = hf_hub_download(
                 name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
             )

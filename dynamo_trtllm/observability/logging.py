@@ -26,7 +26,7 @@ VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
 LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
 # maximum length of a request id, because peers of a worker may send longer ones
 _ID_CHARS: Final = 200
-# Of a longer traceback, the first and the last 100 lines are logged.
+# If a traceback is longer, its first and its last 100 lines are logged.
 _TRACEBACK_LINES: Final = 200
 _OWN_PACKAGE: Final = "dynamo_trtllm."
 # The part that the frontend appends to ids of clients.

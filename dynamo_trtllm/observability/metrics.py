@@ -134,8 +134,8 @@ _BUCKETS = {
         1.0,
         5.0,
     ),
-    # Of the KV of one prompt: from 64 KiB (a block of a small model) to 16 GiB, each four times the
-    # one before.
+    # The KV of one prompt has from 64 KiB (a block of a small model) to 16 GiB. Each bound is four
+    # times the one before.
     "bytes": tuple(float(1 << exponent) for exponent in range(16, 35, 2)),
     # From 1 MB/s to 1 TB/s: a path through host memory has less than 1 GB/s, a network card 10 to
     # 50, NVLink hundreds.

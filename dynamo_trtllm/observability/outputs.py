@@ -85,7 +85,7 @@ class Outputs:
         control = self._control
         if control is None or os.getpid() != self._pid:
             return
-        # It fails if the reader has exited, the time is over, or a stream is closed.
+        # A flush fails if the reader has exited, the time is over, or a stream is closed.
         with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -157,7 +157,7 @@ class Outputs:
             while not is_started:
                 _drop_lines(read_ends, begun_s + RESTART_S, counters)
                 begun_s = time.monotonic()
-                # It fails if no memory or no process id is free. A later attempt may succeed.
+                # A start fails if no memory or no process id is free. A later attempt may succeed.
                 with suppress(OSError):
                     relay, self._control = start_relay()
                     is_started = True

@@ -38,7 +38,8 @@ class FrontendUsage(msgspec.Struct, frozen=True, array_like=True):
     process: Number  # random
     frontend: Number  # random, the same for all processes of a frontend
     models: dict[str, ModelUsage]  # models that are used
-    # By id of the key, see `KeyUsage`. Only keys with limits whose usage may have changed.
+    # The totals by id of the key, see `KeyUsage`. Keys without limits, and keys whose usage has not
+    # changed, are left out.
     keys: dict[Int64, KeyTotals]
 
 

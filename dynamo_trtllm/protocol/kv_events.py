@@ -214,7 +214,7 @@ class KvEventPublisher:
                 case BlocksCleared():
                     self._clear()
         if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
-            # It is less to forget all blocks, and to store those that are there.
+            # An update that clears all blocks, and stores those that are there, is smaller.
             self._changes = dict.fromkeys(self._copies, True)
             self._cleared = True
         self._flush_at(asyncio.get_running_loop().time() + self._timing.interval_s)
@@ -306,7 +306,7 @@ class KvEventPublisher:
         if window > self._window:
             if self._known:
                 self._clear()
-            # They are of other layers.
+            # The blocks that were cleared are of other layers.
             self._was_cleared.clear()
             self._window = window
         return window == self._window
@@ -387,7 +387,7 @@ class KvEventPublisher:
         self._changes.clear()
 
     def _encode_snapshot(self) -> None:
-        # Also an empty cache has one part.
+        # The snapshot of an empty cache has one part, too.
         num_parts = max(1, math.ceil(len(self._copies) / MAX_UPDATE_BLOCKS))
         prefixes = iter(self._copies)
         for parts_left in range(num_parts, 0, -1):

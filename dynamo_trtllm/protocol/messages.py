@@ -383,7 +383,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: str = ""  # version of dynamo_trtllm
     wire: Count = 1  # WIRE_VERSION of the worker
     publishes_kv_events: bool = False  # see `kv_events`
-    # It has keys of KV transfers: only workers that have them, too, can be its partners.
+    # The worker has keys of KV transfers. Only workers that have such keys can be its partners.
     signs_kv_transfers: bool = False
     # "host:port" of each listener to which readers of its KV connect. Empty: the engine's library
     # chooses them, or the worker is older.

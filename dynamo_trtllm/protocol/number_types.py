@@ -15,7 +15,8 @@ MAX_COUNT: Final = (1 << 31) - 1
 MAX_INT64: Final = (1 << 63) - 1
 # Not every engine distinguishes more values.
 MAX_PRIORITY: Final = 1 << 20
-# Of an API key. With a lower one than a hundredth of that of others, requests would seem to hang.
+# Limits of the weight of an API key. With less than a hundredth of the weight of others, requests
+# would seem to hang.
 MIN_WEIGHT: Final = 0.01
 MAX_WEIGHT: Final = 100.0
 MAX_DP_RANKS: Final = 1 << 16

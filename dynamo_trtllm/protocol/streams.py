@@ -147,8 +147,10 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         is_received = await future
     finally:
         if not is_received:
-            handle.cancel()  # nothing happens if the stream has ended in an error
-        # Its error refers to this frame: a cycle that would keep the request in memory.
+            # Nothing happens if the stream has ended in an error.
+            handle.cancel()
+        # The error of the future refers to this frame. With a reference to the future, the frame
+        # would be part of a cycle that keeps the request in memory.
         future = None
 
 
@@ -169,8 +171,8 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
                 try:
                     raise event
                 finally:
-                    # Its traceback refers to this frame: a cycle that would keep the request in
-                    # memory.
+                    # The traceback of the error refers to this frame. With a reference to the
+                    # error, the frame would be part of a cycle that keeps the request in memory.
                     del event
             has_ended = event.finish_reason is not None
             yield event
@@ -330,7 +332,8 @@ class TaskStream(Stream):
             if event is not None:
                 self.emit(event)
         finally:
-            # Its traceback refers to this frame: a cycle that would keep the request in memory.
+            # The traceback of an error refers to this frame. With a reference to the error, the
+            # frame would be part of a cycle that keeps the request in memory.
             event = None
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -340,7 +343,7 @@ class TaskStream(Stream):
         # The task was cancelled: otherwise, `_await_work` has set `_task`.
         self._task = None
         if self._work is not None:
-            # It was cancelled before it began.
+            # The task was cancelled before it began the work.
             self._work.close()
         if self.has_ended:
             self._free()

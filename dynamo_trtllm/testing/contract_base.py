@@ -31,7 +31,7 @@ _SETTINGS = frozenset(
 class ContractBase:
     """Base of the tests of the contract."""
 
-    # Of the settings that tests use, those that `create_engine` accepts: see docs/own-engine.md.
+    # The settings of the tests that `create_engine` accepts, see docs/own-engine.md.
     settings: ClassVar[frozenset[str]] = frozenset()
 
     pytestmark = pytest.mark.asyncio(loop_scope="class")

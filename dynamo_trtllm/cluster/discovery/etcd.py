@@ -75,7 +75,8 @@ class EtcdDiscovery:
         registration = LeaseKeeper(
             self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks
         )
-        # It is kept before the call, because a cancel may arrive after the record is put.
+        # The registration is stored before the call, because a cancel may arrive after the record
+        # was written.
         self._registrations.append(registration)
         try:
             await self._retry_at_start(registration.start)

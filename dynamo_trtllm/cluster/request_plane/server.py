@@ -78,7 +78,7 @@ def _with_former_name(last: Chunk) -> Chunk:
     """Return the last chunk of a stream as a caller of the wire version before reads it."""
     if last.finish_reason is not FinishReason.KV_TRANSFER:
         return last
-    # It is only encoded: no member of the enum has the former name.
+    # The value is only encoded, because no member of the enum has the former name.
     former = cast("FinishReason", former_names.FORMER_KV_TRANSFER)
     return msgspec.structs.replace(last, finish_reason=former)
 
@@ -103,7 +103,7 @@ class ServerStream:
     num_sent: int = 0  # frames
     has_ended: bool = False
     deadline_timer: asyncio.TimerHandle = field(init=False)
-    # It is set after `generate`, which calls back only in later iterations.
+    # The handle is set after `generate`, which calls back only in later iterations.
     handle: StreamHandle = field(init=False)
 
 

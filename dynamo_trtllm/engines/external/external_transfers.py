@@ -148,7 +148,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: Count  # version of the format of the subclass
-    # Of the library. It is informational, because kv_compat decides whether two workers match.
+    # Release of the library, for information: kv_compat decides whether two workers match.
     release: str
 
 

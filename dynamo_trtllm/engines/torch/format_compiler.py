@@ -52,7 +52,7 @@ class LarkFormat(msgspec.Struct, frozen=True, array_like=True):
 class Triggered(NamedTuple):
     """A compiled format that begins after some tokens."""
 
-    # As in `LarkFormat`.
+    # The tokens after which the format begins, as in `LarkFormat`.
     trigger_ids: tuple[int, ...]
     matcher: LLMatcher
 

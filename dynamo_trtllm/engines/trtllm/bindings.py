@@ -63,7 +63,7 @@ class TrtllmBindings:
             ConfigError: the package can't be imported or lacks a needed name.
         """
         self.version = str(PACKAGE.load().__version__)
-        # By name; None for one that the release lacks.
+        # The classes by name; None for a class that the release lacks.
         self.classes = {
             name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()
         }

@@ -142,8 +142,8 @@ def _sampling(
         # executor/base_worker.py).
         values |= {"end_id": NO_END, "ignore_eos": False}
     if sampling.min_tokens > 0 and not sampling.ignore_eos:
-        # It suppresses only the end id: other stop tokens still end the output, and without an end
-        # id nothing is left.
+        # The engine suppresses only the end id. Other stop tokens still end the output, and without
+        # an end id the field has no effect.
         values["min_tokens"] = sampling.min_tokens
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p

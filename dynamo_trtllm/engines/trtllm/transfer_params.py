@@ -38,7 +38,7 @@ class _Logprob(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count | None = None
 
 
-# Of one position: that of its token alone, or those of the token and its alternatives.
+# The log-probability of the token at a position, or those of the token and its alternatives.
 _PositionLogprobs: TypeAlias = _LogProbability | dict[TokenId, _Logprob]
 
 

@@ -199,7 +199,7 @@ class VllmCall:
         # Number per token; None: no log-probabilities.
         self._alternatives = request.sampling.logprobs
         self._first = converted.first
-        # Of the first output token, from the prefill engine.
+        # The log-probabilities of the first output token, which the prefill engine has generated.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
         # The request, until its prompt's log-probabilities are returned.

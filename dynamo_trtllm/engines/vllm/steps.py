@@ -100,7 +100,7 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
     composition = begun.composition
     start_s = max(begun.begun_s, scheduler.dynamo_last_s)
     scheduler.dynamo_last_s = now
-    # Of the step that was launched since, if it is another one.
+    # The composition of the newest step, which may have been launched since.
     latest: _Composition = scheduler.dynamo_composition
     is_late = (
         getattr(model_runner_output, _LATE, False)
@@ -113,7 +113,7 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
     has_prefills = composition.prefill_tokens > 0
     is_decode_step = has_decodes and not has_prefills
     if is_late and is_decode_step and scheduler.dynamo_decode_s > 0:
-        # Its end is not known: assume that it took as long as the last one.
+        # The end of the step is not known. Assume that it took as long as the last one.
         scheduler.dynamo_last_s = min(now, start_s + scheduler.dynamo_decode_s)
         scheduler.dynamo_was_late = False
     elif (has_decodes or has_prefills) and is_late == was_late:

@@ -42,7 +42,7 @@ OF_ALL: Final[Mapping[str, str]] = {
     "dry_multiplier": "this penalty is not supported; use frequency_penalty or repetition_penalty",
     "xtc_probability": _SAMPLER,
 }
-# Their values with which they have no effect; some clients send all fields with such values.
+# The values with which these fields have no effect. Some clients send all fields with such values.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),

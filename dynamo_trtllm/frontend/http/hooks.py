@@ -391,7 +391,7 @@ async def _run(hook: Callable[..., Any], view: FrontendRequest) -> object:
     try:
         return await hook(view)
     except SystemExit as exc:
-        # It would end the event loop, and so the frontend.
+        # A SystemExit would end the event loop, and so the frontend.
         raise RuntimeError(f"it called sys.exit({exc.code!r})") from exc
 
 

@@ -102,7 +102,7 @@ _COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message w
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
 _KEY_ERRORS: Final = frozenset({401, 403, 429})
-# Of a body that is tokenized.
+# Errors of an operation that tokenizes its body.
 _RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
 
 OPERATIONS: Final = (

@@ -148,7 +148,7 @@ class ProcessGroup:
         """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
         if self._usage_file is not None:
-            # It is the first thing that the process receives.
+            # The process receives this file before anything else.
             socket.send_fds(own_end, [b"\0"], [self._usage_file])
         connected = asyncio.open_unix_connection(sock=own_end)
         on_ready = partial(self._on_process_ready, name)

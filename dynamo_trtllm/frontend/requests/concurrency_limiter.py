@@ -49,7 +49,7 @@ class ConcurrencyLimiter:
         self._held = Counter[str]()  # permits by client
         self._waiting = ByNetwork[QueuedRequest]()
         self._num_waiting_choices = 0
-        # By model; none is empty.
+        # The queues by model. An empty queue is removed.
         self._queues: OrderedDict[str, FairQueue] = OrderedDict()
         self._counters: dict[str, TokenCounters] = {}  # the counters of tokens, by model
         # The next request for some model waits for permits, and no other one overtakes it.

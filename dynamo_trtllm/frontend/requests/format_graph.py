@@ -18,7 +18,7 @@ def components(graph: Graph) -> Iterator[list[Any]]:
     A component comes after those that it refers to.
     """
     number: dict[Any, int] = {}  # the nodes that were reached, numbered in this order
-    # By node: the smallest number of the pending nodes that it reaches.
+    # For each node, the smallest number of the pending nodes that it reaches.
     lowest: dict[Any, int] = {}
     pending: list[Any] = []  # nodes whose component is not complete
     is_pending: set[Any] = set()
@@ -80,7 +80,7 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     ordered = list(components(graph))
     for number, component in enumerate(ordered):
         component_of |= dict.fromkeys(component, number)
-    # By node: the most nodes on a descent within its component.
+    # For each node, the most nodes on a descent within its component.
     descents: dict[Any, int] = {}
     for node in reversed(list(children)):
         own = component_of[node]

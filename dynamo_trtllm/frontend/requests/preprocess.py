@@ -40,9 +40,9 @@ B = TypeVar("B", bound=SamplingFields)
 
 # Limit for all choices together, because each choice sends its own prompt.
 MAX_PROMPT_TOKENS = 2 << 20
-# Of all choices together: with n = 128, a response could be 128 times its request.
+# Limit for all choices together: with n = 128, a response could be 128 times its request.
 _MAX_ECHO_CHARS = 8 << 20
-# Of all choices together: the response has several numbers and texts per token.
+# Limit for all choices together: the response has several numbers and texts per token.
 _MAX_SCORED_TOKENS = 64 << 10
 _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow

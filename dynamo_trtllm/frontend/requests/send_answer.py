@@ -164,8 +164,9 @@ class RunningChoices:
                 if isinstance(item, DynamoError):
                     raise item
                 yield item
-                if is_streamed:  # otherwise, it waits in the builder until all choices have ended
-                    # As much as `deliver` has added.
+                # An item that is not streamed waits in the builder until all choices have ended.
+                if is_streamed:
+                    # `deliver` has added the same number.
                     num_sent = scored_tokens(item) if is_scored else item.tokens + 1
                     unsent.num_pending -= num_sent
                     if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:

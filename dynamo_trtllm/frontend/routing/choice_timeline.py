@@ -136,7 +136,7 @@ class ChoiceTimeline:
         """Note the first answer of a decode call."""
         if self.place is not None:
             self.place.first_token()
-        # Not the role of the last span: a migration is one of the frontend.
+        # The last span may be a migration, which has the role of the frontend.
         self._enter("decode", self._called_role)
 
     def call_failed(

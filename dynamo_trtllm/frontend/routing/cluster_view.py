@@ -173,7 +173,7 @@ class ClusterView:
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
-    # It is set at the next change, and then replaced.
+    # The event is set at the next change, and then replaced by another one.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def subscribe(self) -> deque[Change]:
@@ -186,7 +186,7 @@ class ClusterView:
         return changes
 
     def add(self, instance: Instance) -> None:
-        # Its role, model or layout may have changed.
+        # The role, the model or the layout of the instance may have changed.
         self._remove(instance.id)
         self._instances[instance.id] = instance
         name = instance.card.name

@@ -137,7 +137,7 @@ class ModelRegistry:
         timer = self._preload_timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-            # Not in one of the few threads for requests.
+            # The preload takes none of the few threads for requests.
             preload = self._served[name].renderer.preload
             loading = asyncio.get_running_loop().run_in_executor(None, preload)
             loading.add_done_callback(preloaded)

@@ -75,9 +75,9 @@ class PairBreakers:
         self._statuses: dict[Pair, PairStatus] = {}
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
-        # By instance id: its pairs of the three above.
+        # The pairs of each instance in the three collections above, by instance id.
         self._known: defaultdict[int, set[Pair]] = defaultdict(set)
-        # By decode id: the prefill ids of its pairs that get no requests.
+        # The prefill instances of pairs that get no requests, by id of the decode instance.
         self.open_partners: dict[int, set[int | None]] = {}
         # No breaker of `_open` becomes half open earlier.
         self._half_open_at = math.inf

@@ -328,7 +328,7 @@ class ClusterPrefixes:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _InstancePrefixes] = {}
-        # By model and block size.
+        # The indexes by model and block size.
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
@@ -434,7 +434,7 @@ class ClusterPrefixes:
             return SentPrompt(cache, ())
         new = cache.store(hashes)
         if cache.has_events:
-            # They count until the instance reports them or the request ends.
+            # The new blocks count until the instance reports them or the request ends.
             cache.expires.update(dict.fromkeys(new, math.inf))
             return SentPrompt(cache, new)
         expires_s = now + self._ttl_s

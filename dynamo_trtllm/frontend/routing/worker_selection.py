@@ -330,7 +330,8 @@ def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoIn
 class FieldSupport(NamedTuple):
     """Which instances of a model can't run a request, and whether the others are enough."""
 
-    # They do not support its priority or its data-parallel rank, and would ignore it.
+    # Instances that do not support the priority or the data-parallel rank of the request, and would
+    # ignore it.
     incapable: frozenset[int]
     # The field of the client's request that no instance of a role supports. "": there is none.
     rejected_field: str

@@ -222,7 +222,7 @@ class HarmonyParser:
         if self._header[0] >= FIRST_SPECIAL:
             return True
         # A token has at least one byte, so the text of these tokens is longer than `_RECIPIENT`.
-        # That it begins with `_RECIPIENT` was checked at an earlier token.
+        # An earlier token has shown that the text begins with `_RECIPIENT`.
         if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)

@@ -30,7 +30,7 @@ _READ_BYTES: Final = 1 << 16
 # openai-harmony takes 0.4 ms for them, and at most 5 ms if they are one word
 SHORT_CHARS: Final = 1000
 # Until fastokens is loaded, openai-harmony encodes longer texts, too: in 18 ms, and at most 0.12 s.
-# Its time grows with the square of the length of a word (a text of one word would take 24 s), and
+# This time grows with the square of the length of a word (a text of one word would take 24 s), and
 # it holds the GIL.
 _LONG_CHARS: Final = 64 << 10
 _has_long_run: Final = run_finder(128)

@@ -94,8 +94,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item. Raises InvalidRequest if there is no step left."""
         if type(obj) is Namespace and not attribute.startswith("_"):
-            # It has only what the template stored in it. The checks of the sandbox take ten times
-            # as long.
+            # A namespace has only what the template stored in it. The checks of the sandbox take
+            # ten times as long.
             try:
                 value = getattr(obj, attribute)
             except AttributeError:

@@ -269,7 +269,7 @@ class Fetch:
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
         entry = yield from self._read_validity()
-        # As long as it is 0, the prefill worker is still computing it.
+        # The checksum is 0 while the prefill worker is still computing it.
         while ours is not None and entry.checksum == 0:
             yield self._waited_s()
             entry = yield from self._read_validity()

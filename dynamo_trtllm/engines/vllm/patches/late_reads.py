@@ -47,7 +47,7 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
     """The requests whose reads of KV have ended since the last step, of one rank or of all."""
 
     failed: frozenset[str]  # ids
-    # By id: when the read was posted, and when its end was seen.
+    # When each read was posted, and when its end was seen, by id.
     times: dict[str, tuple[float, float]]
 
     def aggregate(self, other: EndedReads) -> EndedReads:
