@@ -194,8 +194,11 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     if config.revision is not None and not is_on_hub:
         raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it")
     path = os.path.realpath(path) if is_folder else name
-    shown = config.served_model_name or (Path(path).name if is_folder else name)
-    facts = ModelFacts(path=path, name=shown, weight_bytes=None, torch_values=None, num_heads=None)
+    default_name = Path(path).name if is_folder else name
+    served_name = config.served_model_name or default_name
+    facts = ModelFacts(
+        path=path, name=served_name, weight_bytes=None, torch_values=None, num_heads=None
+    )
     if config.engine is not None and not reads_model(config.engine):
         return None, facts
     if is_on_hub:

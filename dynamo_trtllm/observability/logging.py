@@ -40,7 +40,10 @@ def short_id(request_id: str) -> str:
     id.
     """
     match = _UNIQUE_PART.search(request_id)
-    return request_id if match is None else match[1] + (match[2] or "")
+    if match is None:
+        return request_id
+    choice = match[2] or ""
+    return match[1] + choice
 
 
 def setup(level: str, process_name: str, log_format: str = "text") -> None:

@@ -73,7 +73,8 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """
     parts = urllib.parse.urlsplit(url)
     is_tls = parts.scheme == "https"
-    port = parts.port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
+    default_port = _HTTPS_PORT if is_tls else _HTTP_PORT
+    port = parts.port or default_port
     context = tls
     if is_tls and context is None:
         context = ssl.create_default_context()

@@ -169,12 +169,15 @@ class TorchEngine(
             model.info.layout, plan.num_blocks, windows=model.windows, device=model.device
         )
         loop = asyncio.get_running_loop()
+        num_threads = args.num_threads
+        if num_threads is None and model.device.type == "cpu":
+            num_threads = 1
         scheduler = Scheduler(
             ModelRunner(model.module, pool),
             pool,
             TransferBuffer(pool, plan.transfer_buffer_bytes),
             args,
-            num_threads=args.num_threads or (1 if model.device.type == "cpu" else None),
+            num_threads=num_threads,
             deliver=partial(_call_soon, loop, self._receive),
             on_reserved=self._on_reserved,
             on_prefilled=self._on_prefilled,

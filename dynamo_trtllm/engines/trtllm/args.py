@@ -67,20 +67,22 @@ def choose_profile(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
     """
     if name is not None:
         return load_profile(name)
+    # The profiles that the GPUs need, by name.
+    needed: dict[str, KernelProfile] = {}
     known = [load_profile(name) for name in BY_GPU]
-    fitting = {gpu.sm: next((p for p in known if gpu.sm in p.sm), None) for gpu in gpus}
-    names = {profile.name if profile else FALLBACK for profile in fitting.values()}
-    if len(names) > 1:
+    for gpu in gpus:
+        fitting = [profile for profile in known if gpu.sm in profile.sm]
+        profile = fitting[0] if fitting else load_profile(FALLBACK)
+        needed[profile.name] = profile
+    if len(needed) > 1:
         kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
         raise ConfigError(
             f"The visible GPUs need different kernel profiles ({kinds}). Hide some with"
             " CUDA_VISIBLE_DEVICES, or choose one with --kernels-profile:"
-            f" {', '.join(sorted(names))}.",
+            f" {', '.join(sorted(needed))}.",
             field="kernels_profile",
         )
-    return next((profile for profile in fitting.values() if profile), None) or load_profile(
-        FALLBACK
-    )
+    return next(iter(needed.values()), None) or load_profile(FALLBACK)
 
 
 def load_profile(name: str) -> KernelProfile:

@@ -143,8 +143,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
+        obstacle = sleep_obstacle(self._facts)
+        if obstacle:
+            return obstacle
         has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
-        return sleep_obstacle(self._facts) or ("" if has_names else "this TensorRT-LLM can't sleep")
+        return "" if has_names else "this TensorRT-LLM can't sleep"
 
     async def sleep(self) -> None:
         """See `Sleeps.sleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""

@@ -287,17 +287,15 @@ class TextConfig(RequestModel):
 
 
 def _tag_of_named(value: Any) -> str:
-    return (
-        HOSTED
-        if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN
-        else "<named>"
-    )
+    if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN:
+        return HOSTED
+    return "<named>"
 
 
 def _type_of_named(value: Any) -> Any:
-    return (
-        value.get("type") or "function" if isinstance(value, dict) else getattr(value, "type", None)
-    )
+    if isinstance(value, dict):
+        return value.get("type") or "function"
+    return getattr(value, "type", None)
 
 
 _ToolNamed = Annotated[
@@ -417,7 +415,9 @@ class ResponseRequest(SamplingFields):
     @property
     def logprobs(self) -> int | None:
         """The number of alternatives per token. None: no log-probabilities at all."""
-        return self.top_logprobs or 0 if LOGPROBS in self.include or self.top_logprobs else None
+        if self.top_logprobs:
+            return self.top_logprobs
+        return 0 if LOGPROBS in self.include else None
 
     @property
     def output_format(self) -> OutputFormat | None:

@@ -262,7 +262,8 @@ def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tup
     remaining: list[Instance] = []
     # The index of the first instance that is not copied yet.
     begin = 0
-    for instance_id in sorted(instance_id for instance_id in ids if instance_id is not None):
+    known_ids = [instance_id for instance_id in ids if instance_id is not None]
+    for instance_id in sorted(known_ids):
         index = position(instances, instance_id)
         if index < len(instances) and instances[index].id == instance_id:
             remaining += instances[begin:index]

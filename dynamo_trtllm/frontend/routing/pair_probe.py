@@ -184,8 +184,9 @@ class PairProbes:
             for prefill, decode in self._unexpected_failures
             if decode in ids and (prefill is None or prefill in ids)
         }
-        for decode in [decode for decode in self._slots if decode not in ids]:
-            del self._slots[decode]
+        for decode in list(self._slots):
+            if decode not in ids:
+                del self._slots[decode]
 
     async def _probe_one(self, pair: Pair, model: str) -> None:
         _, decode_id = pair

@@ -110,7 +110,9 @@ class _Output:
             if is_marked:
                 self.is_inside = True
                 shown = shown[len(THINK) :].lstrip()
-            if self.has_ended or (shown if is_marked else not THINK.startswith(shown)):
+            # After the marker, a character decides. Without it, the text must rule it out.
+            is_decided = shown != "" if is_marked else not THINK.startswith(shown)
+            if is_decided or self.has_ended:
                 break
             yield
             text += self._rest()

@@ -243,9 +243,9 @@ class ChatTemplateRenderer:
             "tools": tools or None,
             "add_generation_prompt": conversation.opens_answer,
         }
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get(
-            "default"
-        )
+        template = self._templates.get("default")
+        if tools:
+            template = self._templates.get("tool_use") or template
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         self._environment.begin()

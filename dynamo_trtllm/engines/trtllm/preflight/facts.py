@@ -124,7 +124,9 @@ class RoleFacts:
     def line(self) -> tuple[int, int, int]:
         """The release as (major, minor, patch); (0, 0, 0) for an invalid release."""
         found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", self.release)
-        return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
+        if found is None:
+            return 0, 0, 0
+        return int(found[1]), int(found[2]), int(found[3] or 0)
 
     @property
     def candidate(self) -> int | None:
@@ -297,11 +299,9 @@ class RoleFacts:
         to the model's (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2
         and main at 00043967).
         """
-        if self.kv_setting != "auto":
+        if self.kv_setting != "auto" or self.model is None:
             return self.kv_setting
-        return (
-            (self.model.kv_quantization or self.model.dtype) if self.model is not None else "auto"
-        )
+        return self.model.kv_quantization or self.model.dtype
 
     @property
     def transceiver(self) -> str | None:

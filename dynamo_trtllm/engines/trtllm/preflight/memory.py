@@ -32,12 +32,11 @@ class MemoryTable:
         self.weights_bytes = weights_per_gpu(facts, model)
         self.kv_token_bytes = token_bytes  # KV of one token in all layers
         # The same for a token outside all sliding windows.
-        self.windowed_token_bytes = (
-            token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers
-        )
-        self.buffer_bytes = (
-            _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
-        )
+        num_full_layers = model.num_layers - model.num_sliding_layers
+        self.windowed_token_bytes = token_bytes * num_full_layers // model.num_layers
+        self.buffer_bytes = 0
+        if facts.is_disaggregated and facts.buffer is not None:
+            self.buffer_bytes = _BUFFERS * facts.buffer * token_bytes
         self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
         self.blocks = self._blocks(facts)  # KV blocks
         # Tokens that fit the KV blocks.
@@ -148,12 +147,15 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
 
 
 def _request_tokens(facts: RoleFacts) -> int | None:
-    """Return the KV tokens of one request: prompt and output, but only the prompt on a prefill
-    worker.
+    """Return the KV tokens of one request.
+
+    A prefill worker has the KV of the prompt, and other workers that of the output, too.
     """
     if facts.load.isl is None:
         return None
-    return facts.load.isl + (0 if facts.role is Role.PREFILL else facts.load.osl or 0)
+    if facts.role is Role.PREFILL or facts.load.osl is None:
+        return facts.load.isl
+    return facts.load.isl + facts.load.osl
 
 
 def _gib(count: int) -> str:
