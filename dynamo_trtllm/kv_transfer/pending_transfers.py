@@ -1,4 +1,4 @@
-"""Own the KV transfers of one engine: which are pending, until when, and what moves their KV.
+"""Hold the KV transfers of one engine: which are pending, until when, and what moves their KV.
 
 A transfer is pending until a decode worker has fetched its KV, until it is released, or until it
 expires.
@@ -61,7 +61,7 @@ class PendingTransfers:
     """The KV transfers of one engine that are neither released nor expired. Runs on the event loop.
 
     Args:
-        identity: the engine's own part of the parameters.
+        identity: the part of the parameters that is the same in all transfers of the engine.
         ttl_s: seconds until a transfer expires.
     """
 
@@ -78,9 +78,9 @@ class PendingTransfers:
     def add(
         self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd
     ) -> KvTransferParams:
-        """Return KV transfer parameters for a prefill call, without engine state.
+        """Begin the transfer of a prefill call, which is pending from now on.
 
-        Its transfer is pending from now on.
+        Return its KV transfer parameters, without engine state.
 
         Args:
             request: the call.
@@ -179,10 +179,10 @@ class KvTransfers(PendingTransfers):
 
     Args:
         backend: moves the KV.
-        config: of the worker.
+        config: the configuration of the worker.
         engine: name of the engine.
         instance_id: id of the worker.
-        layout: of the engine's KV.
+        layout: the layout of the KV of the engine.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class KvTransfers(PendingTransfers):
         kv_bytes = sum(region.num_bytes for region in regions)
 
         def on_end(_: ReleaseOutcome | None) -> None:
-            # `add` has returned: a transfer ends later.
+            # A transfer ends after `add` has returned, so `kv_params` is set.
             self._begin_unpublish(kv_params.transfer_id, on_unpublished)
 
         kv_params = self.add(request, first, kv_bytes, on_end)
@@ -253,8 +253,8 @@ class KvTransfers(PendingTransfers):
     async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
         """Read the KV of a decode call's prompt.
 
-        It ends at the first of: the request's deadline, the transfer's expiry, the longest fetch
-        time.
+        The fetch ends at the deadline of the request, at the expiry of the transfer, or after the
+        longest fetch time, whichever comes first.
 
         Raises:
             DeadlineExceeded: the request's deadline passed.
@@ -274,8 +274,8 @@ class KvTransfers(PendingTransfers):
         )
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
-            # TransferTimeout would blame the pair. Before the read begins, the wait for space is to
-            # blame.
+            # The read has not begun, so the pair has not failed, as TransferTimeout would say: this
+            # worker had no space.
             if first.error is TransferTimeout:
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for"
@@ -290,7 +290,7 @@ class KvTransfers(PendingTransfers):
 
     async def _check_address(self, kv_params: KvTransferParams, offer: bytes) -> None:
         address = self.backend.address_in(offer, kv_params.transfer_id)
-        # "": a library chooses the address.
+        # The address is "" if a library chooses it.
         if address:
             await self._guard.check_address(kv_params, address)
 

@@ -81,7 +81,7 @@ class StartedWorker:
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep.
 
-        Return the reason if it can't; "" if it can.
+        Return why it can't; "" if it can.
         """
         engine = self._engine
         if not isinstance(engine, Sleeps):
@@ -98,7 +98,7 @@ class StartedWorker:
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake.
 
-        Return the reason if it can't; "" if it can.
+        Return why it can't; "" if it can.
         """
         if self.health.phase == "serving":
             return ""

@@ -124,7 +124,7 @@ def _check_worker_settings(config: WorkerConfig, kind: EngineKind | None) -> _Ch
 
     Args:
         config: settings of the worker.
-        kind: the engine. None: that of `config.engine`.
+        kind: the engine. None: the engine of `config.engine`.
 
     Raises:
         ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
@@ -196,7 +196,7 @@ class Worker(Lifecycle):
             engine: class or function that creates an engine of your own. It is called as
                 `engine(config, instance_id=...)` when the worker starts. Default: the engine of
                 `config.engine`.
-            timing: waits of its parts; tests pass shorter ones.
+            timing: how long its parts wait. Tests pass shorter times.
 
         Raises:
             ConfigError: `config` is no WorkerConfig, `engine` is no such class or function, or
@@ -297,7 +297,8 @@ class Worker(Lifecycle):
                 )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
-                self._health.failure = self._health.failure or exc.message
+                if not self._health.failure:
+                    self._health.failure = exc.message
                 await self._drain(started)
                 raise
             await self._drain(started)
@@ -347,7 +348,7 @@ class Worker(Lifecycle):
         started = StartedWorker(
             service=service,
             server=server,
-            # Last, because requests come from now on.
+            # The registration is the last step, because requests arrive from now on.
             registration=await discovery.register(instance),
             register=partial(discovery.register, instance),
             health=self._health,
@@ -515,13 +516,13 @@ class Worker(Lifecycle):
         self._health.phase = "stopped"
 
     def _sleep(self) -> str:
-        """Begin to fall asleep. Return the reason if that can't be; "" if it has begun."""
+        """Begin to fall asleep. Return why the worker can't; "" if it has begun."""
         if self._started_worker is None:
             return self._not_started()
         return self._started_worker.sleep()
 
     def _wake(self) -> str:
-        """Begin to wake up. Return the reason if that can't be; "" if it has begun."""
+        """Begin to wake up. Return why the worker can't; "" if it has begun."""
         if self._started_worker is None:
             return self._not_started()
         return self._started_worker.wake()

@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 # The engine fails when this many requests within _NON_FINITE_S seconds had NaN or infinity.
 _MAX_NON_FINITE = 3
 _NON_FINITE_S = 60.0
-# Prompt tokens per step whose log-probabilities are requested: each takes logits of its own.
+# Limit of the prompt tokens per step whose log-probabilities are requested, because each of them
+# takes logits of its own.
 _MAX_SCORED = 256
 
 Delivery: TypeAlias = list[Callable[[], None]]
@@ -59,7 +60,7 @@ Delivery: TypeAlias = list[Callable[[], None]]
 class Scheduler:
     """The thread that runs the model.
 
-    The first methods may be called from outside, all others run on the thread.
+    The methods under "called from outside" may run on any thread, all others run on this thread.
     """
 
     model_runner: ModelRunner
@@ -68,26 +69,29 @@ class Scheduler:
     transfer_buffer: TransferBuffer
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
-    deliver: Callable[[Delivery], None]  # called on the thread with a step's events
-    # The next three are events.
-    # Blocks and transfer-buffer space for the KV of a decode call are reserved. The tensor has the
-    # rows of `KvPool.all_rows` that the KV goes to, int64 [rows].
+    deliver: Callable[[Delivery], None]  # called on the thread with the events of a step
+    # The next three are called as events of a step.
+    # Called when blocks and transfer-buffer space for the KV of a decode call are reserved. The
+    # tensor has the rows of `KvPool.all_rows` that the KV goes to, int64 [rows].
     on_reserved: Callable[[TorchSequence, Allocation, Tensor], None]
-    # The KV of a prefill call is copied to the transfer buffer. On a GPU, there is one event per
-    # region: its copy is done. The blocks stay reserved until the sequence is retired.
+    # Called when the KV of a prefill call is copied to the transfer buffer, or is being copied. On
+    # a GPU, the event of a region shows that its copy is done. The blocks stay reserved until the
+    # sequence is retired.
     on_prefilled: Callable[[TorchSequence, Allocation, list[torch.cuda.Event]], None]
-    # The sequence was dropped, and its blocks are free.
+    # Called when a sequence was dropped, and its blocks are free.
     on_freed: Callable[[TorchSequence], None]
-    on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
+    # Called on the thread with the reason why no step follows.
+    on_end: Callable[[EngineFailed], None]
 
     def __post_init__(self) -> None:
         self.blocks = BlockAllocator(self.pool, has_prefix_cache=self.args.enable_prefix_caching)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[TorchSequence] = deque()
-        self._reserved: list[TorchSequence] = []  # decode: KV transfer in progress
+        self._reserved: list[TorchSequence] = []  # decode calls whose KV is fetched
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
-        self._awaiting_buffer: deque[TorchSequence] = deque()  # prefilled, no buffer space yet
+        # Prefilled sequences that wait for space in the transfer buffer.
+        self._awaiting_buffer: deque[TorchSequence] = deque()
         self._stages = [
             self._waiting,
             self._reserved,
@@ -98,7 +102,7 @@ class Scheduler:
         self._awaiting_fetch = AwaitingFetch()
         self._queue_waits = QueueWaits()
         self._events: Delivery = []
-        self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
+        self._non_finite: dict[str, float] = {}  # when requests of clients had NaN or infinity
         self._stopping = False
         self.load = SchedulerLoad(self._take_stats())
         self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -133,7 +137,8 @@ class Scheduler:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
         kv_params = seq.request.kv_params
         if seq not in self._reserved or kv_params is None:
-            return  # the sequence was dropped in the meantime
+            # The sequence was dropped in the meantime.
+            return
         if not self.pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._drop(seq)
             worker = kv_params.prefill_instance_id
@@ -160,7 +165,8 @@ class Scheduler:
         if seq.num_output_tokens < seq.max_new_tokens:
             seq.awaits_step = True
             self._decoding.append(seq)
-        else:  # the decode call has a lower token limit than the prefill call
+        else:
+            # The decode call has a lower token limit than the prefill call.
             first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
             self._drop(seq)
         self._events.append(partial(seq.emit, first))
@@ -197,15 +203,18 @@ class Scheduler:
         reason = EngineFailed("the engine was closed")
         try:
             if self.num_threads is not None:
-                torch.set_num_threads(self.num_threads)  # a setting of the thread
+                # This is a setting of the thread.
+                torch.set_num_threads(self.num_threads)
             if self.pool.device.type == "cuda":
-                torch.cuda.set_device(self.pool.device)  # some kernels use the current device
+                # Some kernels use the current device.
+                torch.cuda.set_device(self.pool.device)
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_iteration()
         except EngineFailed as exc:
             reason = exc
-        except Exception as exc:  # whatever it was, it ends all streams
+        except Exception as exc:
+            # Any error of a step ends all streams.
             log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         try:
@@ -232,7 +241,8 @@ class Scheduler:
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
-            self.load.publish(self._take_stats())  # a step may take seconds
+            # The statistics are published before the step, which may take seconds.
+            self.load.publish(self._take_stats())
             self._step()
         self._publish()
 
@@ -259,7 +269,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start queued sequences in order, while there is space in the batch and the KV pool."""
-        lacking = ""
+        lacking = ""  # what the first waiting sequence lacks
         while self._waiting:
             promote_overdue(self._waiting)
             lacking = self._try_reserve(self._waiting[0])
@@ -275,14 +285,14 @@ class Scheduler:
                 self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
                 self._prefilling.append(seq)
-        self._queue_waits.waiting_for(lacking if self._waiting else "")
-        if self._waiting:
+        self._queue_waits.waiting_for(lacking)
+        if lacking:
             record_wait(self._waiting[0], lacking)
 
     def _try_reserve(self, seq: TorchSequence) -> str:
         """Reserve what the first waiting sequence needs.
 
-        Return what is lacking; "" if it can start.
+        Return the resource that it lacks; "" if it can start.
         """
         if self._running() >= self.args.max_batch_size:
             return "slots"

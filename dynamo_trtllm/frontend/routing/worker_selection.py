@@ -41,7 +41,7 @@ class WorkerSelector:
         view: the workers.
         health: which of them are avoided.
         placement: selects by cost. None: round robin, or at random.
-        selects_at_random: instead of round robin.
+        selects_at_random: select at random instead of round robin.
         decode_fallback: without a prefill worker, decode workers run aggregated requests.
     """
 
@@ -74,7 +74,7 @@ class WorkerSelector:
 
         Args:
             request: the request.
-            round_robin_index: of the attempt, see `new_round_robin_index`.
+            round_robin_index: the index of the attempt, see `new_round_robin_index`.
             now: the time.
             excluded: workers that may not be selected.
             avoid: prefill worker to select only if no other matches.
@@ -100,7 +100,8 @@ class WorkerSelector:
                     cooling_down | excluded, request, round_robin_index, now, avoid
                 )
             except NoInstances:
-                pass  # a cooling worker, which may be back, is better than none
+                # A worker that cools down may work again, which is better than no worker.
+                pass
         return self._select_excluding(excluded, request, round_robin_index, now, avoid)
 
     def _select_excluding(
@@ -187,7 +188,7 @@ def select_round_robin(
     was built for them.
 
     Args:
-        round_robin_index: of the attempt, see `WorkerSelector.new_round_robin_index`.
+        round_robin_index: the index of the attempt, see `WorkerSelector.new_round_robin_index`.
         avoid: prefill instance to use only if no other matches the decode instance.
         decode_fallback: without a prefill instance, let a decode instance that can run aggregated
             requests do so.
@@ -319,7 +320,7 @@ def _select_aggregated(
 
 def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
     some = itertools.islice(pairs, _MAX_PAIRS_EXPLAINED)
-    # The different ones, in this order.
+    # Each reason is named once, in the order of the pairs.
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
     return NoInstances(
         f"every pair (or aggregated worker) of model {model!r} is new or quarantined:"
@@ -361,7 +362,9 @@ def field_support(view: ModelView, request: GenerateRequest) -> FieldSupport:
                 lacking[instance.id] = field
     ids = frozenset(lacking)
     rejected_field = ""
-    if view.excluding(ids).missing_roles() and not view.missing_roles():
+    # Without the incapable instances, a role that has instances may have none.
+    leaves_role_empty = view.excluding(ids).missing_roles() and not view.missing_roles()
+    if leaves_role_empty:
         rejected_field = next(iter(lacking.values()))
     support = FieldSupport(ids, rejected_field)
     view.cache[key] = support
@@ -376,7 +379,6 @@ def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
     if role is not Role.PREFILL and request.dp_rank is not None:
         needs["nvext.dp_rank"] = "dp_rank"
     if role is not Role.DECODE and request.prefill_dp_rank is not None:
-        needs["nvext.prefill_dp_rank"] = (
-            "dp_rank" if role is Role.PREFILL else "separate prefill workers"
-        )
+        feature = "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+        needs["nvext.prefill_dp_rank"] = feature
     return needs
