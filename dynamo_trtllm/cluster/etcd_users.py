@@ -25,7 +25,7 @@ async def set_up_users(
     this again.
 
     Args:
-        connection: of root, or to an etcd without users.
+        connection: a connection of the user root, or to an etcd without users.
         users: the users.
         passwords: their passwords by name, and that of root. A user without one needs a certificate
             with its name.

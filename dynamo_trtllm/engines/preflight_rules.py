@@ -143,7 +143,7 @@ class RuleSection(Generic[F]):
         """Return a decorator that adds a function to this section as a rule.
 
         Args:
-            severity: of its findings.
+            severity: the severity of its findings.
             name: stable name, as in the documentation.
             field: dotted name of the argument that the rule is about.
             why: what happens if the rule is violated.

@@ -130,7 +130,7 @@ def variants(
         engine: the engine, which accepts requests.
         model: name of the model.
         info: properties of the engine.
-        cache_salt: of all requests.
+        cache_salt: the cache salt of all requests.
     """
     at_once = info.limits.max_batch_size or 1
     steps = []
@@ -167,7 +167,7 @@ async def requests(
         model: name of the model.
         sampling: parameters of all requests.
         count: number of requests.
-        cache_salt: of all requests.
+        cache_salt: the cache salt of all requests.
     """
     deadline = time.time() + _DEADLINE_S
     calls = (

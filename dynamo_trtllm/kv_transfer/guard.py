@@ -22,8 +22,8 @@ class TransferGuard:
     """Checks where an engine fetches KV, and who reads its own. Runs on the event loop.
 
     Args:
-        keys: of the deployment; None: a reader needs only the token of a transfer.
-        addresses: those that prefill workers have registered; None: addresses are not checked.
+        keys: the keys of the deployment; None: a reader needs only the token of a transfer.
+        addresses: the addresses that prefill workers have registered; None: all are accepted.
         count: counts a rejection by its reason.
     """
 
@@ -44,7 +44,7 @@ class TransferGuard:
         Wait up to two seconds if the prefill worker is not registered yet.
 
         Args:
-            kv_params: of the transfer.
+            kv_params: the KV transfer parameters of the transfer.
             address: "host:port" to which this worker is about to connect.
 
         Raises:
@@ -80,7 +80,7 @@ class TransferGuard:
 
         Args:
             transfer_id: the id of the transfer.
-            token: of a fixed length, from the prefill worker.
+            token: the token from the prefill worker, which has a fixed length.
         """
         if self._keys is None:
             return token
@@ -92,7 +92,7 @@ class TransferGuard:
         Args:
             proof: what the peer presents.
             transfer_id: the id of the transfer.
-            token: that this worker has created for the transfer.
+            token: the token that this worker has created for the transfer.
         """
         if self._keys is None:
             return hmac.compare_digest(proof, token)

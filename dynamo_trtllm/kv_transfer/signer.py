@@ -103,7 +103,7 @@ class TransferSigner:
     calls. Runs on the event loop.
 
     Args:
-        instance_id: of the worker.
+        instance_id: the instance id of the worker.
         keys: of the deployment; None: nothing is signed, and signed parameters are rejected.
         count: counts a rejection by its reason.
         clock: returns seconds since the epoch.

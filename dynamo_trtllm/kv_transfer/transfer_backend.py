@@ -180,8 +180,8 @@ def collecting_call(
     Args:
         request: the request whose KV is not needed any more.
         kv_params: parameters from its prefill call.
-        deadline: of the call, in seconds since the epoch.
-        priority: of the call; see `GenerateRequest`.
+        deadline: the deadline of the call, in seconds since the epoch.
+        priority: the priority of the call; see `GenerateRequest`.
     """
     return GenerateRequest(
         request_id=request.request_id,
@@ -220,7 +220,7 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
     """Check that a decode engine can use KV transfer parameters.
 
     Args:
-        identity: of the decode engine.
+        identity: the identity of the decode engine.
         now: seconds since the epoch.
 
     Raises:
@@ -273,8 +273,8 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
     """Return the time limit that a fetch reaches first.
 
     Args:
-        deadline: of the request, in seconds since the epoch.
-        timeout_s: of any fetch.
+        deadline: the deadline of the request, in seconds since the epoch.
+        timeout_s: the longest time of any fetch.
     """
     now = time.time()
     late = f"KV transfer {kv_params.transfer_id} did not finish before"

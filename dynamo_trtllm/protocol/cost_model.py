@@ -108,7 +108,7 @@ def first_token_features(prompt_tokens: float, running_s: float, steps_s: float)
     and more where the engine schedules the next step before it ends.
 
     Args:
-        prompt_tokens: of the call.
+        prompt_tokens: the prompt tokens of the call.
         running_s: predicted time of the step that runs when it arrives.
         steps_s: predicted time of the steps after that, until its first token.
     """
@@ -256,9 +256,9 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         arrival, as many tokens per step as fit.
 
         Args:
-            new_tokens: of the prompt, to compute.
-            cached_tokens: of the prompt, in the prefix cache.
-            work: of the engine.
+            new_tokens: the tokens of the prompt that are not cached.
+            cached_tokens: the tokens of the prompt that are in the prefix cache.
+            work: the work of the engine.
 
         Returns:
             None: it is not known yet.

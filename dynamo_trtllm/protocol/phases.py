@@ -126,7 +126,7 @@ class CallPhases:
     """The phases of one call inside an engine. Each begins when the one before ends.
 
     Args:
-        kv_params: of a decode call.
+        kv_params: the KV transfer parameters of a decode call.
     """
 
     def __init__(self, kv_params: KvTransferParams | None) -> None:
@@ -204,7 +204,7 @@ def phase_timings(
 
     Args:
         phases: seconds by phase, and by part of a phase.
-        kv_params: of the KV transfer of the call, if any.
+        kv_params: the parameters of the KV transfer of the call, if it has one.
         cached_tokens: prompt tokens that came from the prefix cache.
     """
     # The clock of a library may step back, and readers reject frames with a negative time or NaN.

@@ -43,8 +43,8 @@ async def request(
     """Send a request, and return the status and the body of the response.
 
     Args:
-        url: of the request.
-        method: in upper case.
+        url: the URL of the request.
+        method: the method in upper case.
         content: the body.
         headers: are added to those of every request.
         max_bytes: longest body of the response.
@@ -64,7 +64,7 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """Connect to the server of an http:// or https:// URL.
 
     Args:
-        url: of the requests.
+        url: the URL of the requests.
         tls: decides which https:// servers are trusted. Default: see the module.
 
     Raises:

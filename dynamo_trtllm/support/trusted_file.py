@@ -31,7 +31,7 @@ def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> byte
     read. A pipe is rejected without a wait for its writer.
 
     Args:
-        path: of the file, or of a link to it.
+        path: the path of the file, or of a link to it.
         max_bytes: longest content.
         is_secret: others may not read it, either. The group may if root owns the file: containers
             get secrets of root with a group of their own.

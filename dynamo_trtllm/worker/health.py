@@ -137,9 +137,9 @@ async def health_server(
     Args:
         host: address to listen on.
         port: None: no server; 0: any free port.
-        app: of `health_app`.
+        app: the result of `health_app`.
         tasks: owner of the server's task.
-        certificate: that of the server; None: it has no TLS.
+        certificate: the certificate of the server; None: it has no TLS.
     """
     if port is None:
         yield None

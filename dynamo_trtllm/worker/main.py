@@ -111,7 +111,7 @@ def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
 
     Args:
         config: settings of the worker.
-        environment: of this process. A variable that is set in it keeps its value.
+        environment: the environment of this process. A variable that is set in it keeps its value.
 
     Raises:
         ConfigError: the engine is another one than trtllm, or the kernel profile can't be chosen.

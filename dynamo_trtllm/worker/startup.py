@@ -39,7 +39,7 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     """Return the sampling defaults for --generation-config. May read generation_config.json.
 
     Args:
-        config: with `model_path` set to the model's folder.
+        config: the settings, with `model_path` set to the folder of the model.
         model: --model-path as the user set it, which may be the name of a bundled model.
 
     Raises:

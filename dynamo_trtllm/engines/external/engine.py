@@ -229,7 +229,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         Args:
             info: properties of the engine.
             warm_up_steps: steps of this engine, before the requests.
-            cache_salt: of the requests.
+            cache_salt: the cache salt of the requests.
 
         Raises:
             EngineFailed: the library does not respond, or failed during the warm-up.

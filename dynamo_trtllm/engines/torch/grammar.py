@@ -29,7 +29,7 @@ class GrammarMatcher:
         grammars: at least one. The output follows the one whose trigger comes first.
         stop_ids: tokens that end the output where the grammar does.
         unfinished_ids: tokens that may not come before the trigger.
-        size: of the vocabulary.
+        size: the size of the vocabulary.
         on_failure: called once the output can no longer follow the grammar.
     """
 

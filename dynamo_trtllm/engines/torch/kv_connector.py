@@ -90,7 +90,7 @@ class KvConnector(KvTransfers):
 
         Args:
             allocation: has the KV.
-            copied: on a GPU, one event per region: its copy is done.
+            copied: on a GPU, an event for each region, which shows that its copy is done.
         """
         seq.is_exported = True
         ready: int | None = None

@@ -184,7 +184,7 @@ def prompt_chunk(seq: TorchSequence, logits: Tensor) -> Chunk:
 
     Args:
         seq: a sequence that requests them.
-        logits: of its prompt tokens of the last step, [tokens, vocabulary].
+        logits: the logits of its prompt tokens of the last step, [tokens, vocabulary].
     """
     ids = seq.request.token_ids
     end = seq.num_computed_tokens

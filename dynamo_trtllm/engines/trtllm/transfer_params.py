@@ -224,7 +224,7 @@ def context_params(
 
     Args:
         prefill_instance_id: id of the worker.
-        number: of the call; it counts from 1.
+        number: the number of the call, which counts from 1.
         known: fields that DisaggregatedParams has in the installed release.
     """
     params: dict[str, Any] = {"request_type": "context_only"}

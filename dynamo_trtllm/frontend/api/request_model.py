@@ -146,9 +146,9 @@ def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place:
     `parse` says.
 
     Args:
-        name: of the field.
+        name: the name of the field.
         known: the names that are accepted at its place.
-        info: of the validator that found it.
+        info: the info of the validator that found it.
         place: the beginning of the error. Without it, the error is that of the field.
     """
     ignored: IgnoredFields | None = info.context

@@ -246,7 +246,7 @@ class SamplingFields(RequestModel):
         """Return the request as a call to workers, which has no prompt and no sampling values yet.
 
         Args:
-            deadline: in seconds since the epoch.
+            deadline: the deadline in seconds since the epoch.
             session_id: the header X-Session-ID, which counts if the body names no conversation.
         """
         nvext = self.nvext

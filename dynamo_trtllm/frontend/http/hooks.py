@@ -171,7 +171,7 @@ class Hooks:
 
         Args:
             middleware: is called for each request, in this order, until one answers.
-            routes: by method and path.
+            routes: the routes by method and path.
             timeout_s: longest time of a call.
 
         Raises:

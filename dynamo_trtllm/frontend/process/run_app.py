@@ -75,7 +75,7 @@ async def run_app(
             running requests, and the failure is raised once this is cancelled.
         hooks: middleware and routes of the program.
         access: decides which requests are served.
-        certificate: that of the server; None: it has no TLS.
+        certificate: the certificate of the server; None: it has no TLS.
 
     Raises:
         ConfigError: a route of the program has a path of the frontend.

@@ -62,7 +62,7 @@ class ApiAdapter(Protocol[B]):
         """Read what the request refers to. Raises RequestError.
 
         Args:
-            call: that of the body, without prompt and sampling values.
+            call: the call of the body, without prompt and sampling values.
             owner: name of the API key, to which the stored responses belong; "": there are no keys.
 
         Returns:

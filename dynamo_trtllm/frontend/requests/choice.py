@@ -460,8 +460,8 @@ def pick_best_of(
     """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
 
     Args:
-        deltas: those of all candidates.
-        plan: its choices are the candidates, those of one prompt after each other.
+        deltas: the deltas of all candidates.
+        plan: its choices are the candidates. Those of one prompt are consecutive.
         likelihood: returns the likelihood of the candidate with an index.
     """
     by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
@@ -480,7 +480,7 @@ def share_suspicions(choices: Sequence[Choice], candidates: int) -> None:
     """Give all choices of a prompt one suspicion: each death of a worker is charged to all of them.
 
     Args:
-        choices: those of one request.
+        choices: the choices of one request.
         candidates: how many consecutive choices have the same prompt. Prompts may repeat.
     """
     by_prompt: dict[bytes, Suspicion] = {}

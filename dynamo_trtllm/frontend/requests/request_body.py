@@ -362,7 +362,7 @@ class RequestBody:
 
     Args:
         data: its bytes.
-        timeline: that of the request.
+        timeline: the timeline of the request.
     """
 
     def __init__(self, data: bytes, timeline: RequestTimeline) -> None:

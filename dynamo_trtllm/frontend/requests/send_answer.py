@@ -106,8 +106,8 @@ class RunningChoices:
         answer: the answer, whose choices were created.
         response: where the answer is sent.
         sender: sends events of the response.
-        timeline: that of the request.
-        places: those of the choices in the start window of the model.
+        timeline: the timeline of the request.
+        places: the places of the choices in the start window of the model.
         state: what all requests share.
     """
 
@@ -394,7 +394,7 @@ def keep_alive(
     Args:
         answer: the answer; only a stream gets pings.
         response: where it is sent.
-        timeline: that of the request. The silence began when its body was there.
+        timeline: the timeline of the request. The silence begins when its body has arrived.
         config: says how long a silence may be.
         ping: an event that clients know; b"": a comment.
     """

@@ -84,14 +84,14 @@ class Placement:
     """Selects workers for the requests of one frontend by their cost, and counts what they run.
 
     Args:
-        mode: of the router, for the flight recorder.
+        mode: the mode of the router, for the flight recorder.
         prefixes: the prefixes in the instances' caches. None: they do not count.
         overlap_credit: how much of the cost of computing a token of the prompt is saved if it is in
             the cache.
         temperature: 0 selects the least cost. With more, those of higher cost are selected, too:
             the probability is the softmax of the negative costs, divided by their range and the
             temperature.
-        seed: of the random choices.
+        seed: the seed of the random choices.
     """
 
     mode: str
@@ -140,8 +140,8 @@ class Placement:
 
         Args:
             view: the instances of the request's model.
-            prompt: of the request. Its hashes are computed only if prefixes count.
-            breakers: of the pairs.
+            prompt: the prompt of the request. Its hashes are computed only if prefixes count.
+            breakers: the breakers of the pairs.
             now: seconds of a monotonic clock.
             avoid: prefill instance to use only if no other matches.
         """
@@ -285,7 +285,7 @@ def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[
     """Return the candidates, of which those that are much slower than the fastest one cost more.
 
     Args:
-        candidates: of one role.
+        candidates: the candidates of one role.
         paces: seconds per token of each candidate. 0: not known; then no cost changes.
     """
     fastest = min(paces, default=0.0)

@@ -61,8 +61,8 @@ class KvCollector:
         """Initialize without collections.
 
         Args:
-            plane: for the decode calls.
-            control: for messages to prefill workers about the end of a transfer.
+            plane: sends the decode calls.
+            control: sends messages to prefill workers about the end of a transfer.
             on_end: receives the outcome of each collection: one of the constants above, or the code
                 of the error that ended its call.
         """

@@ -98,7 +98,7 @@ def _probe_partners(
     Args:
         instance_id: id of this instance.
         peers: the instances of its role and pairing key.
-        others: those of the other role.
+        others: the instances of the other role.
     """
     if len(others) * len(peers) <= MAX_PAIRS or len(others) <= PARTNERS:
         return others

@@ -165,10 +165,10 @@ def instance_cost(
     * aggregated: the sum of both.
 
     Args:
-        load: of the instance.
+        load: the load of the instance.
         instance: the instance.
-        prompt_tokens: of the request.
-        overlap_tokens: those of them that the instance has in its cache.
+        prompt_tokens: the prompt tokens of the request.
+        overlap_tokens: the tokens of them that the instance has in its cache.
     """
     report = load.report
     role = instance.role
@@ -202,10 +202,10 @@ def predicted_first_token_s(
     """Predict the time of a call to an instance until its first token.
 
     Args:
-        load: of the instance, without the request.
+        load: the load of the instance, without the request.
         role: of the instance. A decode instance fetches the KV of the prompt, others compute the
             prompt.
-        new_tokens: of the prompt, that are not in a cache.
+        new_tokens: the tokens of the prompt that are not in a cache.
         cached_tokens: the others.
         now: seconds of a monotonic clock.
 
@@ -240,10 +240,10 @@ class PlacedRequest:
         """Count the request at the selected instances.
 
         Args:
-            loads: of all instances.
+            loads: the loads of all instances.
             selection: the instances.
             request: the request.
-            new_tokens: those of its prompt that are to be computed.
+            new_tokens: the tokens of its prompt that are not computed yet.
             prompts: what is counted in the instances' caches, in the order of the calls.
         """
         self._loads = loads

@@ -54,7 +54,7 @@ class TransferPoller:
     """The polling thread. Fetches start in the order of `submit`.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
         prepare: called on the thread at its start.
     """
 

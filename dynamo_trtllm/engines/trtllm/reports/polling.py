@@ -13,7 +13,7 @@ class Poller:
     """A thread that polls TensorRT-LLM until `stop`.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
         failure: what a log line says about a poll that failed.
     """
 
