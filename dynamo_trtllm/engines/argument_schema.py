@@ -229,7 +229,9 @@ def _is_within(value: Any, low: float, high: float | None) -> bool:
     """
     if isinstance(value, list):
         return bool(value) and all(_is_within(item, low, high) for item in value)
-    return not isinstance(value, (int, float)) or (value >= low and (high is None or value <= high))
+    if not isinstance(value, (int, float)):
+        return True
+    return value >= low and (high is None or value <= high)
 
 
 def owners(release: ApiManifest, field: ManifestField) -> tuple[str, ...]:

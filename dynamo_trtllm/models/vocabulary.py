@@ -95,8 +95,11 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
 
 def mergeable_ranks() -> dict[bytes, int]:
     """Return the id, which is also the BPE rank, of each ordinary token by its bytes."""
+    # The file has two words for each token: its bytes in Base64, and its rank.
     words = o200k_ranks_path().read_bytes().split()
-    return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
+    tokens = map(binascii.a2b_base64, words[::2])
+    ranks = map(int, words[1::2])
+    return dict(zip(tokens, ranks, strict=True))
 
 
 def _unpacked_ranks() -> bytes:

@@ -61,7 +61,9 @@ def _bias(value: Any) -> Any:
         invalid(f"may name {MAX_BIASED} tokens at most, not {len(value)}")
     biases = {}
     for key, bias in value.items():
-        if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
+        # A longer text would take long to convert.
+        is_number = len(key) <= _ID_DIGITS and key.isascii() and key.isdigit()
+        if not is_number or int(key) >= 1 << 32:
             invalid(f"must have token ids as keys; {quoted(key)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             invalid(

@@ -86,7 +86,9 @@ class DeveloperTexts:
 
     def _batch(self, tools: list[oh.ToolDescription], placeholders: _Placeholders) -> str:
         text = self._rendered(_content(tools))
-        return placeholders.restored(text[len(self._head) : len(text) - len(self._tail)])
+        begin = len(self._head)
+        end = len(text) - len(self._tail)
+        return placeholders.restored(text[begin:end])
 
     def _rendered(self, content: oh.DeveloperContent) -> str:
         ids = self._harmony.render(oh.Message.from_role_and_content(oh.Role.DEVELOPER, content))

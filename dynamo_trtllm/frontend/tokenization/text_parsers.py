@@ -97,4 +97,5 @@ class WindowTextParser:
         return text_output(self._new_text() if self._held else "")
 
     def _new_text(self) -> str:
-        return self._decode([*self._context, *self._held])[len(self._decode(self._context)) :]
+        context_chars = len(self._decode(self._context))
+        return self._decode([*self._context, *self._held])[context_chars:]

@@ -43,8 +43,9 @@ _WORD_ENDS: Final = (
 
 
 def run_finder(chars: int) -> Callable[[str], bool]:
-    """Return a function that tells whether a text has a long word, or a long run of blanks or other
-    characters.
+    """Return a function that returns whether a text has a long word, or another long run.
+
+    A run consists of characters of words, of blanks, or of other characters.
 
     A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are
     matched at multiples only, in linear time. New lines count as blanks and as other characters,
