@@ -15,7 +15,7 @@ import heapq
 import hmac
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -38,9 +38,15 @@ from dynamo_trtllm.protocol.messages import (
 _PURPOSE: Final = "dynamo_trtllm: KV transfer parameters 1"
 
 
+class _Expiry(NamedTuple):
+    """When the signed parameters of a transfer expire."""
+
+    expires_at: float
+    transfer_id: str
+
+
 class _UsedTransfers:
-    """The transfers whose signed parameters can't be used now, because a call uses or has used
-    them.
+    """The transfers whose signed parameters a call uses or has used, so that no other call may.
 
     Args:
         clock: returns seconds since the epoch.
@@ -49,10 +55,10 @@ class _UsedTransfers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._fetching: set[str] = set()  # ids of transfers that calls fetch now
-        # Ids of transfers whose KV has arrived, removed at their expiry: from then on they are
-        # rejected as expired.
+        # Ids of transfers whose KV has arrived. They are removed at their expiry, because they are
+        # rejected as expired from then on.
         self._fetched: set[str] = set()
-        self._expiries: list[tuple[float, str]] = []  # a heap of their expiries
+        self._expiries: list[_Expiry] = []  # a heap of these expiries
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._fetching or transfer_id in self._fetched
@@ -68,11 +74,11 @@ class _UsedTransfers:
     def add_fetched(self, transfer_id: str, expires_at: float) -> None:
         """Note that the KV of a transfer has arrived."""
         now = self._clock()
-        while self._expiries and self._expiries[0][0] <= now:
-            _, expired = heapq.heappop(self._expiries)
-            self._fetched.discard(expired)
+        while self._expiries and self._expiries[0].expires_at <= now:
+            expired = heapq.heappop(self._expiries)
+            self._fetched.discard(expired.transfer_id)
         self._fetched.add(transfer_id)
-        heapq.heappush(self._expiries, (expires_at, transfer_id))
+        heapq.heappush(self._expiries, _Expiry(expires_at, transfer_id))
 
 
 class AdmittedFetch:
@@ -99,12 +105,14 @@ class AdmittedFetch:
 
 
 class TransferSigner:
-    """Signs the KV transfer parameters of a worker's prefill calls, and checks those of its decode
-    calls. Runs on the event loop.
+    """Signs the KV transfer parameters of prefill calls, and checks those of decode calls.
+
+    It runs on the event loop of the worker.
 
     Args:
         instance_id: the instance id of the worker.
-        keys: of the deployment; None: nothing is signed, and signed parameters are rejected.
+        keys: the keys of the deployment. None: nothing is signed, and signed parameters are
+            rejected.
         count: counts a rejection by its reason.
         clock: returns seconds since the epoch.
     """

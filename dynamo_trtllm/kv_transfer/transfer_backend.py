@@ -227,7 +227,7 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         TransferMismatch: a value differs. The error names the field and both values.
         TransferExpired: the transfer has expired.
     """
-    # Name of the field, value at prefill, value at decode.
+    # Each entry has the name of a field, its value at prefill, and its value at decode.
     compared: list[tuple[str, object, object]] = [
         ("version", kv_params.version, TRANSFER_PARAMS_VERSION),
         ("engine", kv_params.engine, identity.engine),

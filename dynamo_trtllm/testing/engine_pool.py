@@ -36,7 +36,7 @@ class EnginePool:
 
         Args:
             role: the role of its worker.
-            settings: of a new engine. Without any, the engine may have run in another test.
+            settings: settings of a new engine. Without them, it may have run in another test.
         """
         if not settings:
             for engine in self._free:

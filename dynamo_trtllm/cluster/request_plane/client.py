@@ -49,7 +49,7 @@ from dynamo_trtllm.support.background import BackgroundTasks, cancel_all
 
 log = logging.getLogger(__name__)
 
-_CANCELS_AT_ONCE = 1024  # the rest follows after the next report
+_CANCELS_AT_ONCE = 1024  # further cancels follow after the next report
 _CLOSED = "the request plane is closed"
 
 
@@ -58,7 +58,7 @@ class PlaneLimits:
     """Timeouts of a plane."""
 
     ack_timeout_s: float = 2.0  # limit until a worker acknowledges a request
-    # for the reply to the ping of a worker that has not acknowledged a request
+    # Limit until a worker that has not acknowledged a request replies to a ping.
     listener_timeout_s: float = 0.5
     # A lost message is detected within twice this time, a dead peer within three times.
     ping_interval_s: float = 3.0
@@ -89,11 +89,12 @@ class PlaneClient:
         self._numbers = itertools.count(1)  # numbers of streams
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        # streams by the worker's subject, then by number
+        # The running streams, by subject of the worker, then by number.
         self._running: dict[str, dict[int, StreamReceiver]] = {}
-        # subjects of streams closed before their last frame came, latest last
+        # The subjects of streams that were closed before their last frame arrived, by number of the
+        # stream. The latest one is last.
         self._cancelled: dict[int, str] = {}
-        self._num_pings = 0  # sent to all workers
+        self._num_pings = 0  # number of pings that were sent to all workers
         self._on_unreadable = on_unreadable
         self._on_load: Callable[[LoadReport], None] | None = None
         self._heartbeat = Heartbeat(
@@ -128,35 +129,35 @@ class PlaneClient:
             Disconnected: the request plane is lost.
             DeadlineExceeded: the request's deadline passes.
         """
-        stream = next(self._numbers)
+        number = next(self._numbers)
         loop = asyncio.get_running_loop()
 
         def on_end() -> None:
             # The timer is set below, before the stream can end.
-            self._ended(subject, stream, deadline)
+            self._ended(subject, number, deadline)
 
-        send_cancel = partial(self._send_cancel, subject, stream)
+        send_cancel = partial(self._send_cancel, subject, number)
         receiver = StreamReceiver(on_event, self._opening, on_end, send_cancel)
-        self._inbox[stream] = receiver
-        self._running.setdefault(subject, {})[stream] = receiver
+        self._inbox[number] = receiver
+        self._running.setdefault(subject, {})[number] = receiver
         left_s = request.deadline - time.time()
         deadline = loop.call_later(left_s, _deadline_passed, receiver)
-        opening = self._open(subject, stream, request, receiver)
+        opening = self._open(subject, number, request, receiver)
         receiver.run(opening, f"plane-open-{request.request_id}")
         return receiver
 
-    def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
+    def _ended(self, subject: str, number: int, deadline: asyncio.TimerHandle) -> None:
         deadline.cancel()
-        self._inbox.pop(stream, None)
+        self._inbox.pop(number, None)
         running = self._running[subject]
-        del running[stream]
+        del running[number]
         if not running:
             del self._running[subject]
 
-    def _send_cancel(self, subject: str, stream: int, *, awaits_kv: bool) -> None:
+    def _send_cancel(self, subject: str, number: int, *, awaits_kv: bool) -> None:
         if not awaits_kv:
-            remember(self._cancelled, stream, subject)
-        self._cancel(subject, stream, awaits_kv=awaits_kv)
+            remember(self._cancelled, number, subject)
+        self._cancel(subject, number, awaits_kv=awaits_kv)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
         """Send a control verb to the instance with this generate subject. Return the encoded reply.
@@ -229,8 +230,8 @@ class PlaneClient:
     async def _subscribe(self) -> None:
         async with self._subscribe_lock:
             if self._unsubscribe is None:
-                # In its own context: messages are received in it, and log lines must not have the
-                # first request's id.
+                # Messages are received in the context of this task. It is an empty one, because log
+                # lines must not have the id of the first request.
                 subscribing = asyncio.get_running_loop().create_task(
                     self._transport.subscribe(
                         self._inbox_subject, self._on_message, self._inbox.pass_on
@@ -241,7 +242,7 @@ class PlaneClient:
                 self._heartbeat.start()
 
     async def _open(
-        self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver
+        self, subject: str, number: int, request: GenerateRequest, receiver: StreamReceiver
     ) -> None:
         if self._is_closed:
             raise errors.Disconnected(_CLOSED)
@@ -250,7 +251,7 @@ class PlaneClient:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise errors.DeadlineExceeded("the request's deadline had passed before it was sent")
-        opening = OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION)
+        opening = OpenStream(number, self._inbox_subject, request, left_s, WIRE_VERSION)
         data = self._encode_checked(ClientMessage(opening))
         try:
             reply = await self._transport.request(
@@ -280,12 +281,13 @@ class PlaneClient:
             )
         return data
 
-    def _cancel(self, subject: str, stream: int, *, awaits_kv: bool = False) -> None:
-        message = ClientMessage(CancelStream(stream, self._inbox_subject, awaits_kv))
+    def _cancel(self, subject: str, number: int, *, awaits_kv: bool = False) -> None:
+        message = ClientMessage(CancelStream(number, self._inbox_subject, awaits_kv))
         self._transport.publish(subject, encode(message))
 
     def _on_message(self, data: bytes, reply: str) -> None:
-        if reply:  # the heartbeat of a worker
+        # Only the heartbeat of a worker awaits a reply.
+        if reply:
             self._transport.publish(reply, PING)
         if data == PING:
             return
@@ -309,14 +311,14 @@ class PlaneClient:
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:
-            for stream, receiver in list(running.items()):
-                receiver.compare_with_worker(report.ping, sent.get(stream))
-        # The first cancel was lost or has not arrived yet. A stream that ended with its last frame
-        # must not be cancelled: the report may be old, or may list it because its KV transfer is
-        # pending.
-        again = [stream for stream in sent if self._cancelled.get(stream) == report.subject]
-        for stream in again[:_CANCELS_AT_ONCE]:
-            self._cancel(report.subject, stream)
+            for number, receiver in list(running.items()):
+                receiver.compare_with_worker(report.ping, sent.get(number))
+        # The worker still sends streams whose cancel was lost or has not arrived yet. A stream that
+        # ended with its last frame must not be cancelled: the report may be old, or may list it
+        # because its KV transfer is pending.
+        still_sent = [number for number in sent if self._cancelled.get(number) == report.subject]
+        for number in still_sent[:_CANCELS_AT_ONCE]:
+            self._cancel(report.subject, number)
 
     def _num_received(self, subject: str) -> int:
         """Return a number that changes with each frame of the worker's running streams."""
@@ -328,17 +330,17 @@ class PlaneClient:
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
-        # This process lost its connection; the worker may be alive.
-        is_ours = isinstance(error, errors.Disconnected)
-        if is_ours:
+        # If this process has lost its connection, the worker may be alive.
+        lost_own_connection = isinstance(error, errors.Disconnected)
+        if lost_own_connection:
             lost = error
         elif isinstance(error, errors.NoListener):
             lost = _died(subject, error)
         else:
             lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            # The missing acknowledgment of the others says more.
-            if is_ours or receiver.last_ping_before_ack is not None:
+            # A stream without an acknowledgment ends with an error that says so.
+            if lost_own_connection or receiver.last_ping_before_ack is not None:
                 receiver.fail(lost)
 
 

@@ -95,7 +95,7 @@ class LoadProgress:
         """Note the memory in use.
 
         Args:
-            weight_bytes: of one GPU. Until so much more memory is used, weights are being loaded.
+            weight_bytes: the weights of one GPU. They are loaded until so much more memory is used.
             reported: returns the phase that the library's processes have reported; "" if they
                 report none.
         """

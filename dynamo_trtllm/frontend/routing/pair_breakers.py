@@ -40,7 +40,7 @@ class PairState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
-    """The limits that open a breaker, and for how long."""
+    """The failures that open a breaker, and the time for which it stays open."""
 
     failures: int = 3  # failures in a row after which the breaker opens
     open_s: float = 5.0  # doubled each time it opens again
@@ -81,7 +81,8 @@ class PairBreakers:
         self.open_partners: dict[int, set[int | None]] = {}
         # No breaker of `_open` becomes half open earlier.
         self._half_open_at = math.inf
-        self.revision = object()  # another one after each change of `open_partners`
+        # Each change of `open_partners` replaces this object, so that results can be cached.
+        self.revision = object()
         # Pairs that may be due earlier than before. The probes empty it.
         self.rescheduled: set[Pair] = set()
 
@@ -97,7 +98,8 @@ class PairBreakers:
         """Let requests test the new pairs of a model, because their probes take long."""
         for pair in self._withheld.intersection(pairs_of(view)):
             self._withheld.discard(pair)
-            self._status(pair)  # a known pair is not withheld again
+            # A pair with a status is not withheld again.
+            self._status(pair)
             self._update(pair)
 
     def _status(self, pair: Pair) -> PairStatus:
@@ -234,9 +236,9 @@ class PairBreakers:
             status.open_until = now + self._limits.open_s
 
     def half_open(self, now: float) -> None:
-        """Without probes: send requests again to pairs whose open time is over.
+        """Send requests again to pairs whose open time is over, in a frontend without probes.
 
-        Their outcome decides.
+        The outcome of these requests decides whether a breaker closes.
         """
         # This is called per request.
         if now < self._half_open_at:
@@ -271,8 +273,8 @@ class PairBreakers:
     def due_at(self, pair: Pair, interval_s: float) -> float:
         """Return when the pair is to be probed.
 
-        A new pair is due at once, a quarantined one after its open time. An idle pair is due after
-        `interval_s`, and one that works for requests but has not passed a probe soon.
+        A new pair is due at once, a quarantined pair after its open time, and an idle pair after
+        `interval_s`. A pair that works for requests, but has not passed a probe, is due soon.
         """
         status = self._statuses.get(pair)
         if status is None:
@@ -389,14 +391,17 @@ class FleetHealth:
             pairs = self.breakers.pairs_with(instance_id)
             worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]
             if any(worked):
-                self.view.notify_changed()  # probes test them soon
+                # Probes test these pairs soon.
+                self.view.notify_changed()
 
     def record_success(self, pair: Pair, now: float, *, is_probe: bool = False) -> None:
         """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
-        for instance_id in filter(None, pair):
-            self._cooldown.forget(instance_id)
+        for instance_id in pair:
+            if instance_id is not None:
+                self._cooldown.forget(instance_id)
         if self.breakers.record_success(pair, now, is_probe=is_probe):
-            self.view.notify_changed()  # requests may wait for this pair
+            # Requests may wait for this pair.
+            self.view.notify_changed()
             log.info("%s works", format_pair(pair))
 
     def record_transfer(self, pair: Pair, error: DynamoError | None, now: float) -> None:
