@@ -66,8 +66,8 @@ _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
 _REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after this time
-# Limits of open connections. Also, the process may open _FILES_PER_CONNECTION files for each of them,
-# so that foreign connections can't use up all its file descriptors.
+# Limits of open connections. Also, the process may open _FILES_PER_CONNECTION files for each of
+# them, so that foreign connections can't use up all its file descriptors.
 _MAX_CONNECTIONS = 4096
 _FILES_PER_CONNECTION = 2
 # The same for connections without a request.
