@@ -48,6 +48,13 @@ _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer t
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
 
+class _PromptedSampling(NamedTuple):
+    """What one choice generates from."""
+
+    prompt_ids: TokenIds
+    sampling: Sampling
+
+
 class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice of a response needs to run: the call to workers, and how to read its output."""
 
@@ -131,7 +138,7 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
-    """Plan a chat request. `call`: that of the body, without prompt and sampling values.
+    """Plan a chat request. `call` is the call of the body, without prompt and sampling values.
 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
@@ -142,7 +149,7 @@ def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) 
     known = served.renderer.variables
     ignored = [body.template_arg_path(name) for name in body.template_args if name not in known]
     if not body.skip_special_tokens and served.card.renderer == "harmony":
-        # The format uses all its special tokens as markers, none is text.
+        # The format uses all its special tokens as markers. None of them is text.
         ignored.append("skip_special_tokens")
     if not ignored:
         return plan
@@ -182,13 +189,13 @@ def prepare_conversation(
     )
     # All choices have the same prompt, so the first one alone has its log-probabilities.
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
-    calls = [(ids, sampling)]
-    calls += [(ids, unscored)] * (options.n - 1)
+    per_choice = [_PromptedSampling(ids, sampling)]
+    per_choice += [_PromptedSampling(ids, unscored)] * (options.n - 1)
     hidden = _no_text_ids(sampling, served, options)
     make_parser = functools.partial(
         renderer.chat_parser, forced_ids=constraints.forced_ids, hidden=hidden
     )
-    # The choices share them: a request may have many.
+    # The choices share these ids, because a request may have many.
     hidden_token_ids = _hidden_token_ids(requested, served)
     names = {**options.names, "guided": constraints.field}
     choices = tuple(
@@ -202,7 +209,7 @@ def prepare_conversation(
             names=names,
             prompt_logprobs=request.sampling.prompt_logprobs,
         )
-        for request in _requests(calls, call)
+        for request in _requests(per_choice, call)
     )
     ignored = constraints.ignored
     if prompt.drops_names:
@@ -256,26 +263,27 @@ def prepare_text(
     if body.candidates > body.n:
         requested = _scored(requested, served)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-    whole = [_prompt_ids(prompt, served) for prompt in body.prompt]
-    prompts = [_truncated(ids, wanted, served, options) for ids in whole]
+    full_prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    prompts = [_truncated(ids, wanted, served, options) for ids in full_prompts]
     requested = msgspec.structs.replace(
         requested,
         guided=text_format(options, served),
         prompt_logprobs=_prompt_logprobs(body, prompts, served),
     )
-    calls = []
+    per_choice = []
     for ids in prompts:
-        most = wanted
+        max_tokens = wanted
         if body.max_tokens is None:
             # The default is lowered to what the prompt leaves of the context.
-            most = max(1, min(wanted, served.card.context_length - len(ids)))
-        budget = _output_budget(most, len(ids), served, options)
-        calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
-    echoes = _echoes(body, whole, prompts, served)
+            max_tokens = max(1, min(wanted, served.card.context_length - len(ids)))
+        budget = _output_budget(max_tokens, len(ids), served, options)
+        prompted = _PromptedSampling(ids, _sampling(requested, budget, served, options))
+        per_choice += [prompted] * body.candidates
+    echoes = _echoes(body, full_prompts, prompts, served)
     make_parser = functools.partial(
         served.renderer.text_parser, _no_text_ids(requested, served, options)
     )
-    # The choices share them: a request may have many.
+    # The choices share these ids, because a request may have many.
     hidden_token_ids = _hidden_token_ids(requested, served)
     names = {**options.names, "guided": options.name("response_format")}
     choices = tuple(
@@ -293,7 +301,7 @@ def prepare_text(
             prompt_logprobs=body.prompt_logprobs,
             is_prompt_only=body.max_tokens == 0,
         )
-        for request, echo in zip(_requests(calls, call), echoes, strict=True)
+        for request, echo in zip(_requests(per_choice, call), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
@@ -329,20 +337,20 @@ def _scored(requested: Sampling, served: ServedModel) -> Sampling:
 
 def _echoes(
     body: CompletionRequest,
-    whole: Sequence[TokenIds],
+    full_prompts: Sequence[TokenIds],
     prompts: Sequence[TokenIds],
     served: ServedModel,
 ) -> list[str]:
     """Return the text with which the output of each choice begins.
 
-    `prompts` are the parts of the `whole` prompts that are sent to the engine.
+    `prompts` are the parts of `full_prompts` that are sent to the engine.
     Raises InvalidRequest if the texts are too long together.
     """
     if not body.echo:
         return [""] * (len(prompts) * body.candidates)
     texts = [
-        _echo(prompt, whole_ids, ids, served)
-        for prompt, whole_ids, ids in zip(body.prompt, whole, prompts, strict=True)
+        _echo(prompt, full_ids, ids, served)
+        for prompt, full_ids, ids in zip(body.prompt, full_prompts, prompts, strict=True)
     ]
     size = sum(map(len, texts)) * body.n
     if size > _MAX_ECHO_CHARS:
@@ -393,7 +401,7 @@ def _truncated(
 ) -> TokenIds:
     """Return the end of a prompt, as `truncate_prompt_tokens` demands.
 
-    `other_tokens`: what follows the prompt.
+    `other_tokens`: the number of tokens that follow the prompt.
     """
     most = options.truncate_prompt_tokens
     if most is None:
@@ -413,31 +421,31 @@ def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
     return ids
 
 
-def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: ServedModel) -> str:
-    """Return the text of a prompt. `ids` is the part of the `whole` that is sent to the engine."""
-    if isinstance(prompt, str) and len(ids) == len(whole):
+def _echo(prompt: str | list[int], full_ids: TokenIds, ids: TokenIds, served: ServedModel) -> str:
+    """Return the text of a prompt. `ids` is the part of `full_ids` that is sent to the engine."""
+    if isinstance(prompt, str) and len(ids) == len(full_ids):
         return prompt
     return served.renderer.decode(ids)
 
 
 def _requests(
-    calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest
+    per_choice: Sequence[_PromptedSampling], call: GenerateRequest
 ) -> list[GenerateRequest]:
-    """Return one request per prompt and choice.
+    """Return one request for each choice.
 
     Choice i uses seed + i, because equal seeds give equal choices.
     """
-    tokens = sum(len(ids) for ids, _ in calls)
+    tokens = sum(len(prompted.prompt_ids) for prompted in per_choice)
     if tokens > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most"
+            f"the prompts of {len(per_choice)} choices have {tokens} tokens together; at most"
             f" {MAX_PROMPT_TOKENS} are allowed: lower n, or send several requests",
             field="n",
         )
     requests = []
-    for index, (ids, sampling) in enumerate(calls):
+    for index, (ids, sampling) in enumerate(per_choice):
         request_id = call.request_id
-        if len(calls) > 1:
+        if len(per_choice) > 1:
             request_id = f"{call.request_id}-{index}"
         if sampling.seed is not None:
             sampling = _with_seed(sampling, sampling.seed + index)
@@ -496,7 +504,7 @@ def _sampling(
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
-        # Engines' integers may be smaller than the client's.
+        # The integers of engines may be smaller than those of clients.
         top_k=min(requested.top_k, served.card.vocab_size),
         temperature=0.0 if is_greedy else requested.temperature,
     )
@@ -519,9 +527,9 @@ def checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds
 def _no_text_ids(
     sampling: Sampling, served: ServedModel, options: GenerationOptions
 ) -> frozenset[int] | None:
-    """Return the only ids that are no text; None: all special tokens.
+    """Return the ids that are not shown as text; None: all special tokens.
 
-    If the client wants special tokens, they are those that end the output, as in vLLM.
+    If the client wants special tokens, only those that end the output are not shown, as in vLLM.
     """
     if options.skip_special_tokens:
         return None
