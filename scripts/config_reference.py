@@ -164,12 +164,14 @@ def _dynamo_ignored() -> str:
     groups: dict[Variable, list[str]] = {}
     for name, variable in VARIABLES.items():
         if variable.reason and all(process in _PROCESSES for process in variable.processes):
-            shared = Variable(_without_option(name, variable), variable.reason, variable.same)
+            shared = Variable(
+                _without_option(name, variable), variable.reason, variable.no_op_values
+            )
             groups.setdefault(shared, []).append(f"`{name}`")
     rows = []
     for variable, names in groups.items():
         processes = " and ".join(_PROCESSES[process] for process in variable.processes)
-        rows.append((", ".join(names), processes, _quoted(variable.same), variable.reason))
+        rows.append((", ".join(names), processes, _quoted(variable.no_op_values), variable.reason))
     return table(("variables", "process", "without a message", "why, or what to do"), rows)
 
 
