@@ -156,7 +156,6 @@ def measure_shards(
     counters = SharedCounters(context, len(parts))
     children = []
     connections: list[Connection[str, ShardResult]] = []
-    shards: list[ShardResult]
     for index, each in enumerate(parts):
         mine, theirs = context.Pipe()
         args = (each, -(-warmup // len(parts)), warm, theirs, counters, index)
@@ -183,12 +182,16 @@ def measure_shards(
     if is_interrupted:
         raise LoadInterrupted(summarize_shards(shards, meter, osl=load.osl), _numbered(records))
     if any(shard.is_stopped for shard in shards):
-        errors = Counter(record.error for record in records if not record.is_ok)
-        counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
-        raise AllRequestsFailed(
-            f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})"
-        )
+        raise _all_failed(records)
     return summarize_shards(shards, meter, osl=load.osl), _numbered(records)
+
+
+def _all_failed(records: list[RequestRecord]) -> AllRequestsFailed:
+    errors = Counter(record.error for record in records if not record.is_ok)
+    counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
+    return AllRequestsFailed(
+        f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})"
+    )
 
 
 def _numbered(records: list[RequestRecord]) -> list[RequestRecord]:

@@ -253,6 +253,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_load(made)
+    _add_measurement(made)
     _add_results(made)
     return made
 
@@ -298,6 +299,11 @@ def _add_load(made: argparse.ArgumentParser) -> None:
         type=_count,
         help="requests per point before the measured ones; default: the shape's",
     )
+
+
+def _add_measurement(made: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how the load is measured, and by which client."""
+    add = made.add_argument
     add(
         "--goodput",
         nargs="+",
