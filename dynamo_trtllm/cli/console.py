@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 _HELP = ("-h", "--help")
 _VERSION = ("--version", "-V", "-v")
 # Commands of other programs, and what to type instead.
-_ELSEWHERE = {
+_OTHER_PROGRAMS = {
     "run": "serve MODEL serves a model, worker runs one worker",
     "start": "serve MODEL serves a model, launch starts a deployment file",
     "up": "launch starts a deployment file, serve MODEL a model",
@@ -125,8 +125,8 @@ def find(name: str) -> Command:
     """Return the subcommand of this name. Raise ConfigError if there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
-    if name in _ELSEWHERE:
-        raise ConfigError(f"unknown command {name!r}; {_ELSEWHERE[name]}")
+    if name in _OTHER_PROGRAMS:
+        raise ConfigError(f"unknown command {name!r}; {_OTHER_PROGRAMS[name]}")
     from dynamo_trtllm.config.suggestions import suggest
 
     guess = suggest(name, COMMANDS)
