@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import zlib
@@ -68,6 +69,16 @@ def cut(data: S, draw: random.Random) -> Iterator[S]:
         size = draw.randint(shortest, max(shortest, longest))
         yield data[at : at + size]
         at += size
+
+
+def secret_for(data: bytes) -> str:
+    """Return a secret of which this input has no part, because it depends on the whole input.
+
+    A target puts it where a user would put a secret, and nowhere else. So an error that shows a
+    part of it has revealed the secret. An input itself could have the same text in another place,
+    such as the name of a flag, where an error may show it.
+    """
+    return f"sk-{hashlib.sha256(data).hexdigest()[:40]}"
 
 
 def check_hides(secret: str, text: str) -> None:

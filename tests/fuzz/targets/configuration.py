@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.config.flags import Flag, flags_of
 from dynamo_trtllm.config.layers import Source, as_yaml, merge, nested, read_yaml
 from dynamo_trtllm.config.load import config_table, load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -24,11 +26,14 @@ from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
-from tests.fuzz.target import Target, check_hides, random_of
+from tests.fuzz.target import Target, check_hides, random_of, secret_for
 
+_Model = type[WorkerConfig] | type[FrontendConfig]
 _ROOT = Path(__file__).parents[3]
+# Where inputs have them as the value of a setting, a secret is put in their place.
 _PASSWORD = "p4ssw0rd-of-etcd"
 _API_KEY = "sk-0123456789abcdef"
+_PASSWORD_IN_ADDRESS = re.compile(rf":{_PASSWORD}(?=[^@]*@)")
 _MAX_ERROR_CHARS = 4_200
 
 
@@ -142,10 +147,10 @@ def _engine_files() -> Iterator[bytes]:
 
 
 def check_command_line(data: bytes) -> None:
-    """Load settings from words, one a line; NAME=VALUE is a variable. No error shows a password."""
+    """Load settings from words, one a line; NAME=VALUE is a variable. No output shows a secret."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     words: list[str] = []
-    environment = {"DYN_TRTLLM_API_KEY": _API_KEY, "ETCD_PASSWORD": _PASSWORD}
+    environment = {"DYN_TRTLLM_API_KEY": _API_KEY}
     for line in lines:
         name, separator, value = line.partition("=")
         if separator and not name.startswith("-"):
@@ -154,11 +159,45 @@ def check_command_line(data: bytes) -> None:
             words.append(line)
     # One of them, because each takes long.
     model = random_of(data).choice((WorkerConfig, FrontendConfig))
-    _check_settings(model, words, environment)
+    secret = secret_for(data)
+    words = _with_secret(words, model, secret)
+    for name, flag in _variables(model).items():
+        if name in environment:
+            environment[name] = _secret_value(environment[name], flag, secret)
+    _check_settings(model, words, environment, secret)
+
+
+def _with_secret(words: list[str], model: _Model, secret: str) -> list[str]:
+    """Return the words with a secret as the value of flags that have one."""
+    flags = {name: flag for flag in flags_of(model) for name in flag.names}
+    result: list[str] = []
+    before = ""
+    for word in words:
+        name, separator, value = word.partition("=")
+        if before in flags:
+            word = _secret_value(word, flags[before], secret)
+        elif separator and name in flags:
+            word = f"{name}={_secret_value(value, flags[name], secret)}"
+        before = word
+        result.append(word)
+    return result
+
+
+@functools.cache
+def _variables(model: _Model) -> Mapping[str, Flag]:
+    """Return the flags of a model by the variables that set them."""
+    return {name: flag for flag in flags_of(model) for name in (*flag.variables(), *flag.env)}
+
+
+def _secret_value(value: str, flag: Flag, secret: str) -> str:
+    """Return the value of a setting with a secret in place of its API key or password."""
+    if flag.is_secret:
+        return value.replace(_API_KEY, secret)
+    return _PASSWORD_IN_ADDRESS.sub(f":{secret}", value) if flag.is_address else value
 
 
 def _check_settings(
-    model: type[WorkerConfig] | type[FrontendConfig], words: list[str], environment: dict[str, str]
+    model: _Model, words: list[str], environment: dict[str, str], secret: str
 ) -> None:
     output = io.StringIO()
     table = ""
@@ -171,9 +210,8 @@ def _check_settings(
         table = exc.message
     except SystemExit as exc:
         assert exc.code == 0, "only --help, --version and --print-config exit"
-    for text in (output.getvalue(), table):
-        for secret in (_PASSWORD, _API_KEY):
-            check_hides(secret, text)
+    check_hides(secret, output.getvalue())
+    check_hides(secret, table)
 
 
 def _command_lines() -> Iterator[bytes]:
@@ -259,7 +297,7 @@ TARGETS = {
         words=(
             *_flag_words(),
             *(b"\n", b"=", b"{", b'"', b"true", b"DYN_TRTLLM_", b"http://", b"nats://", b"@", b","),
-            _PASSWORD.encode(),
+            *(_PASSWORD.encode(), _API_KEY.encode()),
         ),
     ),
 }
