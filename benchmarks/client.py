@@ -7,7 +7,11 @@ python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --reque
 Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests
 per second (Poisson), however fast the server answers, and latencies count from the planned time.
 --processes splits the load among several client processes. The output says when one client process
-is not enough. The API key in DYN_TRTLLM_API_KEY is sent, if there is one.
+is not enough.
+
+Variables, all optional: DYN_TRTLLM_API_KEY has the API key to send. For https:// servers,
+SSL_CERT_FILE names the CAs to trust; DYN_TRTLLM_TLS_CLIENT_CERT_FILE and
+DYN_TRTLLM_TLS_CLIENT_KEY_FILE name a client certificate and its key.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ import msgspec
 import orjson
 import uvloop
 
-from .api_key import VARIABLE, open_url
+from dynamo_trtllm.protocol.errors import ConfigError
+
 from .client_shards import AllRequestsFailed, measure_shards
+from .credentials import CERTIFICATE_VARIABLE, KEY_VARIABLE, VARIABLE, open_url
 from .load_client import Load, measure_load
 from .summary import table
 
@@ -50,9 +56,16 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     except HTTPError as exc:
         if exc.code == HTTPStatus.UNAUTHORIZED:
             raise SystemExit(f"{url} needs an API key. Set {VARIABLE}, or correct it.") from exc
+        if exc.code == HTTPStatus.FORBIDDEN:
+            raise SystemExit(
+                f"{url} rejects this client: {exc.read().decode(errors='replace')}. Set {VARIABLE}"
+                f" to a key with scope api or all, or {CERTIFICATE_VARIABLE} and {KEY_VARIABLE}."
+            ) from exc
         if wanted is not None:
             return wanted, None
         raise SystemExit(f"{url} does not list its models ({exc}). Pass --model.") from exc
+    except ConfigError as exc:
+        raise SystemExit(exc.message) from exc
     except OSError as exc:
         raise SystemExit(
             f"No server answers at {url} ({exc}). Start a deployment or pass --url."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from .api_key import sent_api_key
+from .credentials import sent_api_key, tls_context
 from .stream import RequestRecord, StreamConnection
 from .summary import LoadSummary, ProcessMeter, cost, summarize
 
@@ -83,9 +82,8 @@ class Client:
         ]
         at = urlsplit(load.url)
         self._host = at.hostname or "localhost"
-        is_tls = at.scheme == "https"
-        self._port = at.port or (443 if is_tls else 80)
-        self._tls = ssl.create_default_context() if is_tls else None
+        self._tls = tls_context(load.url)
+        self._port = at.port or (80 if self._tls is None else 443)
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
         self._key_line = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
         self._idle: deque[StreamConnection] = deque()

@@ -6,7 +6,7 @@ import math
 import re
 from urllib.error import HTTPError
 
-from .api_key import open_url
+from .credentials import open_url
 
 _PREFIX = "dynamo_trtllm_"
 _TIMEOUT_S = 2.0

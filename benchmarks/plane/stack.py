@@ -21,8 +21,8 @@ import psutil
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
-from ..api_key import VARIABLE, api_key_headers
 from ..blocking import wait_for
+from ..credentials import VARIABLE, api_key_headers
 from .points import Engines
 
 MODEL = "openai/gpt-oss-120b"

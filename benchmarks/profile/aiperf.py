@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from ..api_key import sent_api_key
+from ..credentials import sent_api_key
 from ..stream import RequestRecord
 from ..summary import summarize
 from . import phases

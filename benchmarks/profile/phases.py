@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
-from ..api_key import open_url
+from ..credentials import open_url
 
 _NAME = "dynamo_trtllm_phase_seconds"
 

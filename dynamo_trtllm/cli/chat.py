@@ -28,10 +28,12 @@ from http import HTTPStatus
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command, is_color_disabled
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 from dynamo_trtllm.support import http_client
+from dynamo_trtllm.support.tls import client_context
 
 _PROMPT: Final = "> "
 HELP: Final = """\
@@ -44,6 +46,10 @@ Ctrl-C stops an answer. Any other line is sent as a question.
 Ask = Callable[[Mapping[str, Any]], Generator[dict[str, Any], None, None]]
 _DONE: Final = "[DONE]"
 _DATA: Final = "data:"
+_PROVE: Final = (
+    f"set {ENV_PREFIX}API_KEY to an API key, or pass --tls-client-cert-file and"
+    " --tls-client-key-file"
+)
 
 
 class ChatFailed(Exception):
@@ -60,7 +66,7 @@ def main(config: ChatConfig) -> int:
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer,
     and with 2 for a bad command line.
     """
-    model = config.model or only_model(models(config.url, config.api_key), config.url)
+    model = config.model or only_model(models(config), config.url)
     num_failures = _converse(config.model_copy(update={"model": model}))
     return 1 if num_failures else 0
 
@@ -74,7 +80,7 @@ def _converse(config: ChatConfig) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
-        partial(stream_chat, config.url, config.api_key),
+        partial(stream_chat, config),
         LiveOutput(sys.stdout, has_colors=has_colors),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
@@ -200,30 +206,29 @@ def _typed_lines() -> Iterator[str]:
             return
 
 
-def models(url: str, api_key: str | None = None) -> list[str]:
+def models(config: ChatConfig) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with closing(_iterate(_response_lines(url, "/v1/models", api_key))) as lines:
+    with closing(_iterate(_response_lines(config, "/v1/models"))) as lines:
         body = _json(b"\n".join(lines))
     return [str(model.get("id")) for model in body.get("data") or ()]
 
 
 def stream_chat(
-    url: str, api_key: str | None, body: Mapping[str, Any]
+    config: ChatConfig, body: Mapping[str, Any]
 ) -> Generator[dict[str, Any], None, None]:
     """Send a chat completion request and yield the events of its stream.
 
     Close the generator to stop the answer.
 
     Args:
-        url: address of the frontend.
-        api_key: is sent, unless it is None.
+        config: has the address of the frontend, and the API key and certificate to send.
         body: request body, with `stream` set.
 
     Raises:
         ChatFailed: there is no connection, the server returns an error, or the stream breaks.
     """
     content = json.dumps(body).encode()
-    response = _response_lines(url, "/v1/chat/completions", api_key, content)
+    response = _response_lines(config, "/v1/chat/completions", content)
     with closing(_iterate(response)) as lines:
         yield from events(lines)
 
@@ -255,7 +260,7 @@ def error_text(body: Mapping[str, Any]) -> str:
 
 
 async def _response_lines(
-    url: str, path: str, api_key: str | None, content: bytes | None = None
+    config: ChatConfig, path: str, content: bytes | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Send a request, and yield the lines of the response.
 
@@ -263,10 +268,12 @@ async def _response_lines(
 
     Raises:
         ChatFailed: there is no connection, it is lost, or the status is not 200.
+        ConfigError: the client certificate can't be used.
     """
-    shown = mask_address(url)
+    shown = mask_address(config.url)
+    tls = client_context(config.client_tls_files)
     try:
-        connection = await http_client.connect(url + path)
+        connection = await http_client.connect(config.url + path, tls)
     except OSError as exc:
         raise ChatFailed(
             f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address"
@@ -274,7 +281,7 @@ async def _response_lines(
         ) from exc
     try:
         async with connection:
-            headers = http_client.bearer(api_key)
+            headers = http_client.bearer(config.api_key)
             if content is None:
                 response = await connection.request("GET", headers=headers)
             else:
@@ -282,7 +289,10 @@ async def _response_lines(
                 response = await connection.request("POST", content, headers)
             if response.status != HTTPStatus.OK:
                 text = (await response.read()).decode(errors="replace")
-                raise ChatFailed(f"{shown} answered {response.status}: {_error_of(text)}")
+                advice = ""
+                if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                    advice = f"; {_PROVE}"
+                raise ChatFailed(f"{shown} answered {response.status}: {_error_of(text)}{advice}")
             async for line in response.lines():
                 yield line
     except OSError as exc:

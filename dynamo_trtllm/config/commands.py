@@ -28,7 +28,7 @@ from dynamo_trtllm.config.config_base import (
     option,
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
-from dynamo_trtllm.config.http_access import SENT_API_KEY_HELP, SentApiKey
+from dynamo_trtllm.config.http_access import HttpClientConfig
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
@@ -150,7 +150,7 @@ class ClearNamespaceConfig(ConnectionConfig):
     )
 
 
-class ChatConfig(Config):
+class ChatConfig(HttpClientConfig):
     """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT
     and speed.
 
@@ -163,9 +163,6 @@ class ChatConfig(Config):
     # None selects the server's own default.
     url: ServerUrl = option(
         "HTTP and routing", "http://localhost:8000", is_address=True, help="Address of a frontend."
-    )
-    api_key: SentApiKey | None = option(
-        "HTTP and routing", None, is_secret=True, help=SENT_API_KEY_HELP
     )
     model: NonEmpty | None = option(
         "model", None, help="Model name. Default: the only model of the frontend."
@@ -350,7 +347,7 @@ class DemoConfig(LaunchConfig):
     )
 
 
-class StatusConfig(ConnectionConfig):
+class StatusConfig(ConnectionConfig, HttpClientConfig):
     """Show the processes of a running deployment, their health and their load.
 
     examples:
@@ -367,9 +364,6 @@ class StatusConfig(ConnectionConfig):
         is_address=True,
         help="Address of a frontend. Default: the deployments that were launched on this machine,"
         " otherwise the frontend at http://localhost:8000 and the workers registered in etcd.",
-    )
-    api_key: SentApiKey | None = option(
-        "HTTP and routing", None, is_secret=True, help=SENT_API_KEY_HELP
     )
     watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
     interval_s: PositiveFloat = option(

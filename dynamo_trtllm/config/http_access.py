@@ -8,11 +8,11 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from dynamo_trtllm.config.config_base import ProcessConfig, matching, option
+from dynamo_trtllm.config.config_base import Config, ProcessConfig, matching, option
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.addresses import LOOPBACK, is_loopback
-from dynamo_trtllm.support.tls_files import TlsFiles
+from dynamo_trtllm.support.tls_files import ClientTlsFiles, TlsFiles
 
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{16,256}")  # a comma separates keys in the environment
 
@@ -61,10 +61,45 @@ HostNames = Annotated[
         "expected * or comma-separated names like api.example.org, without ports",
     ),
 ]
-SENT_API_KEY_HELP = (
-    "API key to send. Prefer the environment: the users of the machine can read command lines."
-    " Default: none."
-)
+
+
+class HttpClientConfig(Config):
+    """The settings with which a command proves to a frontend who it is."""
+
+    api_key: SentApiKey | None = option(
+        "HTTP access",
+        None,
+        is_secret=True,
+        help="API key to send. Prefer the environment: the users of the machine can read command"
+        " lines. Default: none.",
+    )
+    tls_client_cert_file: Path | None = option(
+        "HTTP access",
+        None,
+        help="PEM file of the client certificate, for https:// frontends that need one"
+        " (--tls-client-ca-file). Default: none.",
+    )
+    tls_client_key_file: Path | None = option(
+        "HTTP access",
+        None,
+        help="PEM file of the client certificate's private key, which only this user may read.",
+    )
+
+    @property
+    def client_tls_files(self) -> ClientTlsFiles | None:
+        """Return the files of the client certificate; None: there is none."""
+        if self.tls_client_cert_file is None or self.tls_client_key_file is None:
+            return None
+        return ClientTlsFiles(self.tls_client_cert_file, self.tls_client_key_file)
+
+    @model_validator(mode="after")
+    def _certificate_is_complete(self) -> Self:
+        """Reject a certificate without its key, and a key without its certificate."""
+        if (self.tls_client_cert_file is None) != (self.tls_client_key_file is None):
+            raise ValueError(
+                "only one of --tls-client-cert-file and --tls-client-key-file is set; set both"
+            )
+        return self
 
 
 class HttpAccessConfig(ProcessConfig):

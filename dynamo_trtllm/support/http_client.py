@@ -1,8 +1,5 @@
 """Send HTTP requests on asyncio, each on its own connection.
 
-Of https:// servers, it trusts those whose CA the system trusts, or the CAs in the file that the
-variable SSL_CERT_FILE names.
-
 The launcher, the command line and the export of traces use it. A request can be cancelled at any
 step, unlike one of the standard library's client, which blocks a thread. The client follows no
 redirect, uses no proxy and keeps no cookies.
@@ -20,6 +17,8 @@ from types import TracebackType
 from urllib.parse import SplitResult
 
 import httptools
+
+from dynamo_trtllm.support.tls import client_context, untrusted
 
 _CONNECT_TIMEOUT_S = 10.0
 # Longest wait for the next bytes: a long prompt in a long queue. Callers set shorter limits.
@@ -64,8 +63,9 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """Connect to the server of an http:// or https:// URL.
 
     Args:
-        url: the URL of the requests.
-        tls: decides which https:// servers are trusted. Default: see the module.
+        url: of the requests.
+        tls: decides which https:// servers are trusted, and has the certificate of the client.
+            Default: that of `client_context`, without a certificate.
 
     Raises:
         OSError: there is no connection within 10 s.
@@ -77,17 +77,20 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     port = parts.port or default_port
     context = tls
     if is_tls and context is None:
-        context = ssl.create_default_context()
+        context = client_context()
     try:
         async with _limited(_CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(
                 parts.hostname, port, ssl=context if is_tls else None
             )
     except ssl.SSLCertVerificationError as exc:
-        hint = "; to trust another CA, set SSL_CERT_FILE to its PEM file" if tls is None else ""
-        raise ConnectionError(
-            f"the certificate of {parts.hostname} is not trusted: {exc.verify_message}{hint}"
-        ) from exc
+        host = parts.hostname or ""
+        # The launcher trusts one certificate, whatever the name of the server.
+        if context is not None and not context.check_hostname:
+            raise ConnectionError(
+                f"the certificate of {host} is not trusted: {exc.verify_message}"
+            ) from exc
+        raise untrusted(host, exc) from exc
     return Connection(parts, reader, writer)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.file_watch import FileWatch
-from dynamo_trtllm.support.tls_files import TlsFiles, read_pem
+from dynamo_trtllm.support.tls_files import ClientTlsFiles, TlsFiles, read_pem
 
 _PROTOCOL: Final = "http/1.1"  # for ALPN
 
@@ -72,13 +72,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols([_PROTOCOL])
-    certificate = read_pem(files.certificate, "tls_cert_file")
-    key = read_pem(files.key, "tls_key_file", is_key=True)
-    with _memory_file(certificate) as certificate_path, _memory_file(key) as key_path:
-        try:
-            context.load_cert_chain(certificate_path, key_path, password=_no_passphrase)
-        except ssl.SSLError as exc:
-            raise _not_loaded(files, exc) from exc
+    _load(context, files.certificate, files.key, "tls_cert_file", "tls_key_file")
     if files.client_ca is not None:
         authorities = read_pem(files.client_ca, "tls_client_ca_file")
         try:
@@ -95,42 +89,100 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def own_server_context(certificate: Path) -> ssl.SSLContext:
+def client_context(files: ClientTlsFiles | None = None) -> ssl.SSLContext:
+    """Return a context for a client of any server.
+
+    It trusts servers whose CA the system trusts, or instead of them the CAs in the file that the
+    variable SSL_CERT_FILE names.
+
+    Args:
+        files: the certificate that the client sends to servers that ask for one; None: it has none.
+
+    Raises:
+        ConfigError: a file can't be used, as for `server_context`.
+    """
+    context = ssl.create_default_context()
+    _load_client(context, files)
+    return context
+
+
+def untrusted(host: str, error: ssl.SSLCertVerificationError) -> ConnectionError:
+    """Return the error of a client with `client_context` that does not trust a server."""
+    return ConnectionError(
+        f"the certificate of {host} is not trusted: {error.verify_message}; to trust another CA,"
+        " set SSL_CERT_FILE to its PEM file"
+    )
+
+
+def own_server_context(
+    certificate: Path, client_files: ClientTlsFiles | None = None
+) -> ssl.SSLContext:
     """Return a context for a client of a server of this machine, whose certificate is in a file.
 
     The client trusts the certificates of this file and no others. The name of the server does not
     matter: a launcher reaches its processes at other addresses than their clients do.
 
+    Args:
+        certificate: the file.
+        client_files: as for `client_context`.
+
     Raises:
         OSError: the file can't be read, or has no certificate.
+        ConfigError: a file of the client can't be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     # The certificate itself may be trusted, without that of its CA.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cafile=certificate)
+    _load_client(context, client_files)
     return context
 
 
-def _no_passphrase() -> str:
-    """Reject an encrypted key, for which OpenSSL would ask on the terminal."""
-    raise ConfigError(
-        "the private key in --tls-key-file has a passphrase, which no one could enter at a restart;"
-        " remove it with openssl pkey",
-        field="tls_key_file",
-    )
+def _load_client(context: ssl.SSLContext, files: ClientTlsFiles | None) -> None:
+    if files is not None:
+        _load(context, files.certificate, files.key, "tls_client_cert_file", "tls_client_key_file")
 
 
-def _not_loaded(files: TlsFiles, exc: ssl.SSLError) -> ConfigError:
-    if exc.reason == "KEY_VALUES_MISMATCH":
-        why = "do not belong together"
-    else:
-        why = f"can't be used ({exc.reason or exc})"
-    return ConfigError(
-        f"the certificate {files.certificate} and the private key {files.key} {why}; pass a"
-        " certificate in PEM form and its key",
-        field="tls_cert_file",
-    )
+def _load(
+    context: ssl.SSLContext, certificate: Path, key: Path, cert_field: str, key_field: str
+) -> None:
+    """Load a certificate and its key into a context.
+
+    Args:
+        context: the context.
+        certificate: file of the certificate.
+        key: file of its private key.
+        cert_field: setting that names the first file.
+        key_field: setting that names the second one.
+
+    Raises:
+        ConfigError: as for `server_context`.
+    """
+
+    def no_passphrase() -> str:
+        """Reject an encrypted key, for which OpenSSL would ask on the terminal."""
+        raise ConfigError(
+            f"the private key in --{key_field.replace('_', '-')} has a passphrase, which no one"
+            " could enter at a restart; remove it with openssl pkey",
+            field=key_field,
+        )
+
+    certificate_pem = read_pem(certificate, cert_field)
+    key_pem = read_pem(key, key_field, is_key=True)
+    with _memory_file(certificate_pem) as certificate_path, _memory_file(key_pem) as key_path:
+        try:
+            context.load_cert_chain(certificate_path, key_path, password=no_passphrase)
+        except ssl.SSLError as exc:
+            if exc.reason == "KEY_VALUES_MISMATCH":
+                why = "do not belong together"
+            else:
+                why = f"can't be used ({exc.reason or exc})"
+            raise ConfigError(
+                f"the certificate {certificate} and the private key {key} {why}; pass a"
+                " certificate in PEM form and its key",
+                field=cert_field,
+            ) from exc
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Name and read the files of a server's TLS. This module needs no TLS library."""
+"""Name and read the files of TLS. This module needs no TLS library."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ class TlsFiles(NamedTuple):
     certificate: Path  # with those of intermediate CAs behind it
     key: Path  # its private key, without a passphrase
     client_ca: Path | None = None  # CAs whose certificates clients must present
+
+
+class ClientTlsFiles(NamedTuple):
+    """The files with which a client proves who it is, in PEM form."""
+
+    certificate: Path
+    key: Path  # its private key, without a passphrase
 
 
 def read_pem(path: Path, field: str, *, is_key: bool = False) -> bytes:

@@ -326,7 +326,7 @@ def test_main_sends_but_never_shows_the_address_password(
         thread.join()
     assert Refuses.credentials == "Basic dXNlcjpzIHQ="
     assert (
-        f"http://***@127.0.0.1:{server.server_port} answered 403: no \\x1b[2J\n"
+        f"http://***@127.0.0.1:{server.server_port} answered 403: no \\x1b[2J; set "
         in capsys.readouterr().err
     )
 

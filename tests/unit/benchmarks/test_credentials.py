@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.api_key import VARIABLE
 from benchmarks.client import choose_model
+from benchmarks.credentials import VARIABLE
 from benchmarks.load_client import Client, Load
 
 _UNAUTHORIZED = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
