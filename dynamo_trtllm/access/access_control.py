@@ -144,7 +144,7 @@ class AccessControl:
                 return
             tenant = self._authorized(request, needed)
             if tenant.usage is not None:
-                _count_request(tenant.usage, response)
+                tenant.usage.count_request()
         except (InvalidApiKey, PermissionDenied, RateLimitExceeded) as error:
             self.count("access_denied_total", error.code)
             raise
@@ -244,15 +244,6 @@ class AccessControl:
         for digest, key in by_digest(content.keys).items():
             tenants[digest] = Tenant(key, self.usage.usage(key))
         self._tenants = tenants
-
-
-def _count_request(usage: KeyUsage, response: HttpResponse) -> None:
-    """Count a request. Raises RateLimitExceeded."""
-    try:
-        usage.count_request()
-    except RateLimitExceeded:
-        response.headers |= usage.headers()
-        raise
 
 
 def _do_nothing(metric: str, label: str) -> None: ...

@@ -22,7 +22,7 @@ from typing import Final
 
 from dynamo_trtllm.access.api_keys import ApiKey
 from dynamo_trtllm.access.other_frontends import OtherFrontends
-from dynamo_trtllm.protocol.errors import ConfigError, RateLimitExceeded
+from dynamo_trtllm.protocol.errors import ConfigError, ExceedsKeyLimit, RateLimitExceeded
 from dynamo_trtllm.protocol.frontend_usage import KeyTotals
 
 # Usage per minute is counted in slots of 4 s. The newest 16 of them cover any 60 s.
@@ -241,8 +241,10 @@ class KeyUsage:
         The caller closes the charge at the end of the request.
 
         Raises:
-            RateLimitExceeded: they are too many. They are not counted.
+            ExceedsKeyLimit: this request alone is more than a limit allows.
+            RateLimitExceeded: they are too many now. They are not counted.
         """
+        self._check_fits(generations, tokens)
         limit = self._key.concurrent_generations
         self._table.changed(self._id)
         self._numbers[self._own + _RUNNING] += generations
@@ -354,14 +356,26 @@ class KeyUsage:
         here = sum(self._numbers[row + _RUNNING] for row in self._rows())
         return here + self._table.others.total(self._id).running
 
+    def _check_fits(self, generations: int, tokens: int) -> None:
+        """Raise ExceedsKeyLimit if a request of this size can't fit into the limits at any time."""
+        limit = self._key.tokens_per_minute
+        if limit is not None and tokens > limit:
+            raise ExceedsKeyLimit(
+                f"the prompt and the output of this request may take {tokens} tokens, which is"
+                f" {tokens - limit} more than the {limit} tokens per minute of its API key; send a"
+                " shorter prompt, or lower max_tokens or n"
+            )
+        limit = self._key.concurrent_generations
+        if limit is not None and generations > limit:
+            raise ExceedsKeyLimit(
+                f"the request has {generations} choices, which is {generations - limit} more than"
+                f" the {limit} concurrent generations of its API key; lower n or send fewer"
+                " prompts",
+                field="n",
+            )
+
     def _exceeded(self, what: str, first: int, count: int, limit: int) -> RateLimitExceeded:
         """Return the error of a limit per minute, with the time after which `count` fit into it."""
-        if count > limit:
-            return RateLimitExceeded(
-                f"the request may take {count} {what}; the limit of this API key is {limit} per"
-                " minute, send a shorter request or lower max_tokens",
-                retry_after_s=math.ceil(_WINDOW_S),
-            )
         now_s = self._table.clock()
         slot = int(now_s / SLOT_S)
         left_s = _WINDOW_S
@@ -375,6 +389,7 @@ class KeyUsage:
             f"the limit of this API key is reached: {limit} {what} per minute; try again in"
             f" {retry_s} s",
             retry_after_s=retry_s,
+            headers=self.headers(),
         )
 
     def _all_running(self) -> RateLimitExceeded:
@@ -382,22 +397,18 @@ class KeyUsage:
             f"this API key already runs {self._key.concurrent_generations} generations, its limit;"
             " try again when one has ended",
             retry_after_s=_RETRY_S,
+            headers=self.headers(),
         )
 
     def _too_many(self, generations: int, limit: int) -> RateLimitExceeded:
-        """Return the error of a request with more generations than this key may add."""
-        if generations > limit:
-            return RateLimitExceeded(
-                f"the request has {generations} choices; this API key may run {limit} at once,"
-                " lower n or send fewer prompts",
-                retry_after_s=math.ceil(_WINDOW_S),
-            )
+        """Return the error of a request with more generations than this key may add now."""
         if generations == 1:
             return self._all_running()
         return RateLimitExceeded(
             f"the request has {generations} choices, and this API key may run {limit} at once,"
             " including those of its other requests; try again when these have ended, or lower n",
             retry_after_s=_RETRY_S,
+            headers=self.headers(),
         )
 
 

@@ -7,6 +7,7 @@ sent. `protocol/http_status.py` maps codes to HTTP statuses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from dynamo_trtllm.protocol.sanitize import mask_credentials, shorten
@@ -120,6 +121,10 @@ class PermissionDenied(RequestError, code="permission_denied"):
     """The API key does not allow this request."""
 
 
+class ExceedsKeyLimit(RequestError, code="exceeds_key_limit"):
+    """The request alone is more than a limit of its API key allows, so it never fits."""
+
+
 class Cancelled(RequestError, code="cancelled"):
     """A client cancelled this response by its id."""
 
@@ -136,11 +141,24 @@ class Overloaded(CapacityError, code="overloaded", retryable=True):
 
 
 class RateLimitExceeded(CapacityError, code="rate_limit_exceeded"):
-    """A limit of an API key is reached. `retry_after_s`: seconds until the client may try again."""
+    """A limit of an API key is reached.
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after_s: int = 1) -> None:
+    Attributes:
+        retry_after_s: seconds until the client may try again.
+        headers: of the response, which say what is left of the limits.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: int = 1,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message, field=field)
         self.retry_after_s = retry_after_s
+        self.headers = headers or {}
 
 
 class Draining(CapacityError, code="draining", retryable=True):
@@ -160,6 +178,10 @@ class PlaneError(DynamoError, code="request_plane"):
 
 class Unreachable(PlaneError, code="unreachable", retryable=True):
     """No process replies at the subject."""
+
+
+class UserRejected(Unreachable):
+    """etcd or NATS answers, and rejects the user of this process."""
 
 
 class NoListener(Unreachable):

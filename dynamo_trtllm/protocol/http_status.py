@@ -22,6 +22,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         errors.ContextTooLong,
         errors.RequestRejected,
         errors.FormatTooComplex,
+        errors.ExceedsKeyLimit,
     ),
     401: (errors.InvalidApiKey,),
     403: (errors.PermissionDenied,),
@@ -61,6 +62,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
         errors.NoInstances,
         errors.EngineNotReady,
         errors.Unreachable,
+        errors.UserRejected,
         errors.NoListener,
         errors.Disconnected,
         errors.WorkerDied,
@@ -99,8 +101,9 @@ def to_response(
     status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     body = form(status, error.message, param=error.field, code=error.code, request_id=request_id)
     if isinstance(error, errors.RateLimitExceeded):
-        retry_after_s = error.retry_after_s
-    headers = retry_headers(status, retry_after_s)
+        headers = {**retry_headers(status, error.retry_after_s), **error.headers}
+    else:
+        headers = retry_headers(status, retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ErrorResponse(status, body, headers)

@@ -133,7 +133,8 @@ class RequestAdmission:
         them, and otherwise at its end.
 
         Raises:
-            RateLimitExceeded: they exceed a limit of the API key.
+            ExceedsKeyLimit: this request alone is more than a limit of the API key allows.
+            RateLimitExceeded: a limit of the API key is reached.
         """
         if self._usage is None:
             return {}

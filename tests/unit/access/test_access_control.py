@@ -267,7 +267,6 @@ async def test_too_many_requests_get_429_with_the_time_to_wait(with_key: Serve) 
 
 async def test_tokens_of_prompt_and_output_count(with_key: Serve) -> None:
     served = with_key(tokens_per_minute=20)
-    check_error(await chat(served, max_tokens=50), 429, "rate_limit_exceeded")
     first = await chat(served, max_tokens=10)
     used = first.json()["usage"]["total_tokens"]
     assert 0 < used < 10  # the answer was shorter than it might have been
@@ -277,11 +276,23 @@ async def test_tokens_of_prompt_and_output_count(with_key: Serve) -> None:
     for _ in range(20 // used):
         last = await chat(served)
     check_error(last, 429, "rate_limit_exceeded")
+    assert last.headers["x-ratelimit-limit-tokens"] == "20"
+    assert last.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_request_that_never_fits_gets_400_without_retry(with_key: Serve) -> None:
+    served = with_key(tokens_per_minute=20, concurrent_generations=2)
+    for fields, problem in (({"max_tokens": 50}, "20 tokens per minute"), ({"n": 3}, "the 2 conc")):
+        response = await chat(served, **fields)
+        check_error(response, 400, "exceeds_key_limit", "n" if "n" in fields else None)
+        assert problem in response.json()["error"]["message"]
+        assert "retry-after" not in response.headers
+    assert (await chat(served)).status_code == 200
 
 
 async def test_choices_at_once_are_limited_until_they_end(with_key: Serve) -> None:
     served = with_key(concurrent_generations=3)
-    check_error(await chat(served, n=4), 429, "rate_limit_exceeded")
+    check_error(await chat(served, n=4), 400, "exceeds_key_limit", "n")
     for _ in range(3):
         assert (await chat(served, n=3)).status_code == 200
 

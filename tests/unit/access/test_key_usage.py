@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.key_usage import KeyUsage, UsageTable, shared_memory
-from dynamo_trtllm.protocol.errors import RateLimitExceeded
+from dynamo_trtllm.protocol.errors import ExceedsKeyLimit, RateLimitExceeded
 
 
 class Clock:
@@ -151,13 +151,13 @@ def test_tokens_of_a_long_request_are_not_returned_twice(clock: Clock) -> None:
 
 def test_request_larger_than_the_limit_says_so(clock: Clock) -> None:
     usage = usage_of(UsageTable(clock=clock), key(tokens_per_minute=100))
-    with pytest.raises(RateLimitExceeded, match=r"may take 101 tokens.*lower max_tokens"):
+    with pytest.raises(ExceedsKeyLimit, match=r"take 101 tokens.* 1 more than the 100 tokens per"):
         usage.charge(1, 101)
 
 
 def test_error_of_running_generations_says_what_helps(clock: Clock) -> None:
     usage = usage_of(UsageTable(clock=clock), key(concurrent_generations=2))
-    with pytest.raises(RateLimitExceeded, match=r"has 3 choices.*run 2 at once, lower n"):
+    with pytest.raises(ExceedsKeyLimit, match=r"has 3 choices.* 1 more than the 2 concurrent"):
         usage.charge(3, 0)
     usage.charge(2, 0)
     # The body of the next request is not read, so its number of choices is not known.
@@ -168,7 +168,7 @@ def test_error_of_running_generations_says_what_helps(clock: Clock) -> None:
 def test_rejected_charge_counts_nothing(clock: Clock) -> None:
     usage = usage_of(UsageTable(clock=clock), key(tokens_per_minute=100, concurrent_generations=1))
     for generations, tokens in ((1, 101), (2, 1)):
-        with pytest.raises(RateLimitExceeded):
+        with pytest.raises(ExceedsKeyLimit):
             usage.charge(generations, tokens)
     usage.charge(1, 100)
 
