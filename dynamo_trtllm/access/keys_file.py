@@ -106,6 +106,8 @@ def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) 
 def _problem(exc: msgspec.ValidationError) -> str:
     """Return what is wrong with a line, without text of it that may be a key."""
     problem = _VALUE.sub("", str(exc).replace("`$.", "`"))
+    if problem.endswith("`sha256`"):
+        return "`sha256` must be the SHA-256 hash of a key, in 64 lowercase hexadecimal digits"
     return _ODD_FIELD.sub(" an unknown field", problem)
 
 

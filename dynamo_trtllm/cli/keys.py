@@ -11,6 +11,7 @@ from dynamo_trtllm.access.keys_file import add_key, read_keys, remove_key
 from dynamo_trtllm.config.commands import KeysConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.protocol.errors import ConfigError
 
 PROG = "python -m dynamo_trtllm.cli.keys"
 
@@ -28,7 +29,13 @@ def main(config: KeysConfig) -> None:
 
 
 def _add(config: KeysConfig) -> None:
-    """Write a new key to the file, and print it."""
+    """Write a new key to the file, and print it. Raises ConfigError."""
+    if config.expires is not None and config.expires <= datetime.now(UTC):
+        raise ConfigError(
+            f"--expires {config.expires.isoformat()} is in the past, so the key would not be valid;"
+            " give a later time",
+            field="expires",
+        )
     key = new_key()
     add_key(
         config.api_keys_file,

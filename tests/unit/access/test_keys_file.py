@@ -71,7 +71,7 @@ def test_change_keeps_comments_mode_and_a_link(path: Path, tmp_path: Path) -> No
     ("second", "named"),
     [
         ('{"name": "bob"}', "sha256"),
-        (line("bob", "aa"), "sha256"),
+        (line("bob", "aa"), "64 lowercase hexadecimal digits"),
         (line("b/b", OTHER_HASH), "name"),
         (line("bob", OTHER_HASH, ', "requests_per_minute": "5"'), "requests_per_minute"),
         (line("bob", OTHER_HASH, ', "requests_per_minute": 0'), "requests_per_minute"),

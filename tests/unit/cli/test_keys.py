@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.access.api_keys import digest_of
-from dynamo_trtllm.access.keys_file import read_keys
+from dynamo_trtllm.access.api_keys import ApiKey, digest_of
+from dynamo_trtllm.access.keys_file import add_key, read_keys
 from dynamo_trtllm.cli.keys import main
 
 
@@ -45,7 +46,8 @@ def test_add_prints_the_key_once_and_writes_its_hash(
 def test_list_shows_names_and_limits_and_no_hash(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert keys("add --name alice --tokens-per-minute 900 --expires 2020-01-31", path) == 0
+    expired = datetime(2020, 1, 31, tzinfo=UTC)
+    add_key(path, ApiKey(name="alice", sha256="a" * 64, tokens_per_minute=900, expires=expired))
     assert keys("add --name bob --scope all", path) == 0
     capsys.readouterr()
     assert keys("list", path) == 0
@@ -73,6 +75,7 @@ def test_revoke_removes_the_key_of_a_name(path: Path) -> None:
         ("list --name alice", "--name has no effect with list"),
         ("revoke --name alice --scope all", "--scope has no effect with revoke"),
         ("add --name a/b", "letters"),
+        ("add --name alice --expires 2020-01-31", "--expires 2020-01-31T00:00:00+00:00 is in the"),
         ("remove --name alice", "'add', 'list' or 'revoke'"),
     ],
 )

@@ -74,6 +74,29 @@ def test_compose_secrets_are_readable_by_owner_and_processes(tmp_path: Path) -> 
     assert (tmp_path / ".env").read_text() == before
 
 
+def test_worker_is_added_to_secrets_that_exist(tmp_path: Path) -> None:
+    words = ("compose", "--folder", str(tmp_path))
+    made(*words, "--worker", "prefill-1")
+    secrets = tmp_path / "compose" / "secrets"
+    before = {path.name: path.read_bytes() for path in secrets.iterdir()}
+    done = made(*words, "--worker", "prefill-1", "--worker", "decode-1")
+    assert done.returncode == 0, done.stderr
+    assert "added" in done.stdout
+    # Both commands replace all users, so they need all workers.
+    assert done.stdout.count("--worker decode-1 --worker prefill-1") == 2
+    names = {"worker-decode-1.crt", "worker-decode-1.key", "worker-decode-1.env"}
+    assert {path.name for path in secrets.iterdir()} == {*before, *names}
+    authorities = before.pop("ca.crt")
+    assert (secrets / "ca.crt").read_bytes().startswith(authorities)
+    assert {name: (secrets / name).read_bytes() for name in before} == before
+    for worker in ("prefill-1", "decode-1"):
+        certificate = secrets / f"worker-{worker}.crt"
+        assert common_name(certificate.read_text()) == f"worker-{worker}"
+        command = ["openssl", "verify", "-CAfile", secrets / "ca.crt", certificate]
+        subprocess.run(command, check=True, capture_output=True)
+    assert stat.S_IMODE((secrets / "worker-decode-1.key").stat().st_mode) == 0o600
+
+
 def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
     done = made("kubernetes", "--namespace", "demo")
     docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
