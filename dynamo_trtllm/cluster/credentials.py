@@ -29,20 +29,30 @@ class CredentialsFile:
         field: setting that names the file, for errors.
 
     Raises:
-        ConfigError: the file can't be read, others may change it, or it has another form.
+        ConfigError: the file can't be read, others may read or change it, or it has another form.
     """
 
     def __init__(self, path: Path, field: str) -> None:
         self._path = path
         self._field = field
         self._latest = _read(path, field)
+        self._problem = ""  # of the file when it was read last; "": it was right
+
+    def identity(self) -> str:
+        """Return, as text for users, the user that was read last, and the file."""
+        return f"user {self._latest.user!r} of {self._path}"
 
     def current(self) -> Credentials:
         """Read the file and return its credentials; those read before if it can't be read now."""
+        problem = ""
         try:
             self._latest = _read(self._path, self._field)
         except ConfigError as exc:
-            log.error("the credentials that were read before are used: %s", exc.message)
+            problem = exc.message
+        # A client that can't connect reads the file at each attempt. Each problem is logged once.
+        if problem and problem != self._problem:
+            log.error("%s; still using the former credentials", problem)
+        self._problem = problem
         return self._latest
 
 
@@ -50,7 +60,7 @@ def _read(path: Path, field: str) -> Credentials:
     shown = f"--{field.replace('_', '-')} {path}"
     hint = "write it with: (umask 077; echo USER:PASSWORD > FILE)"
     try:
-        text = read_trusted(path, _MAX_BYTES).decode()
+        text = read_trusted(path, _MAX_BYTES, is_secret=True).decode()
     except OSError as exc:
         raise ConfigError(f"{shown} can't be read: {exc.strerror}; {hint}", field=field) from exc
     except UnicodeDecodeError as exc:

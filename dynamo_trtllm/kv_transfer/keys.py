@@ -50,7 +50,8 @@ class TransferKeys:
         clock: returns seconds, monotonic.
 
     Raises:
-        ConfigError: the file can't be read, other users may change it, or a key is too short.
+        ConfigError: the file can't be read, other users may read or change it, or a key is too
+            short.
     """
 
     def __init__(
@@ -127,11 +128,11 @@ def read_keys(path: Path) -> tuple[TransferKey, ...]:
     """Read a key file, whose first key signs. Empty lines and lines with `#` are skipped.
 
     Raises:
-        ConfigError: the file can't be read, other users may change it, or a key is too short or
-            not printable.
+        ConfigError: the file can't be read, other users may read or change it, or a key is too
+            short or not printable.
     """
     try:
-        lines = read_trusted(path, _MAX_BYTES).decode("ascii").splitlines()
+        lines = read_trusted(path, _MAX_BYTES, is_secret=True).decode("ascii").splitlines()
     except OSError as exc:
         raise _error(f"{path} can't be read: {exc.strerror}; {_HINT}") from exc
     except UnicodeDecodeError as exc:

@@ -1,15 +1,25 @@
-"""Read files that decide who is trusted: only this user and root may write them."""
+"""Read files that decide who is trusted: only this user and root may write them.
+
+All files with secrets have one rule: private keys, keys of KV transfers and credentials. A file of
+this user is rejected if others may read it. The group of a file of root may read it. If all users
+may, it is read, and a log line says so once: Kubernetes mounts a Secret so by default, into a
+folder that no other user sees.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
 from typing import Final
 
+log = logging.getLogger(__name__)
+
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _READABLE_BY_OTHERS: Final = stat.S_IRGRP | stat.S_IROTH
 _ROOT: Final = 0
+_warned_of: Final[set[Path]] = set()  # files are read again and again
 
 
 class UntrustedFile(Exception):
@@ -33,8 +43,7 @@ def read_trusted(path: Path, max_bytes: int, *, is_secret: bool = False) -> byte
     Args:
         path: the path of the file, or of a link to it.
         max_bytes: longest content.
-        is_secret: others may not read it, either. The group may if root owns the file: containers
-            get secrets of root with a group of their own.
+        is_secret: others may not read it, either, as the module says.
 
     Raises:
         OSError: the file can't be opened or read.
@@ -75,10 +84,15 @@ def _check(status: os.stat_result, path: Path) -> None:
 
 
 def _check_secret(status: os.stat_result, path: Path) -> None:
-    forbidden = stat.S_IROTH if status.st_uid == _ROOT else _READABLE_BY_OTHERS
-    if status.st_mode & forbidden:
-        mode = stat.S_IMODE(status.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != _ROOT and mode & _READABLE_BY_OTHERS:
         raise UntrustedFile(
-            f"can be read by other users (mode {mode:04o}), but has a private key; run"
-            f" chmod 600 {path}, or set defaultMode: 0440 for a Secret of Kubernetes"
+            f"can be read by other users (mode {mode:04o}), but has a secret; run chmod 600 {path}"
         )
+    if mode & stat.S_IROTH and path not in _warned_of:
+        _warned_of.add(path)
+        text = (
+            "%s can be read by all users of this machine (mode %04o), but has a secret; run chmod"
+            " o= %s, or set defaultMode: 0440 for a Secret of Kubernetes"
+        )
+        log.warning(text, path, mode, path)

@@ -49,11 +49,18 @@ class Health:
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
     failure: str = ""  # the failure that ends this worker
+    # Returns why no request can arrive, such as a rejection by NATS; None: requests can.
+    unreached: Callable[[], str | None] = lambda: None
+
+    @property
+    def why_not_ready(self) -> str:
+        """Return the reason that users see; "" if there is none, or only the phase."""
+        return self.failure or self.reason or self.unreached() or ""
 
     @property
     def is_ready(self) -> bool:
         """Return True if the worker accepts requests."""
-        return self.phase == "serving" and not self.reason and not self.failure
+        return self.phase == "serving" and not self.why_not_ready
 
 
 Verbs = Mapping[str, Callable[[], str]]
@@ -89,7 +96,7 @@ def health_app(
         response.send_json(200, {"status": "live"})
 
     def send(response: HttpResponse, about: dict[str, str]) -> None:
-        about["reason"] = health.failure or health.reason
+        about["reason"] = health.why_not_ready
         about["instance_id"] = health.instance_id
         response.send_json(200 if health.is_ready else 503, about)
 

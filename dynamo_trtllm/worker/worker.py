@@ -415,6 +415,7 @@ class Worker(Lifecycle):
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await connect_plane(config, limits, self._tasks, self._metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
+        self._health.unreached = plane.rejection
         return plane
 
     async def _load(self, engine: Engine, discovery: Discovery) -> EngineInfo:

@@ -20,11 +20,13 @@ from dynamo_trtllm.cluster.credentials import CredentialsFile
 from dynamo_trtllm.cluster.discovery import etcd_api as api
 from dynamo_trtllm.cluster.discovery.etcd_api import EtcdCalls
 from dynamo_trtllm.config.config_base import ConnectionConfig
-from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: Final = 3.0
+_MAX_KEY_BYTES: Final = 1 << 20
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _PORT = re.compile(r":\d+$")
 _OPTIONS = [
@@ -103,13 +105,17 @@ def _pem(config: ConnectionConfig, field: str) -> bytes | None:
     path = config.file_of_role(getattr(config, field))
     if path is None:
         return None
+    flag = "--" + field.replace("_", "-")
     try:
+        if field == "etcd_key":
+            return read_trusted(path, _MAX_KEY_BYTES, is_secret=True)
         return path.read_bytes()
     except OSError as exc:
-        flag = "--" + field.replace("_", "-")
         raise ConfigError(
             f"{flag} {path} can't be read: {exc.strerror or exc}", field=field
         ) from exc
+    except UntrustedFile as exc:
+        raise ConfigError(f"{flag} {path} {exc.problem}", field=field) from exc
 
 
 class _Call(NamedTuple):
@@ -226,11 +232,20 @@ class EtcdConnection:
             self._token = None
         if not any(text in details for text in _USER_REJECTED):
             return self.unreachable(index, reason)
-        return Unreachable(
-            f"etcd at {self.addresses[index]} rejects the user of this process ({reason}); check"
-            " --etcd-credentials-file or --etcd-cert, and the permissions of this user",
+        return UserRejected(
+            f"etcd at {self.addresses[index]} rejects this process, {self._identity()} ({reason});"
+            " check --etcd-credentials-file or --etcd-cert, and the permissions of this user",
             field="etcd_endpoints",
         )
+
+    def _identity(self) -> str:
+        """Return, as text for users, who this process says it is."""
+        if self._credentials is not None:
+            return self._credentials.identity()
+        certificate = self._config.file_of_role(self._config.etcd_cert)
+        if certificate is not None:
+            return f"the user of certificate {certificate}"
+        return "a client without a user"
 
     def unreachable(self, index: int | None, reason: str) -> Unreachable:
         """Return the error that an endpoint, or the current one, did not answer."""

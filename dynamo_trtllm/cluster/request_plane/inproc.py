@@ -119,6 +119,9 @@ class InprocTransport:
     def unavailable_reason(self) -> str | None:
         return _CLOSED if self._closed else None
 
+    def rejection(self) -> str | None:
+        return None
+
     async def subscribe(
         self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
     ) -> Unsubscribe:

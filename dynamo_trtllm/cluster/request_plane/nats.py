@@ -31,6 +31,7 @@ from dynamo_trtllm.cluster.request_plane.nats_connection import (
     NatsClient,
     close_client,
     connect_client,
+    is_rejection,
 )
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.transport import (
@@ -40,7 +41,13 @@ from dynamo_trtllm.cluster.request_plane.transport import (
     no_listener,
     no_reply,
 )
-from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
+from dynamo_trtllm.protocol.errors import (
+    Disconnected,
+    DynamoError,
+    StreamIncomplete,
+    Unreachable,
+    UserRejected,
+)
 from dynamo_trtllm.protocol.sanitize import mask_address
 from dynamo_trtllm.support.background import BackgroundTasks
 
@@ -155,14 +162,13 @@ class NatsTransport:
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             raise self._unconnected() from exc
         self._is_open = True
+        self._rejection = ""  # of an earlier attempt
         self._up.set()
 
     def _unconnected(self) -> Unreachable:
-        if self._rejection:
-            return Unreachable(
-                f"NATS at {self._address} rejects this process ({self._rejection}); check"
-                " --nats-credentials-file, --nats-cert or the password in --nats-server"
-            )
+        rejection = self.rejection()
+        if rejection is not None:
+            return UserRejected(rejection, field="nats_credentials_file")
         return Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server")
 
     @property
@@ -180,7 +186,20 @@ class NatsTransport:
         self._on_disconnect.append(callback)
 
     def unavailable_reason(self) -> str | None:
-        return None if self._up.is_set() else self._lacking
+        return None if self._up.is_set() else self._why_down()
+
+    def _why_down(self) -> str:
+        """Return why there is no connection, and what to do."""
+        return self.rejection() or self._lacking
+
+    def rejection(self) -> str | None:
+        if not self._rejection:
+            return None
+        return (
+            f"NATS at {self._address} rejects this process, {self._client.identity(self._url)}"
+            f" ({self._rejection}); check --nats-credentials-file, --nats-cert or the password in"
+            " --nats-server, and the users of NATS"
+        )
 
     async def subscribe(
         self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
@@ -225,9 +244,11 @@ class NatsTransport:
             own_subject, partial(self._send, own_subject, b""), timeout_s
         )
         if self._denied_subscription:
-            raise Unreachable(
-                f"NATS at {self._address} rejects a subscription: {self._denied_subscription}; give"
-                " the user of this process the permissions of its role"
+            raise UserRejected(
+                f"NATS at {self._address} rejects a subscription of this process,"
+                f" {self._client.identity(self._url)}: {self._denied_subscription}; use the"
+                " credentials of its role, or give this user the permissions of that role",
+                field="nats_credentials_file",
             )
         if message is None:
             raise Unreachable(
@@ -279,7 +300,7 @@ class NatsTransport:
             expiry.cancel()
             del self._replies[reply_to]
         if message is None and not self._client.is_connected:
-            raise Disconnected(self._lacking)
+            raise Disconnected(self._why_down())
         return message
 
     async def _on_reply(self, message: Msg) -> None:
@@ -294,7 +315,7 @@ class NatsTransport:
             async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
                 await self._up.wait()
         except TimeoutError as exc:
-            raise Disconnected(self._lacking) from exc
+            raise Disconnected(self._why_down()) from exc
 
     def publish(self, subject: str, data: bytes) -> None:
         if not self._is_open:
@@ -393,8 +414,17 @@ class NatsTransport:
             if not self._is_waiting_logged:
                 self._is_waiting_logged = True
                 log.warning("waiting for NATS at %s: %s", self._address, reason)
+        elif is_rejection(error):
+            self._note_rejection(str(error))
         else:
             log.debug("NATS at %s: %r", self._address, error)
+
+    def _note_rejection(self, reason: str) -> None:
+        """Note that the server rejects this process, which was connected before. Log it once."""
+        is_known = bool(self._rejection)
+        self._rejection = reason
+        if not is_known:
+            log.error("%s; trying again", self.rejection())
 
     def _note_denied(self, reason: str) -> None:
         """Log that this user may not do something. A stream may be denied many messages."""
@@ -413,6 +443,7 @@ class NatsTransport:
 
     async def _on_reconnected(self) -> None:
         self._up.set()
+        self._rejection = ""
         log.info("reconnected to NATS at %s", self._address)
 
     async def _on_closed(self) -> None:

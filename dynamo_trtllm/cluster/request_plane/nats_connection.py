@@ -16,13 +16,18 @@ from nats.aio.transport import TcpTransport
 from dynamo_trtllm.cluster.credentials import Credentials, CredentialsFile
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support.trusted_file import UntrustedFile, read_trusted
 
 log = logging.getLogger(__name__)
 
+_MAX_KEY_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
+_RECONNECT_S: Final = 0.1  # between two attempts
+# A rejection lasts until someone corrects the credentials, so the attempts become rarer.
+_MAX_REJECTED_S: Final = 5.0
 _CONNECT_OPTIONS: Final[dict[str, Any]] = {
-    "reconnect_time_wait": 0.1,
+    "reconnect_time_wait": _RECONNECT_S,
     "max_reconnect_attempts": -1,
     "ping_interval": 2,
     "max_outstanding_pings": 2,
@@ -80,16 +85,29 @@ class NatsAccess:
         )
 
     def tls_context(self) -> ssl.SSLContext:
-        """Read the files and return a context for TLS. Raises OSError if one can't be read."""
+        """Read the files and return a context for TLS. Raises OSError if one can't be used."""
         context = ssl.create_default_context(cafile=self.ca)
-        if self.cert is not None:
+        if self.cert is not None and self.key is not None:
+            try:
+                read_trusted(self.key, _MAX_KEY_BYTES, is_secret=True)
+            except UntrustedFile as exc:
+                raise OSError(f"{self.key} {exc.problem}") from exc
             context.load_cert_chain(self.cert, self.key)
         return context
 
 
 # of errors of the server, in lower case as nats-py passes them on
 DENIED: Final = "permissions violation"
+# "authorization violation", "user authentication expired", "authentication timeout" and others
+_REJECTED: Final = "auth"
 NO_CREDENTIALS: Final = NatsAccess()
+
+
+def is_rejection(error: Exception) -> bool:
+    """Return whether the server has rejected the user of this process, or its password."""
+    text = str(error).lower()
+    # A denied permission names a subject, in which other clients may have put anything.
+    return isinstance(error, nats_errors.Error) and DENIED not in text and _REJECTED in text
 
 
 class NatsClient(Client):
@@ -121,7 +139,7 @@ class NatsClient(Client):
         except OSError as exc:
             raise ConfigError(
                 f"--nats-ca {access.ca}, --nats-cert {access.cert} or --nats-key {access.key} can't"
-                f" be read: {exc.strerror or exc}; check that they are PEM files",
+                f" be used: {exc.strerror or exc}; check that they are PEM files",
                 field="nats_ca",
             ) from exc
 
@@ -131,6 +149,34 @@ class NatsClient(Client):
         if self._credentials_file is not None:
             options |= {"user": self._user, "password": self._password}
         return options
+
+    def identity(self, url: str) -> str:
+        """Return, as text for users, who this process says it is to the server of an address."""
+        if self._credentials_file is not None:
+            return self._credentials_file.identity()
+        if self._access.cert is not None:
+            return f"the user of certificate {self._access.cert}"
+        return "the user in --nats-server" if "@" in url else "a client without a user"
+
+    async def _connect_to_server(self, s: Any) -> None:
+        """Connect to a server.
+
+        The connection of a failed attempt is closed first: nats-py would only replace it, and the
+        garbage collector would close it some time.
+        """
+        _abort_transport(self)
+        await super()._connect_to_server(s)
+
+    async def _process_connect_init(self) -> None:
+        """Log in. After each rejection, wait twice as long before the next attempt to connect."""
+        try:
+            await super()._process_connect_init()
+        except nats_errors.Error as exc:
+            if is_rejection(exc):
+                wait_s = self.options["reconnect_time_wait"]
+                self.options["reconnect_time_wait"] = min(2 * wait_s, _MAX_REJECTED_S)
+            raise
+        self.options["reconnect_time_wait"] = _RECONNECT_S
 
     def _user(self) -> str:
         """Read the file: the client asks for the user first, and then for the password."""
@@ -162,8 +208,7 @@ class NatsClient(Client):
         After a change of users, the server ends the connections of those that it has no more.
         nats-py would then close for good; with new credentials it can connect again.
         """
-        # A permissions violation has a subject, in which other clients may have put anything.
-        if DENIED not in err_msg and "auth" in err_msg:
+        if is_rejection(nats_errors.Error(err_msg)):
             await self._process_op_err(nats_errors.AuthorizationError())
             return
         await super()._process_err(err_msg)
@@ -224,10 +269,15 @@ def abort_client(client: Client) -> None:
     for task in tasks:
         if task is not None:
             task.cancel()
+    _abort_transport(client)
+    client._status = Client.CLOSED
+
+
+def _abort_transport(client: Client) -> None:
+    """Close the connection of the client, if it has one, without awaiting. Idempotent."""
     transport = client._transport
     if isinstance(transport, TcpTransport) and transport._io_writer is not None:
         transport._io_writer.transport.abort()
-    client._status = Client.CLOSED
 
 
 async def close_client(client: Client) -> None:

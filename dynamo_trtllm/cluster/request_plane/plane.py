@@ -72,6 +72,10 @@ class RequestPlane:
         """Return, as text for users, why no message can be sent now. None: no reason is known."""
         return self._transport.unavailable_reason()
 
+    def rejection(self) -> str | None:
+        """Return why the server rejects this process, as text for users. None: it does not."""
+        return self._transport.rejection()
+
     async def aclose(self) -> None:
         """Close all servers, end all calls and close the transport. Idempotent."""
         for server in self._servers:

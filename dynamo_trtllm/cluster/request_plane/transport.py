@@ -49,6 +49,12 @@ class Transport(Protocol):
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no message can be sent now. None: no reason is known."""
 
+    def rejection(self) -> str | None:
+        """Return, as text for users, why the server rejects this process. None: it does not.
+
+        Unlike an outage of the server, it lasts until someone corrects the credentials.
+        """
+
     async def subscribe(
         self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
     ) -> Unsubscribe:

@@ -105,7 +105,7 @@ async def run_app(
         store = await _connect_store(config)
         if store is not None:
             stack.push_async_callback(store.aclose)
-        not_ready = partial(_not_ready_reason, tasks, pipe)
+        not_ready = partial(_not_ready_reason, tasks, plane, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
         stack.push_async_callback(app.close_response_store)
         work = _background_work(config, models, router, metrics, app, certificate)
@@ -118,10 +118,18 @@ async def run_app(
         await _until_failed(tasks, stop)
 
 
-def _not_ready_reason(tasks: BackgroundTasks, pipe: ControlPipe | None) -> str | None:
-    """Return the reason for which `/ready` answers 503; None: it answers 200."""
-    if tasks.reason:
-        return tasks.reason
+def _not_ready_reason(
+    tasks: BackgroundTasks, plane: RequestPlane, pipe: ControlPipe | None
+) -> str | None:
+    """Return the reason for which `/ready` answers 503; None: it answers 200.
+
+    While NATS is away, clients get 503 from each frontend. So an outage is no reason: without any
+    ready frontend, an orchestrator would let clients wait for a connection. A rejection by NATS is
+    one, because other frontends may have the right credentials.
+    """
+    reason = tasks.reason or plane.rejection()
+    if reason:
+        return reason
     return None if pipe is None or pipe.is_other_ready else _OTHERS_START
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_trtllm.kv_transfer.keys import TransferKeys, read_keys
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support import trusted_file
 from tests.kit.transfer_keys import FIRST_KEY, SECOND_KEY, Clock, write_keys
 
 THIRD_KEY = "third-key" * 4
@@ -45,6 +46,7 @@ def test_key_id_does_not_show_the_key(key_file: Path) -> None:
         (lambda path: path.write_bytes(b"\xff" * 40), "is not ASCII text at byte 0"),
         (lambda path: path.write_bytes(bytes(64)), "line 1: the key has a character that is no"),
         (lambda path: path.chmod(0o620), "can be written by its group"),
+        (lambda path: path.chmod(0o604), r"can be read by other users \(mode 0604\)"),
         (lambda path: path.write_text("#" * (64 << 10) + "#"), "has more than 65536 bytes"),
         (lambda path: path.write_text(f"{FIRST_KEY}\nshort\n"), "line 2: the key has 5 characters"),
         (lambda path: path.write_text("# no key\n"), "has 0 keys"),
@@ -52,8 +54,12 @@ def test_key_id_does_not_show_the_key(key_file: Path) -> None:
     ],
 )
 def test_keys_when_file_is_wrong_then_config_error_says_why(
-    key_file: Path, change: Callable[[Path], object], message: str
+    key_file: Path,
+    change: Callable[[Path], object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(trusted_file, "_ROOT", -1)  # this test may run as root
     change(key_file)
     with pytest.raises(ConfigError, match=message) as caught:
         TransferKeys(key_file)

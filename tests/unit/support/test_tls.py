@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.support import trusted_file
 from dynamo_trtllm.support.tls import own_server_context, server_context
 from dynamo_trtllm.support.tls_files import TlsFiles
 from tests.kit.certificates import make_certificate, shake_hands, shared_certificate
@@ -65,8 +66,9 @@ def encrypt_key(files: TlsFiles) -> None:
     ],
 )
 def test_files_that_can_not_be_used_are_an_error(
-    files: TlsFiles, fault: object, field: str, problem: str
+    files: TlsFiles, fault: object, field: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trusted_file, "_ROOT", -1)  # this test may run as root
     server_context(files)
     fault(files)  # type: ignore[operator]
     with pytest.raises(ConfigError, match=problem) as caught:

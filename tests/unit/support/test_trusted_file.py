@@ -83,7 +83,21 @@ def test_secret_that_others_can_not_read_is_read(
     assert read_trusted(path, 5, is_secret=True) == b"12345"
 
 
-@pytest.mark.parametrize(("owner", "mode"), [(12345, 0o640), (12345, 0o604), (0, 0o444)])
+@pytest.mark.parametrize("mode", [0o444, 0o644])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to root")
+def test_secret_as_kubernetes_mounts_it_is_read_and_logged_once(
+    path: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.chmod(mode)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for _ in range(2):
+        assert read_trusted(link, 5, is_secret=True) == b"12345"
+    assert caplog.text.count("can be read by all users of this machine") == 1
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(12345, 0o640), (12345, 0o604), (12345, 0o444)])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_secret_that_others_can_read_is_rejected(
     path: Path, owner: int, mode: int, monkeypatch: pytest.MonkeyPatch
