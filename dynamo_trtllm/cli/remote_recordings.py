@@ -41,12 +41,13 @@ from dynamo_trtllm.observability.recordings import (
     RequestIds,
     read_slots,
 )
-from dynamo_trtllm.protocol.errors import BadFrame, PlaneError
+from dynamo_trtllm.protocol.errors import BadFrame, PlaneError, UserRejected
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
 
 _ANSWER_GRACE_S: Final = 0.5
 _CLOCK_READINGS: Final = 3
+_SUBSCRIBED_S: Final = 2.0
 _CLOCK_TIMEOUT_S: Final = 0.25
 _MAX_HOST_CHARS: Final = 256
 _MAX_KEYS: Final = 50_000  # as many keys fit into one message
@@ -55,13 +56,16 @@ _MAX_KEYS: Final = 50_000  # as many keys fit into one message
 def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
     """Return the recordings of this machine, and those that other machines and containers send.
 
-    If etcd or NATS can't be reached, the result has only those of this machine, and a line that
-    says so.
+    If etcd or NATS can't be reached or rejects this process, the result has only those of this
+    machine, and a line that says so.
     """
     observe_logging.setup(config.log_level, "explain", config.log_format)
     config = _connection(config)
     try:
         return asyncio.run(_gather(config, local))
+    except UserRejected as exc:
+        line = f"{exc.message}; only files of this machine are read (--local)"
+        return Recordings(local.processes, [*local.problems, line])
     except (PlaneError, TimeoutError) as exc:
         if isinstance(exc, TimeoutError) or exc.field == "etcd_endpoints":
             name = "etcd"
@@ -107,6 +111,8 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
     transport = NatsTransport(config.nats_server, access=NatsAccess.of(config))
     await transport.connect(config.timeout_s)
     try:
+        # A user of another role, such as that of a worker, would get no answers.
+        await transport.until_subscribed(min(config.timeout_s, _SUBSCRIBED_S))
         queries = RecordingQueries(
             transport, config.namespace, _instances(records, local), config.timeout_s
         )

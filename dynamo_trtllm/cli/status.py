@@ -12,7 +12,7 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,11 +29,12 @@ from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
-from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
-from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
+from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected
+from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.network.addresses import http_url
-from dynamo_trtllm.support.tls import own_server_context
+from dynamo_trtllm.support.tls import client_context, own_server_context
+from dynamo_trtllm.support.tls_files import ClientTlsFiles
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,12 +44,18 @@ _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
 _MAX_WORKERS = 10_000
+_MAX_REASON_CHARS = 300
 _READY = "ready"
 _REGISTERED = "registered"
 _STARTING = "starting"
 _UNREACHABLE = "unreachable"
+_QUARANTINED = "quarantined"
 _HEAD = ("process", "role", "state", "address", "load")
 _COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
+
+
+class _RequestRejected(OSError):
+    """A process answers, but not to this client. The message says why, and what to do."""
 
 
 class NothingRuns(Exception):
@@ -77,11 +84,15 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
     namespace: str
     url: str = ""  # of its first frontend
     processes: list[ProcessStatus]
-    problems: list[str] = msgspec.field(default_factory=list)  # reported by the frontend
+    # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
+    # same. Or why a worker is not known.
+    not_ready: list[str] = msgspec.field(default_factory=list)
+    # What needs attention while the models are served, such as a pair whose KV transfers fail.
+    problems: list[str] = msgspec.field(default_factory=list)
 
     @property
     def is_ready(self) -> bool:
-        if self.problems:
+        if self.not_ready:
             return False
         return all(process.state in (_READY, _REGISTERED) for process in self.processes)
 
@@ -95,6 +106,7 @@ class _Health(msgspec.Struct):
     instances: list[_HealthInstance]
     mismatched: list[object]
     message: str = ""
+    pairs: list[_HealthPair] = []
 
 
 class _HealthInstance(msgspec.Struct):
@@ -103,6 +115,23 @@ class _HealthInstance(msgspec.Struct):
     role: str
     model: str
     engine: str
+
+
+class _ErrorBody(msgspec.Struct):
+    """The body of an error."""
+
+    error: _ErrorDetail
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class _HealthPair(msgspec.Struct):
+    decode: str
+    state: str
+    prefill: str | None = None
+    reason: str = ""
 
 
 @command(StatusConfig, f"{CONSOLE} status", NothingRuns)
@@ -158,10 +187,12 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     """
     now = asyncio.get_running_loop().time()
     deadline = now + config.timeout_s
-    client = _StatusClient(deadline, config.api_key)
+    client = _StatusClient(deadline, config.api_key, config.client_tls_files)
     if config.url is not None:
         try:
             return [await _of_frontend(config.url, client)]
+        except _RequestRejected as exc:
+            raise NothingRuns(str(exc)) from exc
         except OSError as exc:
             raise NothingRuns(
                 f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
@@ -185,17 +216,21 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
         half = now + config.timeout_s / 2  # the other half is for etcd
         try:
             return [await _of_frontend(_DEFAULT_URL, client._replace(deadline=half))]
+        except _RequestRejected as exc:
+            looked.append(str(exc))
         except OSError as exc:
             looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
     try:
         async with asyncio.timeout_at(deadline):
             report, namespaces = await _of_etcd(config)
-        if report.processes or report.problems:
+        if report.processes or report.not_ready:
             return [report]
         found = "nor in another one"
         if namespaces:
             found = f"it has workers in {', '.join(sorted(namespaces))}"
         looked.append(f"etcd has no worker in namespace {config.namespace} ({found})")
+    except UserRejected as exc:
+        raise NothingRuns(f"{', '.join(looked)}, {exc.message}") from exc
     except (Unreachable, TimeoutError):
         looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
     raise NothingRuns(
@@ -208,6 +243,7 @@ class _StatusClient(NamedTuple):
 
     deadline: float  # on the clock of the event loop
     api_key: str | None
+    client_files: ClientTlsFiles | None  # the certificate of this client
 
 
 async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> DeploymentReport:
@@ -225,8 +261,12 @@ async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> Deploymen
         health = asyncio.create_task(_health(frontend, client))
     report.processes += await asyncio.gather(*asked)
     if health is not None:
-        with suppress(OSError):  # it does not answer, which its row shows
+        try:
             _add_health(report, await health, ended=set(record.ended_instances))
+        except _RequestRejected as exc:
+            report.not_ready.append(f"the health of the models is not known: {exc}")
+        except OSError:  # it does not answer, which its row shows
+            pass
     return report
 
 
@@ -285,7 +325,7 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:
-            report.problems.append(f"record {shown_key(key)}: {exc}")
+            report.not_ready.append(f"record {shown_key(key)}: {exc}")
             continue
         worker = _registered(
             f"{instance.id:x}", str(instance.role), instance.card.name, instance.engine
@@ -314,8 +354,14 @@ def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = fro
                 _registered(instance.id, instance.role, instance.model, instance.engine)
             )
     if health.message:
-        report.problems.append(health.message)
+        report.not_ready.append(health.message)
     report.problems += [str(line) for line in health.mismatched]
+    for pair in health.pairs:
+        if pair.state == _QUARANTINED:
+            report.problems.append(
+                f"the pair prefill {pair.prefill or '-'}, decode {pair.decode} gets no requests:"
+                f" {pair.reason}"
+            )
 
 
 async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessStatus:
@@ -329,8 +375,7 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
         status.reason = answer.reason
         status.instance_id = answer.instance_id
         if is_ready:  # a frontend that starts answers no other request yet
-            _, body = await _get(process, "/metrics", client)
-            status.load = sum_samples(body.decode(), PREFIX)
+            status.reason = await _add_load(status, process, client)
     except ConnectionRefusedError as exc:
         # A process that runs does not listen yet.
         if _runs(process.pid):
@@ -341,6 +386,16 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
     except (OSError, ValueError) as exc:  # ValueError: the answer of another program
         _mark_unreachable(status, exc)
     return status
+
+
+async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _StatusClient) -> str:
+    """Add the load of a ready process. Return why it is not known; "" if it is."""
+    try:
+        _, body = await _get(process, "/metrics", client)
+    except _RequestRejected as exc:
+        return str(exc)
+    status.load = sum_samples(body.decode(), PREFIX)
+    return ""
 
 
 def _mark_unreachable(status: ProcessStatus, error: Exception) -> None:
@@ -390,21 +445,41 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
     """Return the status and the body of a response.
 
     Raises:
-        OSError: there is no answer, or it needs another API key or a client certificate.
+        _RequestRejected: it needs another API key or a client certificate.
+        OSError: there is no answer.
     """
     async with asyncio.timeout_at(client.deadline):
         url = http_url(process.host, process.port, path, uses_tls=process.uses_tls)
-        tls = own_server_context(Path(process.certificate)) if process.certificate else None
+        if process.certificate:
+            tls = own_server_context(Path(process.certificate), client.client_files)
+        else:
+            tls = client_context(client.client_files)
         headers = http_client.bearer(client.api_key)
         status, body = await http_client.request(
             url, "GET", headers=headers, max_bytes=_METRICS_BYTES, tls=tls
         )
     if status in (401, 403):
-        raise OSError(
-            f"{path} needs an API key with scope status or all (pass --api-key, or set"
-            f" {ENV_PREFIX}API_KEY), or a client certificate, which status does not have"
-        )
+        raise _RequestRejected(_rejection(url, status, body, client))
     return status, body
+
+
+def _rejection(url: str, status: int, body: bytes, client: _StatusClient) -> str:
+    """Return who rejected a request, as whom, why, and what to do."""
+    shown = mask_address(url)
+    sent = []
+    if client.api_key:
+        sent.append("an API key")
+    if client.client_files is not None:
+        sent.append(f"the certificate {client.client_files.certificate}")
+    try:
+        reason = msgspec.json.decode(body, type=_ErrorBody).error.message
+    except msgspec.DecodeError:
+        reason = "no reason given"
+    return (
+        f"{shown} rejects a client with {' and '.join(sent) or 'no API key and no certificate'}"
+        f" (status {status}: {shorten(reason, _MAX_REASON_CHARS)}); set {ENV_PREFIX}API_KEY to a"
+        " key with scope status or all, or --tls-client-cert-file and --tls-client-key-file"
+    )
 
 
 def _text(error: Exception) -> str:
@@ -442,7 +517,9 @@ def _title(report: DeploymentReport) -> str:
 
 
 def _problems(report: DeploymentReport) -> str:
-    return "".join(f"problem: {escape_controls(line)}\n" for line in report.problems)
+    lines = [f"not ready: {line}" for line in report.not_ready]
+    lines += [f"problem: {line}" for line in report.problems]
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
 def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:

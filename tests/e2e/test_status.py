@@ -60,7 +60,7 @@ def test_status_of_frontend_shows_load_and_workers(mock_cluster: Cluster, show: 
     lines = said.splitlines()
     namespace = mock_cluster.env["DYN_NAMESPACE"]
     # of models of other tests that have left
-    problems = [line for line in lines if line.startswith("problem: ")]
+    problems = [line for line in lines if line.startswith("not ready: ")]
     assert code == bool(problems), said
     assert "model mock " not in " ".join(problems)
     assert lines[0] == f"deployment {namespace}: {'NOT READY' if problems else 'ready'}, {url}"
@@ -172,13 +172,14 @@ def loading(server: Server) -> int:
     )
 
 
-def health(*ids: str, model: str = "m") -> str:
-    """Return `/health` of a frontend that knows these workers."""
+def health(*ids: str, model: str = "m", **more: object) -> str:
+    """Return `/health` of a frontend that knows these workers. `more`: other fields."""
     instances = [
         {"id": instance_id, "namespace": "here", "role": "decode", "model": model, "engine": "mock"}
         for instance_id in ids
     ]
-    return json.dumps({"status": "healthy", "instances": instances, "mismatched": []})
+    body = {"status": "healthy", "instances": instances, "mismatched": []}
+    return json.dumps(body | more)
 
 
 def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **ports: int) -> None:
@@ -246,6 +247,58 @@ def test_status_of_frozen_or_restarted_worker_has_one_row(
         ["frozen", "decode", "unreachable:"],
         ["far", "decode", "registered"],
     ]
+
+
+def test_status_shows_pairs_that_fail_beside_one_that_works(show: Status, server: Server) -> None:
+    pairs = [
+        {"prefill": "a", "decode": "b", "state": "working", "reason": ""},
+        {"prefill": "a", "decode": "c", "state": "quarantined", "reason": "unknown key"},
+    ]
+    body = health("a", "b", "c", "d", pairs=pairs, mismatched=["instance d: no key"])
+    port = server({"/ready": (200, '{"status": "ready"}'), "/health": (200, body)})
+    code, said, _ = show("--url", f"http://127.0.0.1:{port}")
+    assert code == 0  # as /v1/models/m/ready
+    assert said.startswith("deployment here: ready, ")
+    assert "problem: instance d: no key\n" in said
+    assert "problem: the pair prefill a, decode c gets no requests: unknown key\n" in said
+    assert "decode b" not in said
+
+
+def test_status_is_not_ready_for_the_reason_in_health(show: Status, server: Server) -> None:
+    body = health("a", status="not_ready", message="model m has no decode worker")
+    port = server({"/ready": (200, '{"status": "ready"}'), "/health": (200, body)})
+    code, said, _ = show("--url", f"http://127.0.0.1:{port}")
+    assert code == 1
+    assert said.startswith("deployment here: NOT READY, ")
+    assert "not ready: model m has no decode worker\n" in said
+
+
+REJECTED = (401, '{"error": {"message": "the API key is not valid"}}')
+
+
+def test_status_says_that_the_frontend_rejects_it(show: Status, server: Server) -> None:
+    port = server({"/ready": (200, '{"status": "ready"}'), "/health": REJECTED})
+    code, _, error = show("--url", f"http://127.0.0.1:{port}", "--api-key", "of-another-server")
+    assert code == 1
+    assert f"http://127.0.0.1:{port}/health" in error
+    assert "rejects a client with an API key (status 401: the API key is not valid)" in error
+    assert "DYN_TRTLLM_API_KEY" in error
+    assert "no frontend answers" not in error
+    assert "of-another-server" not in error
+
+
+def test_status_of_launched_processes_that_reject_it(
+    show: Status, server: Server, tmp_path: Path
+) -> None:
+    frontend = server(
+        {"/ready": (200, '{"status": "ready"}'), "/health": REJECTED, "/metrics": REJECTED}
+    )
+    record(tmp_path, os.getpid(), "here", frontend=frontend)
+    code, said, _ = show()
+    assert code == 1  # nothing is known of the models
+    assert " ready: http://127.0.0.1" in said
+    assert "unreachable" not in said
+    assert "not ready: the health of the models is not known: " in said
 
 
 def test_status_requests_share_one_timeout(show: Status, tmp_path: Path, server: Server) -> None:

@@ -146,7 +146,7 @@ async def test_roles_of_certificates_work_together(secrets: Path, etcd: str, nat
             another = make_instance(2)
             await worker.register(another)
             assert await anext(events) == Added(another)
-        with pytest.raises(Unreachable, match="rejects the user"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await EtcdDiscovery(frontend_config, start_timeout_s=0).register(make_instance(3))
         service = ScriptedService(lambda _request: pytest.fail("no request comes"))
         await planes[0].serve(instance.subject, service)
@@ -170,7 +170,7 @@ async def test_worker_with_own_certificate_has_its_component_alone(
         await plane.serve(f"dynamo_{OWN}.generate-1", service)
         with pytest.raises(Unreachable, match="subscription"):
             await plane.serve("dynamo_backend.generate-1", service)
-        with pytest.raises(Unreachable, match="rejects the user"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await discovery.register(make_instance(3))
     finally:
         await plane.aclose()
@@ -217,6 +217,7 @@ async def test_password_is_not_sent_to_a_server_without_tls(
 ) -> None:
     credentials = tmp_path / "credentials"
     credentials.write_text("worker:secret\n")
+    credentials.chmod(0o600)
     address = nats_server.replace("nats://", "tls://")
     access = NatsAccess(credentials_file=credentials)
     with pytest.raises(Unreachable, match="does not require TLS"):
@@ -243,7 +244,7 @@ async def test_changed_certificates_are_read_without_a_restart(
     try:
         with pytest.raises(Unreachable, match="rejects a subscription"):
             await transport.until_subscribed(0.2)
-        with pytest.raises(Unreachable, match="rejects the user"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await store.delete("v1/instances/other/backend/generate/1")
         for name in ("crt", "key"):
             shutil.copy(secrets / f"worker.{name}", tmp_path / f"x.{name}")

@@ -17,10 +17,11 @@ from benchmarks.client import choose_model
 from benchmarks.load_client import Client, Load
 from dynamo_trtllm import serve
 from dynamo_trtllm.cli import chat
-from dynamo_trtllm.cli.status import collect
-from dynamo_trtllm.config.commands import StatusConfig
+from dynamo_trtllm.cli.status import NothingRuns, collect
+from dynamo_trtllm.config.commands import ChatConfig, StatusConfig
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment
 from dynamo_trtllm.launch.servers import ready
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.tls_files import TlsFiles
 from tests.kit.certificates import make_certificate, shared_certificate, trusting
@@ -84,6 +85,72 @@ async def test_load_client_measures_streams(deployment: EmbeddedDeployment) -> N
     client.aclose()
     assert [record.error for record in records] == [""] * 4
     assert [record.output_tokens for record in records] == [4] * 4
+
+
+@pytest.fixture(scope="module")
+def guarded(files: TlsFiles, owner: TlsFiles) -> Iterator[EmbeddedDeployment]:
+    """A deployment that needs client certificates."""
+    made = serve(
+        "tiny-gpt-oss",
+        engine="mock",
+        prefill=0,
+        decode=0,
+        aggregated=1,
+        frontend_settings={
+            "tls_cert_file": files.certificate,
+            "tls_key_file": files.key,
+            "tls_client_ca_file": owner.certificate,
+        },
+    )
+    with made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """The certificate of a client, which is its own CA."""
+    return make_certificate(tmp_path_factory.mktemp("client"), "client")
+
+
+@pytest.mark.usefixtures("trusted")
+def test_clients_send_their_certificate(
+    guarded: EmbeddedDeployment,
+    owner: TlsFiles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {"tls_client_cert_file": owner.certificate, "tls_client_key_file": owner.key}
+    assert chat.models(ChatConfig(url=guarded.url, **files)) == ["tiny-gpt-oss"]
+    (report,) = asyncio.run(collect(StatusConfig(url=guarded.url, **files)))
+    assert report.is_ready
+    for name, path in files.items():
+        monkeypatch.setenv(f"DYN_TRTLLM_{name.upper()}", str(path))
+    client = Client(Load(url=guarded.url, model=choose_model(guarded.url, None)[0], requests=1))
+    (measured,) = asyncio.run(client.run())
+    assert measured.error == ""
+
+
+@pytest.mark.usefixtures("trusted")
+def test_clients_without_a_certificate_say_what_to_set(guarded: EmbeddedDeployment) -> None:
+    with pytest.raises(chat.ChatFailed, match=r"403: .*needs a client certificate.*--tls-client-cert"):
+        chat.models(ChatConfig(url=guarded.url))
+    with pytest.raises(NothingRuns, match=r"needs a client certificate.*--tls-client-cert-file"):
+        asyncio.run(collect(StatusConfig(url=guarded.url)))
+    with pytest.raises(SystemExit, match=r"needs a client certificate.*_TLS_CLIENT_CERT_FILE"):
+        choose_model(guarded.url, None)
+
+
+@pytest.mark.parametrize("given", ["tls_client_cert_file", "tls_client_key_file"])
+def test_certificate_without_its_key_is_an_error(given: str, owner: TlsFiles) -> None:
+    with pytest.raises(ConfigError, match=r"only one of .* is set; set both"):
+        ChatConfig(**{given: owner.key})
+
+
+def test_load_client_that_does_not_trust_the_ca_says_what_to_do(
+    deployment: EmbeddedDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(shared_certificate().certificate))
+    with pytest.raises(SystemExit, match=r"is not trusted: .*set SSL_CERT_FILE"):
+        choose_model(deployment.url, None)
 
 
 async def test_client_that_does_not_trust_the_ca_says_what_to_do(

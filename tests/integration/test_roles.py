@@ -7,6 +7,8 @@ wider or narrower there fails a test here.
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks.blocking import wait_for
+from dynamo_trtllm.cli.remote_recordings import with_other_machines
+from dynamo_trtllm.cli.status import NothingRuns, collect
 from dynamo_trtllm.cluster.discovery import etcd_api as api
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Synced
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
@@ -30,7 +34,9 @@ from dynamo_trtllm.cluster.request_plane.nats_connection import (
     connect_client,
 )
 from dynamo_trtllm.cluster.roles import bucket_of, cluster_users, nats_configuration
+from dynamo_trtllm.config.commands import ExplainConfig, StatusConfig
 from dynamo_trtllm.config.config_base import ClusterRole, ConnectionConfig
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.frontend.responses_api.jetstream import (
     JetStreamStore,
@@ -39,7 +45,14 @@ from dynamo_trtllm.frontend.responses_api.jetstream import (
 )
 from dynamo_trtllm.frontend.responses_api.key_value_store import StoreLimits
 from dynamo_trtllm.launch.server_users import PasswordFolder, set_up_etcd
-from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, NoListener, Unreachable
+from dynamo_trtllm.observability.recordings import Recordings
+from dynamo_trtllm.protocol.errors import (
+    ConfigError,
+    DynamoError,
+    NoListener,
+    Unreachable,
+    UserRejected,
+)
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GetFile, token_ids
 from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
@@ -257,7 +270,7 @@ async def allowed(connection: EtcdConnection, call: str, request: Any) -> bool:
 
 
 def is_no_rejection(error: Unreachable) -> bool:
-    return "rejects the user of this process" not in error.message
+    return not isinstance(error, UserRejected)
 
 
 async def test_frontend_uses_workers_with_their_roles(servers: Servers) -> None:
@@ -353,9 +366,10 @@ async def test_nats_rejects_a_stranger_and_says_why(
     access = NatsAccess()
     if line is not None:
         path = tmp_path / "credentials"
+        path.touch(mode=0o600)
         path.write_text(line)
         access = NatsAccess(credentials_file=path)
-    with pytest.raises(Unreachable, match=r"rejects this process \(.*uthorization"):
+    with pytest.raises(Unreachable, match=r"rejects this process, .*\(.*uthorization"):
         await NatsPlane.connect(servers.nats.address, access=access, connect_timeout_s=0.5)
 
 
@@ -364,18 +378,39 @@ async def test_etcd_rejects_a_stranger_and_says_why(
     servers: Servers, tmp_path: Path, line: str | None
 ) -> None:
     path = tmp_path / "credentials"
+    path.touch(mode=0o600)
     path.write_text(line or "")
     config = ConnectionConfig(
         etcd_endpoints=servers.etcd.address, etcd_credentials_file=path if line else None
     )
     put = api.PutRequest(key=BACKEND_KEY.encode(), value=b"x")
     async with aclosing(EtcdStore(config)) as store:
-        with pytest.raises(Unreachable, match="rejects the user of this process"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await store.read_all("v1/")
-        with pytest.raises(Unreachable, match="rejects the user of this process"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await store.delete(BACKEND_KEY)
-        with pytest.raises(Unreachable, match="rejects the user of this process"):
+        with pytest.raises(Unreachable, match="rejects this process, "):
             await store.connection.call("put", put)
+
+
+async def test_status_names_the_user_that_etcd_rejects(servers: Servers, tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    path.touch(mode=0o600)
+    path.write_text("worker:guessed")
+    words = ["--etcd-endpoints", servers.etcd.address, "--etcd-credentials-file", str(path)]
+    config = load(StatusConfig, prog="status", argv=words, environ={})
+    with pytest.raises(NothingRuns, match=r"etcd at .* rejects this process, user 'worker' of"):
+        await collect(config)
+
+
+def test_explain_names_the_user_that_may_not_ask(servers: Servers) -> None:
+    words = ["--etcd-endpoints", servers.etcd.address, "--nats-server", servers.nats.address]
+    words += ["--etcd-credentials-file", str(servers.files)]
+    words += ["--nats-credentials-file", str(servers.file("worker"))]
+    config = load(ExplainConfig, prog="explain", argv=words, environ={})
+    (problem,) = with_other_machines(config, Recordings([])).problems
+    assert "rejects a subscription of this process, user 'worker' of" in problem
+    assert "use the credentials of its role" in problem
 
 
 async def test_etcd_ends_the_watch_of_a_stranger(servers: Servers) -> None:
@@ -397,6 +432,56 @@ async def test_plane_connects_again_with_a_changed_password(own_servers: Servers
         # It waits until the client is connected again, and then finds that no worker listens.
         with pytest.raises(NoListener):
             await frontend.client.control(REQUEST, GetFile("f", 0), timeout_s=SOON_S)
+
+
+async def test_rejection_while_running_is_named_and_logged_once(
+    own_servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FrontendConfig(**own_servers.settings())
+    async with plane(config) as frontend:
+        reject_frontend(own_servers)
+        async with asyncio.timeout(SOON_S):
+            while frontend.rejection() is None:  # noqa: ASYNC110 - the client reconnects by itself
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # several attempts to connect
+        reason = frontend.unavailable_reason() or ""
+        assert "rejects this process, user 'frontend' of" in reason
+        assert frontend.rejection() == reason
+        assert caplog.text.count("rejects this process") == 1
+        assert caplog.text.count("still using the former credentials") == 1
+        own_servers.file(ClusterRole.FRONTEND).write_text("frontend:another\n")
+        async with asyncio.timeout(SOON_S):
+            while frontend.unavailable_reason() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert frontend.rejection() is None
+
+
+async def test_rejected_client_tries_less_often_and_leaks_nothing(own_servers: Servers) -> None:
+    config = FrontendConfig(**own_servers.settings())
+    waits = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with plane(config) as frontend:
+            client = frontend._transport._client
+            reject_frontend(own_servers)
+            async with asyncio.timeout(SOON_S):
+                while len(waits) < 4:
+                    await asyncio.sleep(0.01)
+                    wait_s = client.options["reconnect_time_wait"]
+                    if wait_s not in waits:
+                        waits.append(wait_s)
+        del client, frontend
+        gc.collect()
+    assert waits == [0.1, 0.2, 0.4, 0.8]
+    assert [each for each in caught if each.category is ResourceWarning] == []
+
+
+def reject_frontend(servers: Servers) -> None:
+    """Change the password of frontends in NATS alone, while their file is being written."""
+    servers.users.passwords[ClusterRole.FRONTEND] = "another"
+    servers.write_users()
+    servers.file(ClusterRole.FRONTEND).write_text("half a line")
+    servers.nats.reload()
 
 
 def change_password(servers: Servers, user: str) -> None:
