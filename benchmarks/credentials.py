@@ -42,15 +42,13 @@ def tls_context(url: str) -> ssl.SSLContext | None:
 
     Return None for http://. Raises ConfigError if the certificate can't be used.
     """
-    if urlsplit(url).scheme != "https":
-        return None
     certificate = os.environ.get(CERTIFICATE_VARIABLE)
     key = os.environ.get(KEY_VARIABLE)
     if not certificate and not key:
-        return client_context()
+        return client_context(url)
     if not certificate or not key:
         raise ConfigError(f"only one of {CERTIFICATE_VARIABLE} and {KEY_VARIABLE} is set; set both")
-    return client_context(ClientTlsFiles(Path(certificate), Path(key)))
+    return client_context(url, ClientTlsFiles(Path(certificate), Path(key)))
 
 
 def open_url(url: str, timeout_s: float) -> HTTPResponse:

@@ -271,7 +271,7 @@ async def _response_lines(
         ConfigError: the client certificate can't be used.
     """
     shown = mask_address(config.url)
-    tls = client_context(config.client_tls_files)
+    tls = client_context(config.url, config.client_tls_files)
     try:
         connection = await http_client.connect(config.url + path, tls)
     except OSError as exc:

@@ -453,7 +453,7 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
         if process.certificate:
             tls = own_server_context(Path(process.certificate), client.client_files)
         else:
-            tls = client_context(client.client_files)
+            tls = client_context(url, client.client_files)
         headers = http_client.bearer(client.api_key)
         status, body = await http_client.request(
             url, "GET", headers=headers, max_bytes=_METRICS_BYTES, tls=tls
@@ -465,7 +465,6 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
 
 def _rejection(url: str, status: int, body: bytes, client: _StatusClient) -> str:
     """Return who rejected a request, as whom, why, and what to do."""
-    shown = mask_address(url)
     sent = []
     if client.api_key:
         sent.append("an API key")
@@ -476,7 +475,7 @@ def _rejection(url: str, status: int, body: bytes, client: _StatusClient) -> str
     except msgspec.DecodeError:
         reason = "no reason given"
     return (
-        f"{shown} rejects a client with {' and '.join(sent) or 'no API key and no certificate'}"
+        f"{url} rejects a client with {' and '.join(sent) or 'no API key and no certificate'}"
         f" (status {status}: {shorten(reason, _MAX_REASON_CHARS)}); set {ENV_PREFIX}API_KEY to a"
         " key with scope status or all, or --tls-client-cert-file and --tls-client-key-file"
     )

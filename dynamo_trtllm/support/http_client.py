@@ -73,11 +73,8 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """
     parts = urllib.parse.urlsplit(url)
     is_tls = parts.scheme == "https"
-    default_port = _HTTPS_PORT if is_tls else _HTTP_PORT
-    port = parts.port or default_port
-    context = tls
-    if is_tls and context is None:
-        context = client_context()
+    port = parts.port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
+    context = tls or client_context(url)
     try:
         async with _limited(_CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.file_watch import FileWatch
@@ -89,18 +90,21 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def client_context(files: ClientTlsFiles | None = None) -> ssl.SSLContext:
-    """Return a context for a client of any server.
+def client_context(url: str, files: ClientTlsFiles | None = None) -> ssl.SSLContext | None:
+    """Return a context for a client of the server of an https:// URL. None: it is another URL.
 
-    It trusts servers whose CA the system trusts, or instead of them the CAs in the file that the
-    variable SSL_CERT_FILE names.
+    The client trusts servers whose CA the system trusts, or instead of them the CAs in the file
+    that the variable SSL_CERT_FILE names.
 
     Args:
+        url: of the server.
         files: the certificate that the client sends to servers that ask for one; None: it has none.
 
     Raises:
         ConfigError: a file can't be used, as for `server_context`.
     """
+    if urlsplit(url).scheme != "https":
+        return None
     context = ssl.create_default_context()
     _load_client(context, files)
     return context

@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -73,8 +75,13 @@ def main() -> int:
             "scripts/fuzz: atheris is not installed; it has builds for x86-64 only", file=sys.stderr
         )
         return 2
-    print(_TABLE_HEAD)
-    found = [name for name in names if _fuzz(name, given)]
+    print(
+        f"{'target':18} {'seconds':>7} {'executions':>10} {'per s':>7} {'lines':>12}"
+        f" {'branches':>12}  coverage grew in the last tenth"
+    )
+    with ThreadPoolExecutor(given.jobs) as jobs:
+        outcomes = list(jobs.map(partial(_fuzz, given=given), names))
+    found = [name for name, is_found in zip(names, outcomes, strict=True) if is_found]
     if found:
         print(f"findings: {', '.join(found)}")
     return 1 if found else 0
@@ -100,7 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--executions",
         type=int,
-        help="Inputs for each target, at most. With a seed, a run can be repeated then.",
+        default=0,
+        help="New inputs for each target, at most. With a seed, a run can be repeated then."
+        " Default: no limit.",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="Targets to fuzz at the same time. Default: 1."
     )
     parser.add_argument("--seed", type=int, default=1, help="Seed of the search. Default: 1.")
     measures = parser.add_mutually_exclusive_group()
@@ -142,9 +154,8 @@ def _search(name: str, folder: Path, given: argparse.Namespace) -> _Search:
     artifacts.mkdir()
     arguments = [f"-seed={given.seed}", f"-max_total_time={given.seconds}", *_LIMITS]
     arguments += [f"-artifact_prefix={artifacts}/"]
-    if given.executions is not None:
-        arguments.append(f"-runs={given.executions}")
-    command = [sys.executable, "-m", "tests.fuzz.fuzz_process", name, str(folder), *arguments]
+    process_arguments = [name, str(folder), str(given.executions), *arguments]
+    command = [sys.executable, "-m", "tests.fuzz.fuzz_process", *process_arguments]
     search = _Search()
     # The same hashes in each run, because they decide the order of sets.
     environment = os.environ | {"PYTHONHASHSEED": "0"}

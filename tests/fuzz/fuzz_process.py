@@ -1,6 +1,7 @@
-"""Fuzz one target: `python -m tests.fuzz.fuzz_process TARGET FOLDER [arguments of libFuzzer]`.
+"""Fuzz one target.
 
-The folder has inputs to begin with, and gets those that reach more. The process ends at the first
+`python -m tests.fuzz.fuzz_process TARGET FOLDER EXECUTIONS [arguments of libFuzzer]`: EXECUTIONS is
+the number of new inputs, or 0 for no limit. The folder has inputs to begin with, and gets those that reach more. The process ends at the first
 finding. libFuzzer then writes the input to a file.
 """
 
@@ -62,13 +63,17 @@ class _Mutator:
 
 def main() -> None:
     """Fuzz the target of the command line."""
-    name, folder, *arguments = sys.argv[1:]
+    name, folder, executions, *arguments = sys.argv[1:]
     logging.disable(logging.WARNING)  # rejected inputs are logged, and formatting takes time
     with atheris.instrument_imports(include=["dynamo_trtllm"]):
         target = load(name)
     for number, data in enumerate(target.seeds()):
         Path(folder, f"seed-{number:04}").write_bytes(data)
     arguments.append(f"-max_len={target.max_bytes}")
+    if int(executions):
+        # libFuzzer also counts the inputs to begin with, and an empty one.
+        num_first = 1 + sum(1 for _ in Path(folder).iterdir())
+        arguments.append(f"-runs={num_first + int(executions)}")
     if target.words:
         dictionary = Path(folder).with_name("dictionary")
         dictionary.write_text("".join(f'"{_quoted(word)}"\n' for word in target.words))

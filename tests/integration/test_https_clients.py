@@ -1,4 +1,7 @@
-"""A deployment with TLS in this process, and the clients of this project that ask it."""
+"""A deployment with TLS in this process, and the clients of this project that ask it.
+
+Its frontend needs client certificates.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 
 
 @pytest.fixture(scope="module")
-def deployment(files: TlsFiles) -> Iterator[EmbeddedDeployment]:
-    settings = {"tls_cert_file": files.certificate, "tls_key_file": files.key}
+def owner(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """The certificate of the clients, which is its own CA."""
+    return make_certificate(tmp_path_factory.mktemp("client"), "client")
+
+
+@pytest.fixture(scope="module")
+def deployment(files: TlsFiles, owner: TlsFiles) -> Iterator[EmbeddedDeployment]:
+    settings = {
+        "tls_cert_file": files.certificate,
+        "tls_key_file": files.key,
+        "tls_client_ca_file": owner.certificate,
+    }
     made = serve(
         "tiny-gpt-oss",
         engine="mock",
@@ -54,7 +67,14 @@ def trusted(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.fixture
+def certified(owner: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all clients send their certificate, as users do."""
+    monkeypatch.setenv("DYN_TRTLLM_TLS_CLIENT_CERT_FILE", str(owner.certificate))
+    monkeypatch.setenv("DYN_TRTLLM_TLS_CLIENT_KEY_FILE", str(owner.key))
+
+
+@pytest.mark.usefixtures("trusted", "certified")
 def test_chat_gets_an_answer(
     deployment: EmbeddedDeployment,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,8 +88,11 @@ def test_chat_gets_an_answer(
 
 
 @pytest.mark.usefixtures("trusted")
-async def test_status_shows_the_frontend(deployment: EmbeddedDeployment) -> None:
-    (report,) = await collect(StatusConfig(url=deployment.url))
+async def test_status_shows_the_frontend(deployment: EmbeddedDeployment, owner: TlsFiles) -> None:
+    config = StatusConfig(
+        url=deployment.url, tls_client_cert_file=owner.certificate, tls_client_key_file=owner.key
+    )
+    (report,) = await collect(config)
     assert deployment.url.startswith("https://")
     assert report.url == deployment.url
     assert [process.state for process in report.processes if process.role == "frontend"] == [
@@ -77,7 +100,7 @@ async def test_status_shows_the_frontend(deployment: EmbeddedDeployment) -> None
     ]
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("trusted", "certified")
 async def test_load_client_measures_streams(deployment: EmbeddedDeployment) -> None:
     model, _ = await asyncio.to_thread(choose_model, deployment.url, None)
     client = Client(Load(url=deployment.url, model=model, concurrency=2, requests=4, osl=4))
@@ -87,56 +110,16 @@ async def test_load_client_measures_streams(deployment: EmbeddedDeployment) -> N
     assert [record.output_tokens for record in records] == [4] * 4
 
 
-@pytest.fixture(scope="module")
-def guarded(files: TlsFiles, owner: TlsFiles) -> Iterator[EmbeddedDeployment]:
-    """A deployment that needs client certificates."""
-    made = serve(
-        "tiny-gpt-oss",
-        engine="mock",
-        prefill=0,
-        decode=0,
-        aggregated=1,
-        frontend_settings={
-            "tls_cert_file": files.certificate,
-            "tls_key_file": files.key,
-            "tls_client_ca_file": owner.certificate,
-        },
-    )
-    with made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """The certificate of a client, which is its own CA."""
-    return make_certificate(tmp_path_factory.mktemp("client"), "client")
-
-
 @pytest.mark.usefixtures("trusted")
-def test_clients_send_their_certificate(
-    guarded: EmbeddedDeployment,
-    owner: TlsFiles,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    files = {"tls_client_cert_file": owner.certificate, "tls_client_key_file": owner.key}
-    assert chat.models(ChatConfig(url=guarded.url, **files)) == ["tiny-gpt-oss"]
-    (report,) = asyncio.run(collect(StatusConfig(url=guarded.url, **files)))
-    assert report.is_ready
-    for name, path in files.items():
-        monkeypatch.setenv(f"DYN_TRTLLM_{name.upper()}", str(path))
-    client = Client(Load(url=guarded.url, model=choose_model(guarded.url, None)[0], requests=1))
-    (measured,) = asyncio.run(client.run())
-    assert measured.error == ""
-
-
-@pytest.mark.usefixtures("trusted")
-def test_clients_without_a_certificate_say_what_to_set(guarded: EmbeddedDeployment) -> None:
-    with pytest.raises(chat.ChatFailed, match=r"403: .*needs a client certificate.*--tls-client-cert"):
-        chat.models(ChatConfig(url=guarded.url))
+def test_clients_without_a_certificate_say_what_to_set(deployment: EmbeddedDeployment) -> None:
+    with pytest.raises(
+        chat.ChatFailed, match=r"403: .*needs a client certificate.*--tls-client-cert"
+    ):
+        chat.models(ChatConfig(url=deployment.url))
     with pytest.raises(NothingRuns, match=r"needs a client certificate.*--tls-client-cert-file"):
-        asyncio.run(collect(StatusConfig(url=guarded.url)))
+        asyncio.run(collect(StatusConfig(url=deployment.url)))
     with pytest.raises(SystemExit, match=r"needs a client certificate.*_TLS_CLIENT_CERT_FILE"):
-        choose_model(guarded.url, None)
+        choose_model(deployment.url, None)
 
 
 @pytest.mark.parametrize("given", ["tls_client_cert_file", "tls_client_key_file"])
@@ -172,9 +155,10 @@ async def test_launcher_trusts_the_file_and_no_other(
 
 
 def test_new_certificate_is_served_and_the_reload_counted(
-    deployment: EmbeddedDeployment, files: TlsFiles, tmp_path: Path
+    deployment: EmbeddedDeployment, files: TlsFiles, owner: TlsFiles, tmp_path: Path
 ) -> None:
     before = trusting(files)
+    before.load_cert_chain(owner.certificate, owner.key)
     with httpx.Client(verify=before, base_url=deployment.url, timeout=SOON_S) as kept:
         kept.get("/live").raise_for_status()
         new = make_certificate(tmp_path, "new")
