@@ -575,9 +575,8 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
             flag = _flag(field)
             return None if flag == f"--{name}" else f"use {flag}"
     owners = list(_COMMANDS.items())
-    if issubclass(model, LaunchConfig | ServeConfig) and _ACCESS_FIELDS.intersection(fields):
-        # Workers have these settings, too, but the port that clients of a deployment use is that of
-        # the frontend.
+    if issubclass(model, LaunchConfig) and _ACCESS_FIELDS.intersection(fields):
+        # Workers have these settings, too, but clients use the port of the frontend.
         owners.sort(key=lambda each: each[0] is not FrontendConfig)
     for owner, command in owners:
         for field in fields:
@@ -598,10 +597,7 @@ def _use_of_another_command(
     flag = _flag(field)
     if issubclass(model, LaunchConfig | ServeConfig):
         where = "the flags of a worker" if owner is WorkerConfig else "frontend"
-        advice = f"write {flag.removeprefix('--')} in {where} in the deployment file"
-        if model is ServeConfig:
-            advice += f" that --dry-run prints, and run {_LAUNCHER} with it"
-        return advice
+        return f"write {flag.removeprefix('--')} in {where} in the deployment file"
     if flag == f"--{name}":
         return f"{flag} is a flag of {command}"
     return f"it is {flag} of {command}"

@@ -20,7 +20,7 @@ from tests.fuzz.target import Target
         ("frontend", b"GET /sk-of-another-server-abc HTTP/1.1\r\nHost: x\r\n\r\n"),
     ],
 )
-def test_text_like_a_secret_elsewhere_is_no_finding(name: str, data: bytes) -> None:
+def test_text_like_a_secret_in_another_place_is_none(name: str, data: bytes) -> None:
     load(name).check(data)
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dynamo_trtllm.config.child_settings import to_argv
-from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig, ServeConfig, VersionConfig
+from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig, VersionConfig
 from dynamo_trtllm.config.load import config_table, exit_with, load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -267,7 +267,6 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
             "tensor-parallel-size in the flags of a worker in the deployment file",
         ),
         (DemoConfig, "--tls-cert-file c", "tls-cert-file in frontend in the deployment file"),
-        (ServeConfig, "m --tls-cert-file c", "frontend in the deployment file that --dry-run"),
     ],
 )
 def test_load_name_of_another_server_suggests_ours(model, line, wanted):
