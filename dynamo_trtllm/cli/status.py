@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
@@ -450,6 +451,7 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
     """
     async with asyncio.timeout_at(client.deadline):
         url = http_url(process.host, process.port, path, uses_tls=process.uses_tls)
+        tls: ssl.SSLContext | None
         if process.certificate:
             tls = own_server_context(Path(process.certificate), client.client_files)
         else:

@@ -9,7 +9,11 @@ from dynamo_trtllm import config
 from dynamo_trtllm.config.config_base import Config, ConnectionConfig, ProcessConfig
 from dynamo_trtllm.config.deployment import Section
 from dynamo_trtllm.config.flags import flags_of
-from dynamo_trtllm.config.http_access import FrontendAccessConfig, HttpAccessConfig
+from dynamo_trtllm.config.http_access import (
+    FrontendAccessConfig,
+    HttpAccessConfig,
+    HttpClientConfig,
+)
 from dynamo_trtllm.config.models import FrontendConfig
 from scripts import config_reference
 from scripts.config_reference import PAGE, PROGRAMS
@@ -41,6 +45,7 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
             ConnectionConfig,
             ProcessConfig,
             HttpAccessConfig,
+            HttpClientConfig,
             FrontendAccessConfig,
             Section,
         }
