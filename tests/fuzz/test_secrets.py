@@ -8,6 +8,7 @@ from dynamo_trtllm.access import keys_file
 from dynamo_trtllm.config import load as config_load
 from tests.fuzz.registry import load
 from tests.fuzz.target import Target
+from tests.fuzz.targets import http
 
 
 @pytest.mark.parametrize(
@@ -16,8 +17,8 @@ from tests.fuzz.target import Target
         ("command-line", b"--port456789abcdef"),
         ("command-line", b"--sk-0123456789abcdef"),
         ("command-line", b"p4ssw0rd-of-etcd"),
-        ("api-keys", b'{"name":"c","sk-tokens_per_minute":1}\n'),
-        ("frontend", b"GET /sk-of-another-server-abc HTTP/1.1\r\nHost: x\r\n\r\n"),
+        ("api-keys", b"sk- is not a JSON object\n"),
+        ("frontend", http._get("/sk-of-another-server-abc")),
     ],
 )
 def test_text_like_a_secret_in_another_place_is_none(name: str, data: bytes) -> None:
