@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -186,6 +186,12 @@ class HttpAccessConfig(ProcessConfig):
         if self.needs_certificate and self.tls_files is None:
             raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
         return self
+
+
+# The settings that decide who may use an HTTP port.
+ACCESS_FIELDS: Final = frozenset(HttpAccessConfig.model_fields) - frozenset(
+    ProcessConfig.model_fields
+)
 
 
 class FrontendAccessConfig(HttpAccessConfig):

@@ -25,12 +25,7 @@ from pydantic import ValidationError
 from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.child_settings import text_of
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
-from dynamo_trtllm.config.config_base import (
-    DEFAULT_SOURCE,
-    Config,
-    ConnectionConfig,
-    ProcessConfig,
-)
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config, ConnectionConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
     ENV_PREFIX,
@@ -40,7 +35,7 @@ from dynamo_trtllm.config.flags import (
     read_flags,
     variable,
 )
-from dynamo_trtllm.config.http_access import HttpAccessConfig
+from dynamo_trtllm.config.http_access import ACCESS_FIELDS
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
@@ -461,7 +456,6 @@ _COMMANDS: Mapping[type[Config], str] = {
     FrontendConfig: f"{CONSOLE} frontend",
     LaunchConfig: _LAUNCHER,
 }
-_ACCESS_FIELDS = frozenset(HttpAccessConfig.model_fields) - frozenset(ProcessConfig.model_fields)
 _SUBCOMMANDS = frozenset(
     {"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"}
 )
@@ -574,11 +568,7 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
         if field in model.model_fields:
             flag = _flag(field)
             return None if flag == f"--{name}" else f"use {flag}"
-    owners = list(_COMMANDS.items())
-    if issubclass(model, LaunchConfig) and _ACCESS_FIELDS.intersection(fields):
-        # Workers have these settings, too, but clients use the port of the frontend.
-        owners.sort(key=lambda each: each[0] is not FrontendConfig)
-    for owner, command in owners:
+    for owner, command in _COMMANDS.items():
         for field in fields:
             if field in owner.model_fields:
                 return _use_of_another_command(model, owner, command, field, name)
@@ -596,7 +586,10 @@ def _use_of_another_command(
 ) -> str:
     flag = _flag(field)
     if issubclass(model, LaunchConfig | ServeConfig):
-        where = "the flags of a worker" if owner is WorkerConfig else "frontend"
+        where = "frontend"
+        # Workers have the settings of access, too, but clients use the port of the frontend.
+        if owner is WorkerConfig and field not in ACCESS_FIELDS:
+            where = "the flags of a worker"
         return f"write {flag.removeprefix('--')} in {where} in the deployment file"
     if flag == f"--{name}":
         return f"{flag} is a flag of {command}"

@@ -63,7 +63,7 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """Connect to the server of an http:// or https:// URL.
 
     Args:
-        url: of the requests.
+        url: the URL of the requests.
         tls: decides which https:// servers are trusted, and has the certificate of the client.
             Default: that of `client_context`, without a certificate.
 
@@ -73,7 +73,8 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
     """
     parts = urllib.parse.urlsplit(url)
     is_tls = parts.scheme == "https"
-    port = parts.port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
+    default_port = _HTTPS_PORT if is_tls else _HTTP_PORT
+    port = parts.port or default_port
     context = tls or client_context(url)
     try:
         async with _limited(_CONNECT_TIMEOUT_S):

@@ -75,10 +75,7 @@ def main() -> int:
             "scripts/fuzz: atheris is not installed; it has builds for x86-64 only", file=sys.stderr
         )
         return 2
-    print(
-        f"{'target':18} {'seconds':>7} {'executions':>10} {'per s':>7} {'lines':>12}"
-        f" {'branches':>12}  coverage grew in the last tenth"
-    )
+    print(_TABLE_HEAD)
     with ThreadPoolExecutor(given.jobs) as jobs:
         outcomes = list(jobs.map(partial(_fuzz, given=given), names))
     found = [name for name, is_found in zip(names, outcomes, strict=True) if is_found]
