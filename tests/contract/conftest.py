@@ -13,6 +13,7 @@ from dynamo_trtllm.cluster.request_plane.client import PlaneClient
 from dynamo_trtllm.cluster.request_plane.inproc import InprocBus, InprocPlane
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.cluster.request_plane.server import PlaneServer
+from tests.kit.engines import models_loaded_once
 from tests.kit.fake_packages import fake_tensorrt_llm, shorten_waits
 from tests.kit.request_planes import LIMITS, Network, PlanePair
 from tests.kit.tiny_models import save_tiny_gpt_oss, save_tiny_llama
@@ -20,12 +21,19 @@ from tests.kit.trtllm_engines import TrtllmEngines, start_engines
 
 
 @pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loaded_once() -> Iterator[None]:
+    """Let the torch engines of all tests share the weights of a model folder."""
+    with models_loaded_once():
+        yield
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(loaded_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_gpt_oss(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(loaded_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
 
 

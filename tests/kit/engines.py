@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,31 @@ from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from tests.kit.instances import make_instance
 from tests.kit.loopback_backend import named_backend
 
+# By folder and arguments, models that engines of this process have loaded.
+_LOADED: dict[tuple[str, str], Any] = {}
 # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
 TRTLLM_TTL_S = 2.0
+
+
+@contextmanager
+def models_loaded_once() -> Iterator[None]:
+    """Let engines that start in the context share the weights of a model folder: none changes them.
+
+    To load a tiny model takes most of the CPU time of a start.
+    """
+    from dynamo_trtllm.engines.torch.engine import TorchEngine  # importing torch takes seconds
+
+    load = TorchEngine._load
+
+    def load_once(engine: TorchEngine) -> Any:
+        key = (engine._model_path, engine._args.model_dump_json())
+        if key not in _LOADED:
+            _LOADED[key] = load(engine)
+        return _LOADED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "_load", load_once)
+        yield
 
 
 def make(

@@ -9,32 +9,42 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.kit.engines import models_loaded_once
 
 # Modules that bind names of vLLM, or change it, when they are imported.
 _ADAPTER = ("dynamo_trtllm.engines.vllm.connector", "dynamo_trtllm.engines.vllm.patches.late_reads")
 VLLM_RELEASES = ("0.24.0", "0.32.0")  # of the two forms that the stand-in has
 FAKES = Path(__file__).parents[1] / "fakes"
 RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
+# By release, the modules of the fake `tensorrt_llm`: to import them takes 0.1 s of CPU time.
+_IMPORTED: dict[str, dict[str, ModuleType]] = {}
 
 
 @contextmanager
 def fake_tensorrt_llm(release: str = "1.2.1", *, backend: str = "tcp") -> Iterator[Any]:
     """Import the fake `tensorrt_llm` of a release for the context.
 
-    Engines started in it keep it.
+    Engines started in it keep it. They share the weights of a model folder.
     """
     environment = {"STANDIN_RELEASE": release, "STANDIN_BACKEND": backend}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     sys.path.insert(0, str(FAKES))
     _forget()
+    sys.modules.update(_IMPORTED.get(release, {}))
     try:
-        yield importlib.import_module("tensorrt_llm")
+        package = importlib.import_module("tensorrt_llm")
+        # engines that earlier tests have not closed
+        package.standin.core._live.clear()
+        with models_loaded_once():
+            yield package
     finally:
-        _forget()
+        _IMPORTED[release] = _forget()
         sys.path.remove(str(FAKES))
         for name, value in before.items():
             if value is None:
@@ -82,13 +92,20 @@ def fake_vllm(release: str = VLLM_RELEASES[0]) -> Iterator[Any]:
             del os.environ[name]  # set here and by the engine
 
 
-def _forget(package: str = "tensorrt_llm") -> None:
-    """Remove the package from the imported modules, because it chooses its release at import."""
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == package or name in _ADAPTER
-    ]:
+def _forget(package: str = "tensorrt_llm") -> dict[str, ModuleType]:
+    """Remove the package from the imported modules, because it chooses its release at import.
+
+    Return the modules of the package.
+    """
+    removed = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == package or name in _ADAPTER
+    }
+    for name in removed:
         del sys.modules[name]
         above, _, last = name.rpartition(".")
         if name in _ADAPTER and hasattr(sys.modules.get(above), last):
             delattr(sys.modules[above], last)  # else `from package import module` finds the old one
     importlib.invalidate_caches()
+    return {name: module for name, module in removed.items() if name not in _ADAPTER}
