@@ -22,6 +22,7 @@ TOGETHER = (
         "tests/contract/test_engine_trtllm",
         "tests/contract/test_trtllm_",
         "tests/contract/test_warm_up.py",
+        "tests/integration/test_kv_collection.py",
         "tests/integration/test_worker_preflight.py",
         "tests/unit/fakes/test_stand_in.py",
     ),
@@ -30,10 +31,12 @@ TOGETHER = (
         "tests/contract/test_changed_kv.py",
         "tests/contract/test_sampling_after_transfer.py",
         "tests/contract/test_pair_probes.py",
+        "tests/contract/test_prefix_cache.py",
+        "tests/integration/test_kv_transfer_bench.py",
         "tests/integration/test_template_model.py",
         "tests/unit/models/test_checkpoint.py",
-        "tests/unit/engines/torch/test_load",
-        "tests/unit/engines/torch/test_sizing.py",
+        "tests/unit/engines/torch/",
+        "tests/unit/engines/vllm/test_vllm_dummy_weights.py",
     ),
     ("tests/unit/deploy/",),  # the grammars of jsonschema
 )
