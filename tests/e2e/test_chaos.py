@@ -70,6 +70,10 @@ LONG |= {"lost-first", "lost-last", "repeated-message", "route-flap"}
 LONG |= {
     f"{word}-{server}" for word in ("kill", "freeze", "restart") for server in ("etcd", "nats")
 }
+# The same against the parts themselves: tests/integration/test_poisoned_records.py;
+# tests/contract/test_plane_versions.py; test_changed_kv.py and test_engine.py; and
+# tests/e2e/test_overload.py, whose connections take up all files of a frontend.
+LONG |= {"bad-record", "version-skew", "corrupt-kv", "idle-connections"}
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 
 

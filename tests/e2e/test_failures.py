@@ -121,6 +121,9 @@ def check_ends_with_error(stream: Running, codes: set[str], within_s: float) -> 
 # --- clients leave --------------------------------------------------------------------------------
 
 
+# tests/integration/test_cancellation.py covers it without processes, and a test of the demo model
+# (test_client_when_it_leaves_midway_then_the_workers_are_idle) with them
+@pytest.mark.long
 def test_client_leaving_midstream_frees_kv_on_both_sides(lasting: Pair) -> None:
     with running(lasting.cluster):
         assert gauges(lasting.decode)["kv_blocks_used"] > 0
@@ -147,6 +150,7 @@ def test_client_leaving_before_first_token_frees_kv(
         worker.send(signal.SIGKILL)
 
 
+@pytest.mark.long  # tests/integration/test_kv_collection.py cancels 12 at once, without processes
 def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) -> None:
     leave = threading.Barrier(17)
 

@@ -177,6 +177,9 @@ workers:
 """
 
 
+# tests/unit/launch covers it without the launcher's process: test_plan.py the ports and the level of
+# logs, test_launcher.py the port that stays reserved, and the readiness by HTTP
+@pytest.mark.long
 def test_launch_without_port_or_log_uses_chosen_ports(
     launch: Launch, deployment: Path, port: int
 ) -> None:
@@ -259,6 +262,8 @@ def test_launch_when_stopped_while_starting_then_it_does_with_0(
     launched.wait_gone(SOON_S)
 
 
+# tests/unit/support/subprocesses/test_supervisor.py kills processes that ignore the first signal
+@pytest.mark.long
 def test_launch_second_signal_kills_a_frozen_worker(launch: Launch, deployment: Path) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
@@ -417,6 +422,8 @@ main()
 """
 
 
+# tests/unit/launch/test_dependents.py covers it with children that are fakes
+@pytest.mark.long
 def test_launch_drains_readers_of_a_killed_prefill_worker(
     temporary: Path, deployment: Path, port: int
 ) -> None:

@@ -80,6 +80,9 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
     until(empty, SOON_S)
 
 
+# tests/unit/frontend/test_queueing.py and test_concurrency_limiter.py cover it without processes, and
+# a test of the demo model (test_full_frontend_rate_limits_and_retry_succeeds) with them
+@pytest.mark.long
 def test_burst_over_capacity_gets_retry_after(make_cluster: Callable[..., Cluster]) -> None:
     cluster = make_cluster(flags=FRONTEND)
     workers = [cluster.mock(role, "mock") for role in ("prefill", "decode")]
