@@ -153,10 +153,16 @@ class Connection:
 
 
 class Response:
-    """A response to a request, as far as it was read."""
+    """A response to a request, as far as it was read.
+
+    Attributes:
+        status: HTTP status.
+        headers: values by names in lower case; of a name that comes twice, the last value.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, name: str) -> None:
         self.status = 0
+        self.headers: Mapping[str, str] = {}
         self._reader = reader
         self._name = name  # for errors
         self._parsed = _ParsedResponse()
@@ -171,6 +177,7 @@ class Response:
                     f"{self._name} has a head of more than {_MAX_HEAD_BYTES} bytes"
                 )
         self.status = self._parsed.status
+        self.headers = self._parsed.headers
 
     async def read(self, max_bytes: int = _MAX_BODY_BYTES) -> bytes:
         """Return the body.
@@ -217,6 +224,7 @@ class _ParsedResponse:
 
     def __init__(self) -> None:
         self.status = 0  # 0: the head is not complete
+        self.headers: dict[str, str] = {}
         self.is_complete = False
         self._has_length = False
         self._body: list[bytes] = []
@@ -241,7 +249,9 @@ class _ParsedResponse:
         return body
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        lower_name = name.decode("latin-1").lower()
+        self.headers[lower_name] = value.decode("latin-1")
+        if lower_name in ("content-length", "transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
@@ -249,6 +259,8 @@ class _ParsedResponse:
         # After an informational response (1xx) comes the response itself.
         if status >= 200:
             self.status = status
+        else:
+            self.headers = {}
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)

@@ -113,3 +113,13 @@ async def test_request_to_silent_server_times_out(monkeypatch: pytest.MonkeyPatc
     async with answering(b"") as server:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
             await http_client.request(server.url, "GET")
+
+
+async def test_headers_are_those_of_the_response_itself() -> None:
+    answer = (
+        b"HTTP/1.1 103 Early Hints\r\nLink: <a>\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nX-Decode-Instance: a1\r\nContent-Length: 0\r\n\r\n"
+    )
+    async with answering(answer) as server, await http_client.connect(server.url) as connection:
+        response = await connection.request("GET")
+        assert response.headers == {"x-decode-instance": "a1", "content-length": "0"}
