@@ -6,6 +6,7 @@ It accepts connections within limits, routes requests and ends gracefully.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import re
 import secrets
@@ -28,6 +29,10 @@ from dynamo_trtllm.support.tls import ServerCertificate
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 
+
+# A longer unknown path gets no suggestion: the comparison would cost more than the request.
+_MAX_COMPARED_CHARS: Final = 64
+_MIN_SIMILARITY: Final = 0.8
 
 _NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
 _NO_HANDLERS: Final[Mapping[str, Handler]] = {}
@@ -82,6 +87,19 @@ class _RouteTable:
             allowed |= dict.fromkeys(methods)
         return None, allowed.keys()
 
+    def near(self, path: str) -> str | None:
+        """Return the path without parameters that a client probably meant; None if none is near.
+
+        It may lack the version (/chat/completions), or have a typing error.
+        """
+        if len(path) > _MAX_COMPARED_CHARS:
+            return None
+        with_version = f"/v1{path}"
+        if with_version in self._exact:
+            return with_version
+        found = difflib.get_close_matches(path, self._exact, n=1, cutoff=_MIN_SIMILARITY)
+        return found[0] if found else None
+
 
 class Router:
     """The handler of all requests. Routes of GET serve HEAD, too."""
@@ -100,7 +118,7 @@ class Router:
 
         Args:
             routes: the routes.
-            hint: ends the error for an unknown path.
+            hint: ends the error for an unknown path that is not like a known one.
             origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
             error_forms: the form of errors, by the beginning of the path. Others have that of the
                 server.
@@ -153,7 +171,9 @@ class Router:
             handler, methods = self._added.find(request)
         about = f"{request.method} {request.path}"
         if not methods:
-            message = f"not found: {about}{self._hint}"
+            near = self._table.near(request.path)
+            hint = self._hint if near is None else f"; did you mean {near}?"
+            message = f"not found: {about}{hint}"
             response.send_json(404, _body(response, 404, message, "unknown_url"))
         elif handler is None:
             message = f"{request.method} is not allowed on {request.path}"

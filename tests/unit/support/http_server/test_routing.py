@@ -81,6 +81,25 @@ async def test_unrouted_request_is_404_or_405(
         assert target in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/elsewhere", "see /docs"),
+        ("/v1/chat/completions" + "s" * 60, "see /docs"),
+    ],
+)
+async def test_unknown_path_names_the_one_that_is_near(target: str, hint: str) -> None:
+    client = MemoryClient(Router([Route("POST", "/v1/chat/completions", show)], "; see /docs"))
+    client.send(f"POST {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    await client.until_answered()
+    _, _, body = client.received.partition(b"\r\n\r\n")
+    message = json.loads(body)["error"]["message"]
+    assert message == f"not found: POST {target}; {hint}"
+
+
 async def test_head_then_the_headers_of_get_and_no_body() -> None:
     _, head, body = await ask("GET", "/a")
     status, only, nothing = await ask("HEAD", "/a")
