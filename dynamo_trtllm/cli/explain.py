@@ -115,7 +115,8 @@ def timeline(request: RequestRecording) -> str:
     first = request.steps[0]
     began = datetime.fromtimestamp(first.process.epoch_s(first.entry.ns)).astimezone()
     lines = [
-        f"request {request.id}, {began.isoformat(timespec='milliseconds')}: {outcome(request)}"
+        f"request {request.id}: {outcome(request)}",
+        f"began {began.isoformat(timespec='milliseconds')}",
     ]
     rows = [("ms", "process", "event")]
     for step in _with_process_events(request):

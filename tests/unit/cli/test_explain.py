@@ -298,9 +298,9 @@ def test_timeline_includes_killed_processes() -> None:
             process("decode", FETCHING, DECODE, S.KILLED),
         ]
     )
-    title, head, *lines = timeline(recordings.requests[KEY]).splitlines()
-    assert title.startswith("request 0123456789abcdef, ")
-    assert title.endswith(": not finished, its frontend was killed")
+    title, began, head, *lines = timeline(recordings.requests[KEY]).splitlines()
+    assert title == "request 0123456789abcdef: not finished, its frontend was killed"
+    assert began.startswith("began ")
     assert head.split() == ["ms", "process", "event"]
     assert lines[1].split(maxsplit=3) == [
         "1.000",
