@@ -15,8 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dynamo_trtllm.config.load import is_color_disabled
 from dynamo_trtllm.config.parser import is_installed
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
 from dynamo_trtllm.protocol.sanitize import shorten
@@ -33,7 +35,9 @@ _COLORS = ("36", "33", "32", "35", "34", "31")
 
 
 class ProcessOutput:
-    """The launcher's output stream. It uses colors only on a terminal.
+    """The launcher's output stream.
+
+    It uses colors only on a terminal, and not if NO_COLOR is set.
 
     With `is_json` every line is a JSON object. A line of a process that is an object keeps its
     fields; any other line becomes the `message` of an object.
@@ -45,18 +49,24 @@ class ProcessOutput:
         stream: stream to write to.
         names: process names, for padding and colors.
         is_json: write JSON objects instead of text.
+
+    Attributes:
+        has_terminal: the stream is a terminal.
+        has_colors: colors may be used.
     """
 
     def __init__(self, stream: TextIO, names: Sequence[str], *, is_json: bool = False) -> None:
         self._stream = stream
         self._is_json = is_json
         self._width = max(len(name) for name in (LAUNCHER, *names))
-        self._has_terminal = stream.isatty()
+        self.has_terminal = stream.isatty()
+        self.has_colors = self.has_terminal and not is_color_disabled()
         self._names = names
         self._colors: dict[str, str] = {}  # colors by process name
-        if self._has_terminal:
+        if self.has_colors:
             self._colors = dict(zip(names, itertools.cycle(_COLORS), strict=False))
         self._panel: StartPanel | None = None
+        self._hidden: deque[tuple[str, str]] | None = None  # None: lines are written
         self._is_full = False
         self.failure: OSError | None = None
         self._on_failure: Callable[[], None] | None = None
@@ -72,7 +82,7 @@ class ProcessOutput:
         It lasts until `end_start` or the end of the context. If the context ends with an exception
         before, the hidden lines are written.
         """
-        if self._has_terminal and not self._is_json and is_installed("rich"):
+        if self.has_terminal and not self._is_json and is_installed("rich"):
             from rich.console import Console as Terminal
 
             terminal = Terminal(file=self._stream, highlight=False)
@@ -88,6 +98,24 @@ class ProcessOutput:
             raise
         finally:
             self.end_start()
+
+    @contextmanager
+    def hiding_lines(self) -> Iterator[None]:
+        """Hide the lines of all processes and of the launcher; `write` still writes.
+
+        If the context ends with an exception, the last lines are written.
+        """
+        hidden: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
+        self._hidden = hidden
+        try:
+            yield
+        except BaseException:
+            self._hidden = None
+            for name, text in hidden:
+                self.line(name, text)
+            raise
+        finally:
+            self._hidden = None
 
     def end_start(self, title: str = "", rows: Sequence[tuple[str, str]] = ()) -> bool:
         """Replace the live lines by a panel with these rows, if any.
@@ -126,10 +154,20 @@ class ProcessOutput:
 
     def line(self, name: str, text: str) -> None:
         """Write one line of one process."""
+        if self._hidden is not None:
+            self._hidden.append((name, text))
+        else:
+            self._try(partial(self._write_line, name, text))
+
+    def write(self, text: str) -> None:
+        """Write text as it is."""
+        self._try(partial(self._write, text))
+
+    def _try(self, write: Callable[[], None]) -> None:
         if self.failure is not None:
             return
         try:
-            self._write(name, text)
+            write()
         except OSError as exc:
             if exc.errno not in _FULL:
                 self.failure = exc
@@ -142,10 +180,13 @@ class ProcessOutput:
                         f"{LAUNCHER}: the output can't be written: {exc.strerror}; lines are lost\n"
                     )
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _write_line(self, name: str, text: str) -> None:
         if self._is_json:
-            self._stream.write(f"{_json_entry(name, text)}\n")
-            self._stream.flush()
+            self._write(f"{_json_entry(name, text)}\n")
             return
         if self._panel is not None and _ROUTINE.match(text):
             self._panel.hidden.append((name, text))
@@ -156,8 +197,7 @@ class ProcessOutput:
         if self._panel is not None:
             self._panel.write_above(f"{prefix} {text}")
             return
-        self._stream.write(f"{prefix} {text}\n")
-        self._stream.flush()
+        self._write(f"{prefix} {text}\n")
 
 
 class StartPanel:

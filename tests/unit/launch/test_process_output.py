@@ -51,6 +51,30 @@ def test_line_when_a_terminal_then_each_name_has_its_color():
     assert first.endswith("\x1b[0m x")
 
 
+def test_line_with_no_color_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    ProcessOutput(stream, ["a"]).line("a", "x")
+    assert stream.getvalue() == "a      | x\n"
+
+
+def test_hidden_lines_are_written_if_the_run_fails() -> None:
+    stream = io.StringIO()
+    output = ProcessOutput(stream, ["a"])
+
+    def fail() -> None:
+        with output.hiding_lines():
+            output.line("a", "why")
+            raise RunFailed("it failed")
+
+    with output.hiding_lines():
+        output.line("a", "hidden")
+        output.write("shown\n")
+    with pytest.raises(RunFailed):
+        fail()
+    assert stream.getvalue() == "shown\na      | why\n"
+
+
 def test_json_line_has_the_process_name() -> None:
     stream = Terminal()
     output = ProcessOutput(stream, ["frontend", "prefill-2"], is_json=True)
