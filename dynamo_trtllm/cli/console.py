@@ -50,9 +50,7 @@ class Command(NamedTuple):
 
 GROUPS = {
     "start a deployment on this machine": (
-        Command(
-            "demo", "Start the sample deployment, and send it a request.", "launch.main:demo_main"
-        ),
+        Command("demo", "Start the sample deployment, and send it a request.", "cli.demo"),
         Command("serve", "Serve a model with settings chosen for this machine.", "launch.serve"),
         Command("launch", "Start the processes of a deployment file.", "launch.main"),
     ),

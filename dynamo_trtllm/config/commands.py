@@ -331,6 +331,7 @@ class DemoConfig(LaunchConfig):
     examples:
       %(prog)s
       %(prog)s --once --port 0
+      %(prog)s --failover --port 0
     """
 
     deployment: Path = option(
@@ -344,6 +345,13 @@ class DemoConfig(LaunchConfig):
         True,
         help="Once all processes are ready, send a sample request and print which workers"
         " processed it.",
+    )
+    failover: bool = option(
+        "process",
+        False,
+        help="Instead, stream an answer, kill the decode worker that generates it with SIGKILL,"
+        " show the pause and the life of the request, and stop. The exit status is 1 if the text"
+        " differs from that of an undisturbed run, or if the pause is longer than 10 s.",
     )
 
 

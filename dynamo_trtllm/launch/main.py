@@ -1,4 +1,4 @@
-"""Run `dynamo-trtllm launch` and `demo`: supervise a deployment, and send a sample request."""
+"""Run `dynamo-trtllm launch`: supervise a deployment, and send a sample request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import ssl
 import sys
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.access.api_keys import new_key
-from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.config_base import LogFormat
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.engine_names import DEFAULT_ENGINE
@@ -50,42 +52,97 @@ _API_KEY = f"{ENV_PREFIX}API_KEY"
 _KEY_NOTE = (
     "Other machines can connect, so clients need this API key, which is new with each start:"
 )
-_PATH = "/v1/chat/completions"
+CHAT_PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
 _SHORTEST_PHASE_S = 0.0005  # a shorter one would be shown as 0 ms
 
 
-def _launch(config: LaunchConfig) -> None:
+class ReadyDeployment(NamedTuple):
+    """A deployment with a frontend, all processes of which are ready."""
+
+    output: ProcessOutput
+    specs: Sequence[ProcessSpec]
+    record: LaunchRecord
+    frontend: ProcessRecord
+
+    @property
+    def model(self) -> str:
+        """Return the name of the first worker's model."""
+        return next(spec.model for spec in self.specs if not spec.is_frontend)
+
+    @property
+    def api_key(self) -> str:
+        """Return an API key that the frontend accepts; empty if it needs none."""
+        return next(spec.api_key for spec in self.specs if spec.is_frontend)
+
+    def trust(self) -> ssl.SSLContext | None:
+        """Return what trusts the certificate of the frontend; None: it has no TLS."""
+        if not self.frontend.uses_tls:
+            return None
+        return own_server_context(Path(self.frontend.certificate))
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the workers by instance id (hexadecimal)."""
+        return {process.instance_id: process.name for process in self.record.processes}
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What a demo shows when all processes are ready.
+
+    Attributes:
+        show: sends requests to the frontend.
+        check: raises ConfigError before anything starts, if the deployment does not fit.
+        is_quiet: the lines of the processes and of the launcher are hidden, unless the run fails.
+    """
+
+    show: Callable[[ReadyDeployment], Awaitable[None]]
+    check: Callable[[Sequence[ProcessSpec]], None]
+    is_quiet: bool = False
+
+
+@command(LaunchConfig, PROG, RunFailed)
+def main(config: LaunchConfig) -> None:
     """Run the command.
 
     Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment
     failed or was stopped before `--once` was done.
+    """
+    launch(config, SAMPLE if config.demo else None, once=config.once)
+
+
+def launch(config: LaunchConfig, demonstration: Demonstration | None, *, once: bool) -> None:
+    """Run the deployment of these settings.
+
+    Args:
+        config: the settings.
+        demonstration: what to show when all processes are ready.
+        once: stop then.
+
+    Raises:
+        ConfigError, RunFailed, OSError: as for `run`.
     """
     OUTPUTS.start(LAUNCHER, config.log_format)
     observe_logging.setup(config.log_level, LAUNCHER, config.log_format)
     deployment = with_settings(
         load_deployment(find_file(config.deployment), process_environment()), config
     )
-    if config.demo and deployment.frontend is None:
+    if demonstration is not None and deployment.frontend is None:
         raise ConfigError(
             f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of"
             " them"
         )
     asyncio.run(
-        run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once)
+        run(deployment, log_format=config.log_format, demonstration=demonstration, once=once)
     )
-
-
-main = command(LaunchConfig, PROG, RunFailed)(_launch)
-demo_main = command(DemoConfig, PROG, RunFailed)(_launch)
 
 
 async def run(
     deployment: DeploymentConfig,
     *,
     log_format: LogFormat,
-    sends_sample: bool = False,
+    demonstration: Demonstration | None = None,
     once: bool = False,
     preface: Sequence[str] = (),
 ) -> None:
@@ -94,7 +151,7 @@ async def run(
     Args:
         deployment: the deployment.
         log_format: format of log lines, also of the processes.
-        sends_sample: send a sample request when all processes are ready.
+        demonstration: what to show when all processes are ready.
         once: stop then.
         preface: lines to write before anything starts.
 
@@ -105,14 +162,15 @@ async def run(
     """
     environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
     demo_key = ""
-    if sends_sample and is_open_to_all(deployment, environ):
+    is_quiet = demonstration is not None and demonstration.is_quiet
+    if demonstration is not None and is_open_to_all(deployment, environ):
         demo_key = new_key()
         environ[_API_KEY] = demo_key
     # Check all settings before the servers start, so that a mistake is reported at once, and once.
     specs = processes(deployment, environ)
     _check_processes(specs, environ)
-    if sends_sample:
-        _check_sample_access(specs)
+    if demonstration is not None:
+        demonstration.check(specs)
     warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
     output = ProcessOutput(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
@@ -124,18 +182,19 @@ async def run(
         stop = "" if once else " (Ctrl-C to stop)"
         frontend = record.frontend
         url = None if frontend is None else frontend.url
-        if not output.end_start(f"Ready{stop}", _summary(specs, url)):
+        rows = [] if is_quiet else _summary(specs, url)
+        if not output.end_start(f"Ready{stop}", rows):
             where = " without a frontend" if url is None else f": {url}"
             output.say(f"Ready{where}{stop}")
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
-        if sends_sample and frontend is not None:
-            await _show_sample(output, specs, record, frontend)
+        if demonstration is not None and frontend is not None:
+            await demonstration.show(ReadyDeployment(output, specs, record, frontend))
         is_done = True
         return once
 
     if output.failure is None:
-        with output.starting():
+        with output.hiding_lines() if is_quiet else nullcontext(), output.starting():
             await Launcher(deployment, specs, output, environ).run(on_ready)
     if output.failure is not None:
         raise output.failure
@@ -154,8 +213,8 @@ def _check_processes(specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 
 
-def _check_sample_access(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError if the sample request needs an API key or a certificate that is unknown."""
+def check_access(specs: Sequence[ProcessSpec]) -> None:
+    """Raise ConfigError if a request needs an API key or a certificate that is unknown."""
     for spec in specs:
         if spec.is_frontend and spec.tls_files is not None and spec.tls_files.client_ca is not None:
             raise ConfigError(
@@ -171,21 +230,19 @@ def _check_sample_access(specs: Sequence[ProcessSpec]) -> None:
             )
 
 
-async def _show_sample(
-    output: ProcessOutput,
-    specs: Sequence[ProcessSpec],
-    record: LaunchRecord,
-    frontend: ProcessRecord,
-) -> None:
+async def _show_sample(deployment: ReadyDeployment) -> None:
     """Send the sample request to the frontend, and show its answer and statistics."""
-    model = next(spec.model for spec in specs if not spec.is_frontend)
-    is_mock = any(spec.engine == "mock" for spec in specs)
-    api_key = next(spec.api_key for spec in specs if spec.is_frontend)
-    tls = own_server_context(Path(frontend.certificate)) if frontend.uses_tls else None
-    answer = await ask_sample(frontend.url, model, api_key, tls)
-    names = {process.instance_id: process.name for process in record.processes}
-    output.say(sample_report(answer, model, names, is_mock=is_mock))
-    output.say(next_step(frontend.url, model, needs_api_key=bool(api_key)))
+    model = deployment.model
+    is_mock = any(spec.engine == "mock" for spec in deployment.specs)
+    url = deployment.frontend.url
+    api_key = deployment.api_key
+    answer = await ask_sample(url, model, api_key, deployment.trust())
+    say = deployment.output.say
+    say(sample_report(answer, model, deployment.names(), is_mock=is_mock))
+    say(next_step(url, model, needs_api_key=bool(api_key)))
+
+
+SAMPLE = Demonstration(_show_sample, check_access)
 
 
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:
@@ -249,6 +306,25 @@ async def ask_sample(
     Raises:
         RunFailed: the model was not ready in time, or the request failed.
     """
+    await until_model_is_ready(frontend, model, api_key, tls)
+    content = json.dumps(sample_request(model)).encode()
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            url = frontend + CHAT_PATH
+            answer: dict[str, Any] = await _request(url, api_key, "POST", tls, content)
+            return answer
+    except (NotYet, OSError) as exc:
+        raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
+
+
+async def until_model_is_ready(
+    frontend: str, model: str, api_key: str, tls: ssl.SSLContext | None
+) -> None:
+    """Wait until the frontend has the files of a model. The arguments are those of `ask_sample`.
+
+    Raises:
+        RunFailed: the model was not ready in time.
+    """
     path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
         await until(partial(_request, frontend + path, api_key, "GET", tls), _MODEL_TIMEOUT_S)
@@ -256,14 +332,6 @@ async def ask_sample(
         raise RunFailed(
             f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}"
         ) from exc
-    content = json.dumps(sample_request(model)).encode()
-    try:
-        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            url = frontend + _PATH
-            answer: dict[str, Any] = await _request(url, api_key, "POST", tls, content)
-            return answer
-    except (NotYet, OSError) as exc:
-        raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
 
 
 async def _request(
@@ -321,7 +389,7 @@ def next_step(frontend: str, model: str, *, needs_api_key: bool = False) -> str:
     header = f'-H "Authorization: Bearer ${_API_KEY}" ' if needs_api_key else ""
     return (
         "\nTry a streaming request:\n"
-        f"curl -N {frontend}{_PATH} {header}-H 'Content-Type: application/json'"
+        f"curl -N {frontend}{CHAT_PATH} {header}-H 'Content-Type: application/json'"
         f" -d '{json.dumps(body)}'"
     )
 

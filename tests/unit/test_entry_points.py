@@ -52,8 +52,8 @@ def test_module_interrupted_while_loading_ends_properly(
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    """scripts/demo as it is, in a folder where the set-up and Python print their arguments."""
-    for name in ("scripts/setup", ".venv/bin/python"):
+    """scripts/demo as it is, in a folder where the set-up and the demo print their arguments."""
+    for name in ("scripts/setup", ".venv/bin/dynamo-trtllm"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('#!/bin/sh\necho "${0##*/}" "$@"\n')
         (tmp_path / name).chmod(0o755)
@@ -71,24 +71,25 @@ def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("words", "setup", "launch"),
     [
-        ((), "", "--demo deploy/local/demo.yaml"),
-        (("--model=smollm2",), "--model smollm2", "--demo --model smollm2 deploy/local/demo.yaml"),
+        ((), "", "deploy/local/demo.yaml"),
+        (("--model=smollm2",), "--model smollm2", "--model smollm2 deploy/local/demo.yaml"),
         (
             ("--model", "smollm2"),
             "--model smollm2",
-            "--demo --model smollm2 deploy/local/demo.yaml",
+            "--model smollm2 deploy/local/demo.yaml",
         ),
-        (("--engine=mock", "a.yaml"), "", "--demo --engine mock a.yaml"),
-        (("--port=81", "--host", "::"), "", "--demo --port 81 --host :: deploy/local/demo.yaml"),
+        (("--failover", "--port=0"), "", "--failover --port 0 deploy/local/demo.yaml"),
+        (("--engine=mock", "a.yaml"), "", "--engine mock a.yaml"),
+        (("--port=81", "--host", "::"), "", "--port 81 --host :: deploy/local/demo.yaml"),
         (
             ("--torch-index=https://t", "--once"),
             "--torch-index https://t",
-            "--demo --once deploy/local/demo.yaml",
+            "--once deploy/local/demo.yaml",
         ),
         (
             ("--engine=trtllm", "--stand-in"),
             "",
-            "--demo --engine trtllm deploy/local/demo-trtllm-stand-in.yaml",
+            "--engine trtllm deploy/local/demo-trtllm-stand-in.yaml",
         ),
     ],
 )
@@ -98,7 +99,7 @@ def test_demo_script_divides_flags_of_setup_and_launcher(
     status, said, errors = demo(*words)
     assert (status, errors) == (0, "")
     lines = [line for line in said.splitlines() if not line.startswith("STAND-IN")]
-    assert lines == [f"setup {setup}".strip(), f"python -m dynamo_trtllm.launch {launch}"]
+    assert lines == [f"setup {setup}".strip(), f"dynamo-trtllm demo {launch}"]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ async def test_demo_prints_a_key_only_if_others_can_connect(
     deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
     assert deployment.frontend is not None
     deployment.frontend["http_host"] = host
-    await main.run(deployment, log_format="text", sends_sample=True)
+    await main.run(deployment, log_format="text", demonstration=main.SAMPLE)
     key = environs[0].get("DYN_TRTLLM_API_KEY", "")
     assert bool(key) == is_printed
     assert ("DYN_TRTLLM_API_KEY" in capsys.readouterr().out) == is_printed
