@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 README = ROOT / "README.md"
+RECORDING = RESULTS / "failover-demo.cast"  # made by scripts/record_failover.py
 THEMES = {
     "light": {
         "ink": "#1f2328",
@@ -148,18 +149,29 @@ def readme_figures() -> dict[str, str]:
             if pair:
                 ratios.append(pair["dynamo_trtllm"] / pair["NVIDIA Dynamo"])
     day = _day(runs[0])
-    failover = results("failover", "failover")[0]
+    newest = [
+        goodput(open_loop_cell(row.file, row.topology, 4.0))
+        for row in TWO_GPUS
+        if row.file.startswith("vllm033")
+    ]
     split = open_loop_cell("1P1D-block128", "1P1D", 4.0)
     together = open_loop_cell("2A-and-vllm-router", "2A", 4.0)
     return {
         "cpu": f"{min(ratios):.2f} to {max(ratios):.2f}",
         "cpu-run": f"{len(runs)} runs of {day}" if len(runs) > 1 else f"run of {day}",
-        "pause": f"{failover['pause_s']:.1f} s",
+        "pause": f"{recorded_pause_s():.1f} s",
         "goodput": f"{goodput(split):.0f} %",
+        "goodput-newest": f"{min(newest):.0f} to {max(newest):.0f} %",
         "goodput-aggregated": f"{goodput(together):.0f} %",
         "ttft": f"{split['ttft_ms']['p50']:.0f} ms",
         "ttft-aggregated": f"{together['ttft_ms']['p50']:.0f} ms",
     }
+
+
+def recorded_pause_s() -> float:
+    """Return the longest pause of the stream in the recorded terminal, in seconds."""
+    (pause_s,) = re.findall(r"longest pause ([\d.]+) s", RECORDING.read_text(encoding="utf-8"))
+    return float(pause_s)
 
 
 def open_loop_run(name: str) -> dict[str, Any]:
@@ -334,6 +346,27 @@ def chart(name: str, theme: str, height: float) -> Iterator[tuple[Axes, Colors]]
     figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata=without_date)
 
 
+def head(axes: Axes, colors: Colors, title: str, subtitle: str, *, columns: int) -> None:
+    """Write what a chart shows, and of which machine and model, above its legend."""
+    axes.set_title(title, color=colors["ink"], loc="left", pad=44)
+    axes.annotate(
+        subtitle,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 30),
+        textcoords="offset points",
+        color=colors["dim"],
+        fontsize=9.5,
+    )
+    axes.legend(
+        frameon=False,
+        labelcolor=colors["ink"],
+        ncols=columns,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),
+    )
+
+
 def draw_cpu(theme: str) -> None:
     """Draw the frontend's CPU time per token beside Dynamo's."""
     runs = fullest()["runs"]
@@ -343,7 +376,7 @@ def draw_cpu(theme: str) -> None:
         if pair:
             pairs[label] = pair
     sides = {"dynamo_trtllm": "accent", "NVIDIA Dynamo": "soft"}
-    with chart("cpu", theme, 2.6) as (axes, colors):
+    with chart("cpu", theme, 2.9) as (axes, colors):
         for row, (side, color) in enumerate(sides.items()):
             places = [place + row * 0.36 for place in range(len(pairs))]
             lengths = [pair[side] for pair in pairs.values()]
@@ -352,23 +385,18 @@ def draw_cpu(theme: str) -> None:
         axes.set_yticks([place + 0.18 for place in range(len(pairs))], list(pairs))
         axes.invert_yaxis()
         axes.set_xticks([])
-        axes.set_title(
-            "CPU time of the frontend per token, in µs", color=colors["ink"], loc="left", pad=24
+        title = "CPU time of the frontend per token, in µs: less is better"
+        subtitle = (
+            "two of 16 cores, mock engines with a step every 5.7 ms, Dynamo 1.6.1, both over NATS"
         )
-        axes.legend(
-            frameon=False,
-            labelcolor=colors["ink"],
-            ncols=2,
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1.0),
-        )
+        head(axes, colors, title, subtitle, columns=2)
 
 
 def draw_goodput(theme: str) -> None:
     """Draw how many requests keep the limits, by deployment and rate, on two GPUs."""
     rates = (2.0, 4.0)
     colors_of_bars = dict(zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True))
-    with chart("goodput", theme, 3.2) as (axes, colors):
+    with chart("goodput", theme, 3.5) as (axes, colors):
         for column, (label, color) in enumerate(colors_of_bars.items()):
             name, topology = BARS_OF_GOODPUT[label]
             heights = [goodput(open_loop_cell(name, topology, rate)) for rate in rates]
@@ -380,25 +408,27 @@ def draw_goodput(theme: str) -> None:
         axes.set_yticks([])
         axes.set_ylim(0, 112)
         title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
-        axes.set_title(title, color=colors["ink"], loc="left", pad=24)
-        axes.legend(
-            frameon=False,
-            labelcolor=colors["ink"],
-            ncols=3,
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1.0),
+        subtitle = (
+            "two H200, vLLM 0.24, gpt-oss-120b's architecture with random weights, one run each"
         )
+        head(axes, colors, title, subtitle, columns=3)
 
 
 def draw_failover(theme: str) -> None:
     """Draw when the text of a stream arrived whose decode worker was killed."""
     failover = results("failover", "failover")[0]
-    events = failover["stream"]["events"]
     killed_s = failover["stream"]["killed_s"]
-    times = [seconds for seconds, _ in events]
-    characters = list(itertools.accumulate(len(text) for _, text in events))
-    with chart("failover", theme, 2.8) as (axes, colors):
-        axes.step(times, characters, where="post", color=colors["accent"], linewidth=2.5)
+    times, characters = arrivals(failover["stream"]["events"])
+    num_before = len([seconds for seconds in times if seconds <= killed_s])
+    line = {"where": "post", "linewidth": 2.5}
+    with chart("failover", theme, 3.2) as (axes, colors):
+        undisturbed = arrivals(failover["reference"]["events"])
+        axes.step(*undisturbed, where="post", color=colors["soft"], label="undisturbed")
+        before = (times[:num_before], characters[:num_before])
+        axes.step(*before, **line, color=colors["line"], label="first worker")
+        # The pause belongs to the second worker's part.
+        after = (times[num_before - 1 :], characters[num_before - 1 :])
+        axes.step(*after, **line, color=colors["accent"], label="second worker")
         axes.axvline(killed_s, color=colors["ink"], linestyle="--", linewidth=1.2)
         axes.annotate(
             f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one"
@@ -409,8 +439,16 @@ def draw_failover(theme: str) -> None:
             color=colors["ink"],
         )
         axes.set_xlabel("seconds since the request", color=colors["dim"])
-        axes.set_ylabel("characters received", color=colors["dim"])
-        axes.set_title("One stream, as its client saw it", color=colors["ink"], loc="left")
+        axes.set_ylabel("characters of the answer", color=colors["dim"])
+        title = "One stream, as its client saw it"
+        subtitle = "torch engine on two CPU cores, tiny-gpt-oss; both texts are equal"
+        head(axes, colors, title, subtitle, columns=3)
+
+
+def arrivals(events: list[tuple[float, str]]) -> tuple[list[float], list[int]]:
+    """Return when the text of a stream arrived, and how many characters had arrived by then."""
+    times = [seconds for seconds, _ in events]
+    return times, list(itertools.accumulate(len(text) for _, text in events))
 
 
 def draw_architecture(theme: str) -> None:

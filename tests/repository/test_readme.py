@@ -1,11 +1,13 @@
 """The README is short, and its links, pictures and figures are those of the repository."""
 
+import json
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from scripts.figures import IMAGES, THEMES, pages, with_figures
+from scripts.figures import IMAGES, RECORDING, THEMES, pages, with_figures
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,3 +41,19 @@ def test_links_when_relative_then_they_lead_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)[)#]", README) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_recorded_terminal_shows_what_was_printed() -> None:
+    picture = IMAGES / "failover-demo.svg"
+    assert picture.stat().st_size < 300_000
+    assert f"docs/images/{picture.name}" in README
+    events = RECORDING.read_text(encoding="utf-8").splitlines()[1:]
+    printed = re.sub(r"\x1b\[[\d;?]*\w", "", "".join(json.loads(event)[2] for event in events))
+    drawn = [
+        "".join(element.itertext()).strip()
+        for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    _title, *lines = drawn
+    assert len(lines) > 30
+    assert [line for line in lines if line not in printed] == []
+    assert any(line.startswith("✓ the same text") for line in lines)
