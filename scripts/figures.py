@@ -433,10 +433,11 @@ def draw_failover(theme: str) -> None:
         axes.annotate(
             f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one"
             " continues",
-            (killed_s, characters[-1] * 0.8),
-            xytext=(8, 0),
+            (killed_s + failover["pause_s"] / 2, characters[num_before - 1]),
+            xytext=(0, 6),
             textcoords="offset points",
             color=colors["ink"],
+            horizontalalignment="center",
         )
         axes.set_xlabel("seconds since the request", color=colors["dim"])
         axes.set_ylabel("characters of the answer", color=colors["dim"])

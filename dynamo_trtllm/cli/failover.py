@@ -87,9 +87,10 @@ async def show_failover(deployment: ReadyDeployment) -> None:
             answer = await _interrupted(deployment, reference, screen)
             request = await _recorded(answer.id)
     except OSError as exc:
-        screen.end_line()
         reason = str(exc) or f"it did not end within {_TIMEOUT_S:g} s"
         raise RunFailed(f"the stream failed: {reason}") from exc
+    finally:
+        screen.end_line()
     screen.line(f"\n$ {CONSOLE} explain {answer.id}", _BOLD)
     screen.line("(nothing is recorded)" if request is None else timeline(request).rstrip())
     screen.line("")
@@ -112,7 +113,7 @@ FAILOVER = Demonstration(show_failover, check, is_quiet=True)
 
 
 @dataclass(eq=False)
-class Answer:
+class StreamedAnswer:
     """An answer, as far as it has arrived. Times are in seconds on one clock."""
 
     id: str = ""
@@ -151,7 +152,7 @@ class Answer:
 
 
 async def _events(
-    deployment: ReadyDeployment, answer: Answer
+    deployment: ReadyDeployment, answer: StreamedAnswer
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Send the request, and yield the events of its stream.
 
@@ -185,23 +186,25 @@ async def _events(
     raise ConnectionError("the connection was closed before the end of the stream")
 
 
-async def _undisturbed(deployment: ReadyDeployment) -> Answer:
+async def _undisturbed(deployment: ReadyDeployment) -> StreamedAnswer:
     """Return the answer to the request."""
-    answer = Answer()
+    answer = StreamedAnswer()
     async with aclosing(_events(deployment, answer)) as events:
         async for event in events:
             answer.add(event)
     return answer
 
 
-async def _interrupted(deployment: ReadyDeployment, reference: Answer, screen: Screen) -> Answer:
+async def _interrupted(
+    deployment: ReadyDeployment, reference: StreamedAnswer, screen: Screen
+) -> StreamedAnswer:
     """Return the answer to the same request, of which the decode worker is killed on the way.
 
     Raises:
         OSError: the connection failed.
         RunFailed: the stream ended with an error, or before a worker was killed.
     """
-    answer = Answer()
+    answer = StreamedAnswer()
     counter = asyncio.create_task(_count_pause(answer, screen), name="count of the pause")
     kill_at = _KILL_AFTER * len(reference.text)
     try:
@@ -226,7 +229,7 @@ async def _interrupted(deployment: ReadyDeployment, reference: Answer, screen: S
     return answer
 
 
-async def _count_pause(answer: Answer, screen: Screen) -> None:
+async def _count_pause(answer: StreamedAnswer, screen: Screen) -> None:
     """Show the length of the pause while it lasts."""
     while True:
         await asyncio.sleep(_TICK_S)
@@ -261,7 +264,7 @@ async def _recorded(request_id: str) -> RequestRecording | None:
 
 
 def show_verdict(
-    screen: Screen, reference: Answer, answer: Answer, workers: Mapping[str, str]
+    screen: Screen, reference: StreamedAnswer, answer: StreamedAnswer, workers: Mapping[str, str]
 ) -> None:
     """Write whether the stream has survived. Raise RunFailed if it has not.
 
@@ -273,11 +276,11 @@ def show_verdict(
     """
     pause_s = answer.longest_pause_s
     length = f"{len(reference.text):,} characters"
-    heir = workers.get(answer.last_worker, "another worker")
+    successor = workers.get(answer.last_worker, "another worker")
     if answer.text != reference.text:
         screen.line(f"✗ the text differs from that of the undisturbed run ({length})", _RED)
         raise RunFailed("the text differs from that of the undisturbed run")
-    screen.line(f"✓ the same text as undisturbed: {length}, the rest from {heir}", _GREEN)
+    screen.line(f"✓ the same text as undisturbed: {length}, the rest from {successor}", _GREEN)
     if pause_s > MAX_PAUSE_S:
         screen.line(f"✗ the stream paused for {pause_s:.2f} s, once", _RED)
         raise RunFailed(f"the stream paused for more than {MAX_PAUSE_S:g} s")
@@ -346,18 +349,21 @@ class Screen:
     def count_pause(self, pause_s: float) -> None:
         """Show on a terminal how long the pause is."""
         if self._is_pausing and self._output.has_terminal and pause_s >= _SHORTEST_PAUSE_S:
-            self.end_line()
+            if not self._has_count:
+                self.end_line()
             self._output.write(f"{_CLEAR_LINE}… {pause_s:.1f} s")
             self._has_count = True
+            self._column = 1
 
     def end_pause(self, pause_s: float) -> None:
         """Write that the text goes on, after its first pause."""
         if not self._is_pausing:
             return
         self._is_pausing = False
-        self.end_line()
         if self._has_count:
             self._output.write(_CLEAR_LINE)
+            self._column = 0
+        self.end_line()
         self.line(f"✓ another decode worker goes on after {pause_s:.2f} s", _GREEN)
 
     def _end_word(self) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from dynamo_trtllm.launch.servers import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
@@ -213,7 +214,7 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
     return spec.engine in KEEP_MAPPED and has_gpus
 
 
-OnReady = Callable[[LaunchRecord], Awaitable[bool]]
+OnReady = Callable[[LaunchRecord], Coroutine[Any, Any, bool]]
 
 
 @dataclass(eq=False)
@@ -250,7 +251,7 @@ class Launcher:
         Then stop all processes.
 
         Args:
-            on_ready: awaited once, when all processes are ready.
+            on_ready: awaited once, when all processes are ready. A signal cancels it.
 
         Raises:
             ConfigError: a port is in use, or a server does not start.
@@ -288,7 +289,8 @@ class Launcher:
             )
         while self._not_ready:
             await self._changed.wait()
-        if await on_ready(self.record):
+        # Requests of `on_ready` would keep the processes from stopping.
+        if await wait_for_first(on_ready(self.record), self._supervisor.until_stopping()):
             self._supervisor.stop()
 
     def _make_users(self, folder: Path) -> PasswordFolder:

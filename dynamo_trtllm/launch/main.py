@@ -179,13 +179,10 @@ async def run(
 
     async def on_ready(record: LaunchRecord) -> bool:
         nonlocal is_done
-        stop = "" if once else " (Ctrl-C to stop)"
         frontend = record.frontend
         url = None if frontend is None else frontend.url
         rows = [] if is_quiet else _summary(specs, url)
-        if not output.end_start(f"Ready{stop}", rows):
-            where = " without a frontend" if url is None else f": {url}"
-            output.say(f"Ready{where}{stop}")
+        _say_ready(output, rows, url, once=once)
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
         if demonstration is not None and frontend is not None:
@@ -243,6 +240,16 @@ async def _show_sample(deployment: ReadyDeployment) -> None:
 
 
 SAMPLE = Demonstration(_show_sample, check_access)
+
+
+def _say_ready(
+    output: ProcessOutput, rows: Sequence[tuple[str, str]], url: str | None, *, once: bool
+) -> None:
+    """Write that all processes are ready: as a panel with these rows, or in one line."""
+    stop = "" if once else " (Ctrl-C to stop)"
+    if not output.end_start(f"Ready{stop}", rows):
+        where = " without a frontend" if url is None else f": {url}"
+        output.say(f"Ready{where}{stop}")
 
 
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:

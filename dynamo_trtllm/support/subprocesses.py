@@ -359,6 +359,10 @@ class Supervisor:
         """Stop all programs in order. Idempotent."""
         self._stopping.set()
 
+    async def until_stopping(self) -> None:
+        """Return once `stop` was called or a signal has arrived."""
+        await self._stopping.wait()
+
     async def run(self, work: Coroutine[Any, Any, None]) -> dict[str, int]:
         """Run until `stop` is called, a SIGINT or SIGTERM arrives, or a program fails for good.
 

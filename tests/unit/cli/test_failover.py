@@ -24,7 +24,7 @@ from dynamo_trtllm.support.subprocesses import RunFailed
 WORDS = ("One ", "two ", "three ", "four ", "five ", "six.")
 MODEL = "m"
 KILLED = "a1"
-HEIR = "b2"
+SUCCESSOR = "b2"
 
 
 class Terminal(io.StringIO):
@@ -66,7 +66,7 @@ class FakeFrontend:
                 self.send(writer, {"choices": [{"delta": {"content": word}}]})
             if self.sends_error and not is_undisturbed:
                 self.send(writer, {"error": {"message": "no worker"}})
-            self.send(writer, {"choices": [], "dynamo_trtllm": {"decode_instance": HEIR}})
+            self.send(writer, {"choices": [], "dynamo_trtllm": {"decode_instance": SUCCESSOR}})
             writer.write(b"data: [DONE]\n\n")
         await writer.drain()
         writer.close()
@@ -98,7 +98,7 @@ async def deployed(frontend: FakeFrontend, stream: io.StringIO) -> AsyncIterator
         ProcessRecord(
             name="decode-1", role="decode", pid=frontend.victim.pid, instance_id=KILLED, **common
         ),
-        ProcessRecord(name="decode-2", role="decode", pid=1, instance_id=HEIR, **common),
+        ProcessRecord(name="decode-2", role="decode", pid=1, instance_id=SUCCESSOR, **common),
     ]
     record = LaunchRecord(pid=1, namespace="n", processes=records)
     listening = ProcessRecord(name="frontend", role="frontend", pid=1, **common)

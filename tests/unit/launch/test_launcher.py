@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import socket
@@ -59,6 +60,30 @@ async def test_launcher_passes_addresses_in_the_environment() -> None:
         assert child.environ.get("DYN_TRTLLM_ETCD_ENDPOINTS") == "127.0.0.1:1"
         assert child.environ.get("DYN_TRTLLM_NATS_SERVER") == "nats://dynamo:secret@127.0.0.1:2"
         assert "secret" not in " ".join(child.spec.argv)
+
+
+async def test_launcher_that_stops_ends_a_demonstration() -> None:
+    """Otherwise its requests would keep workers from draining."""
+    is_shown = asyncio.Event()
+    ended: list[str] = []
+
+    class Demonstrated(LauncherRun):
+        async def _on_ready(self, serving: Any) -> bool:
+            is_shown.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+            return True
+
+    made = Demonstrated(deployment(WORKER))
+    await until(lambda: len(ALL) == 2)
+    for child in ALL:
+        child.serve()
+    await is_shown.wait()
+    made.launcher._supervisor.stop()
+    await until(lambda: bool(ended))
+    await made.end()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ async def test_unrouted_request_is_404_or_405(
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
-        ("/elsewhere", "see /docs"),
+        ("/other", "see /docs"),
         ("/v1/chat/completions" + "s" * 60, "see /docs"),
     ],
 )
