@@ -295,8 +295,10 @@ def _terminal_columns() -> int:
     with suppress(KeyError, ValueError):
         return int(process_environment()["COLUMNS"])
     for stream in (sys.__stdin__, sys.__stdout__):
+        if stream is None:
+            continue
         # ValueError: the stream is closed.
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError):
             return os.get_terminal_size(stream.fileno()).columns or _MAX_WIDTH
     return _MAX_WIDTH
 
