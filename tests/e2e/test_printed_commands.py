@@ -20,6 +20,7 @@ from tests.e2e.printed_pages import ACTIVATE, PAGES, blocks, make_clone, typed
 END = "kill $(jobs -p)"
 SHORT = (
     (r"^\./scripts/(demo|test)\b.*", r"./scripts/\1 --help"),
+    (r"^dynamo-trtllm (chat|status|explain)\b.*", r"dynamo-trtllm \1 --help"),
     (r"^(MODEL_PATH=\S+ scripts/launch/\S+\.sh)\b.*", r"\1 --help"),
     (r"^(dynamo-trtllm worker --model-path .*)", r"\1 --print-config"),
     (r"^python3 -m venv .*|^pip install .*", ""),
