@@ -6,12 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.launcher_process import LauncherProcess
 from tests.kit.waiting import SOON_S
 
 CONSOLE = (sys.executable, "-c", "from dynamo_trtllm.cli.console import main; main()")
 
 
+@pytest.mark.long  # tests/unit/cli/test_failover.py has all but real processes
 def test_failover_demo_continues_the_stream(tmp_path: Path) -> None:
     launched = LauncherProcess(
         tmp_path, "demo", "--failover", "--engine", "mock", "--port", "0", command=CONSOLE
