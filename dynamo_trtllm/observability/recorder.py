@@ -65,6 +65,8 @@ HASHED_BLOCKS: Final = 61
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
+_UNIQUE_PART = re.compile(r"[0-9a-f]{16}")  # of a request id
+_CHOICE_INDEX = re.compile(r"[0-9]+")
 
 
 class RecordedEvent(IntEnum):
@@ -342,10 +344,10 @@ def request_key(request_id: str) -> tuple[int, int]:
     else:
         unique = head[-16:]
         index = tail
-    try:
-        return int(unique, 16), min(int(index), _MAX_CHOICE)
-    except ValueError:
+    # A peer may send any id, and `int` also takes signs, blanks and underscores.
+    if not _UNIQUE_PART.fullmatch(unique) or not _CHOICE_INDEX.fullmatch(index):
         return id_hash(request_id), 0
+    return int(unique, 16), min(int(index), _MAX_CHOICE)
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:

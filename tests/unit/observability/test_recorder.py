@@ -344,6 +344,8 @@ def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -
         (f"{UNIQUE}-99999999", (KEY, 0xFFFF)),
         ("", (id_hash(""), 0)),
         ("\ud800é-x", (id_hash("\ud800é-x"), 0)),
+        ("-00000000000000f-1", (id_hash("-00000000000000f-1"), 0)),
+        (f"{UNIQUE}-+1", (id_hash(f"{UNIQUE}-+1"), 0)),
     ],
 )
 def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(
