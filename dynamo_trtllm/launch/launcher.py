@@ -43,6 +43,7 @@ from dynamo_trtllm.launch.servers import (
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.support.background import wait_for_first
+from dynamo_trtllm.protocol.number_types import Port, PositiveCount
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
@@ -72,8 +73,8 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     engine: str = ""
     model: str = ""
     host: str
-    port: int  # the port of /ready, /health and /metrics
-    pid: int
+    port: Port  # the port of /ready, /health and /metrics
+    pid: PositiveCount
     instance_id: str = ""  # id of a worker that has been ready, hexadecimal
     uses_tls: bool = False
     certificate: str = ""  # file with the certificate of the process; "": trust those of a CA
@@ -92,7 +93,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
 class LaunchRecord(msgspec.Struct, kw_only=True):
     """What a running launcher has started. `dynamo-trtllm status` reads it."""
 
-    pid: int
+    pid: PositiveCount
     namespace: str
     etcd: str = ""
     nats: str = ""

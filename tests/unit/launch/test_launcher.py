@@ -124,6 +124,17 @@ def test_records_of_other_users_are_ignored(
     assert launcher.launch_records() == []
 
 
+@pytest.mark.parametrize("pid", ["0", "-1", str(1 << 63), "9" * 5000, "1e999", "1.5"])
+def test_record_with_bad_process_id_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: str
+) -> None:
+    folder = tmp_path / "dynamo-launch-a"
+    folder.mkdir()
+    (folder / "deployment.json").write_text(f'{{"pid": {pid}, "namespace": "n"}}')
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launcher.launch_records() == []
+
+
 @pytest.mark.parametrize(
     ("services", "own"),
     [
