@@ -260,6 +260,14 @@ async def test_request_of_http_1_0_when_it_has_no_host_then_served() -> None:
         ).status == 200
 
 
+@pytest.mark.parametrize(("size", "status"), [(len(BODY), 200), (10**18, 413)])
+async def test_length_behind_thousands_of_zeros_is_read(size: int, status: int) -> None:
+    async with serving() as served:
+        client = await served.connect()
+        length = b"Content-Length: %b%d\r\n\r\n" % (b"0" * 5000, size)
+        assert (await client.ask(HEAD + length + BODY)).status == status
+
+
 async def test_body_when_much_more_comes_after_413_then_closed() -> None:
     async with serving(max_body_bytes=2048) as served:
         client = await served.connect()

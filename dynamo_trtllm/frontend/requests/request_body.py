@@ -326,7 +326,9 @@ async def read_body(
         ClientDisconnected: the client disconnected before the end.
     """
     declared = request.header(b"content-length")
-    if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
+    # The number may follow thousands of zeros, and Python converts at most 4300 digits.
+    digits = (declared or "").lstrip("0")
+    if digits.isdecimal() and int(digits) > max_bytes:
         raise _too_large(max_bytes)
     if request.is_complete:
         return await _receive_body(request, max_bytes, budget, body)
