@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.testing.engine_requests import check_nothing_left, started
 from tests.kit.engines import make, vllm_args
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm, fake_vllm
+from tests.kit.small_tokenizer import write_tokenizer
 
 
 def steps(
@@ -87,6 +89,18 @@ async def test_variants_run_without_failure_or_leftovers(kind: str, gpt_oss: Pat
     assert not {"a seed", "log-probabilities", "top-k of a seeded batch"} & {
         step.name for step in without
     }
+
+
+async def test_torch_start_reads_the_tokenizer_for_formats(
+    gpt_oss: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(gpt_oss, folder)
+    write_tokenizer(folder)
+    engine = make("torch", folder, Role.AGGREGATED, warm_up_budget_s=60.0)
+    with caplog.at_level(logging.INFO):
+        async with started(engine):
+            assert "loaded the tokenizer for guided decoding" in caplog.text
 
 
 @pytest.mark.parametrize("version", RELEASES)

@@ -45,7 +45,7 @@ from dynamo_trtllm.engines.torch.random_numbers import MASK_64
 from dynamo_trtllm.engines.torch.scheduler import Delivery, Scheduler
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
-from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
@@ -204,8 +204,13 @@ class TorchEngine(
                 f"{self._model_path} computes NaN or infinity; check its weights and the engine"
                 " argument dtype"
             ) from exc
+        steps: list[WarmUpStep] = []
         if is_gpu:  # libraries load their kernels at first use; on a CPU there are none
-            await self._warming.run(variants(self, self._model_name, info))
+            steps = variants(self, self._model_name, info)
+        elif self._grammar_compiler is not None:
+            # Later, all running requests would wait for it.
+            steps = [WarmUpStep("structured output", self._grammar_compiler.load)]
+        await self._warming.run(steps)
 
     async def check(self) -> None:
         self._ready()

@@ -171,7 +171,7 @@ class GrammarCompiler:
     """The compiler of one model's output formats. Use it on one event loop.
 
     Args:
-        tokenizer: the model's tokenizer.json. It is read at the first request.
+        tokenizer: the model's tokenizer.json. It is read by `load`, or at the first request.
         vocab_size: number of token ids.
         eos_token_ids: tokens that end the model's output, the main one first.
         trial_argv: program and arguments of the trial process. None: those of `trial_process.py`.
@@ -251,7 +251,7 @@ class GrammarCompiler:
             del self._running[key]
 
     async def _compile(self, key: bytes) -> CompiledFormat:
-        compiler = await self._ready()
+        compiler = await self.load()
         result = await self._trials.run(key)
         try:
             if result.code:
@@ -264,7 +264,15 @@ class GrammarCompiler:
         self._store(key, compiled)
         return compiled
 
-    async def _ready(self) -> FormatCompiler:
+    async def load(self) -> FormatCompiler:
+        """Read the tokenizer, once, and return what compiles in this process.
+
+        llguidance holds Python's lock meanwhile: for 1.5 s of CPU time with 200,000 tokens. All
+        requests of this process would wait for that.
+
+        Raises:
+            RequestRejected: the tokenizer can't be read.
+        """
         async with self._loading:
             if self._compiler is None:
                 began = time.monotonic()
