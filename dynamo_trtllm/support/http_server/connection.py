@@ -79,6 +79,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         """True if this connection is open and runs no request: it may be closed for another one."""
         return self in self._server.idle
 
+    @property
+    def begins_request(self) -> bool:
+        """True if nothing of the next request was parsed yet."""
+        return self._parser.awaits_head and not self._parser.received_bytes
+
     # --- called by the event loop -----------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -165,7 +170,10 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _await_turn(self, *, is_behind: bool) -> None:
         if not self._awaits_turn:
             self._awaits_turn = True
-            self._server.parsing_turns.wait(self, is_behind=is_behind)
+            begins_request = self.begins_request and not is_behind
+            self._server.parsing_turns.wait(
+                self, is_behind=is_behind, begins_request=begins_request
+            )
 
     def take_turn(self) -> None:
         """Begin the next request that waits, and parse a part of what was received.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from dynamo_trtllm.support.network.by_network import HasNetwork
@@ -23,6 +23,30 @@ class ParsingConnection(HasNetwork, Protocol):
         """Parse one part."""
 
 
+class _WaitingGroups:
+    """Connections in groups, which take turns."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[Hashable, deque[ParsingConnection]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, group: Hashable, connection: ParsingConnection) -> None:
+        """Add a connection as the last one of its group."""
+        self._groups.setdefault(group, deque()).append(connection)
+
+    def take(self) -> ParsingConnection:
+        """Remove and return the first connection of the next group."""
+        group, waiting = next(iter(self._groups.items()))
+        connection = waiting.popleft()
+        if waiting:
+            self._groups.move_to_end(group)
+        else:
+            del self._groups[group]
+        return connection
+
+
 class ParsingTurns:
     """The connections that wait until there is time to parse what they have received.
 
@@ -33,13 +57,18 @@ class ParsingTurns:
     In its turn, a connection parses one part. The networks of clients take turns, and those of its
     connections that have just received something do with those that are behind. So others are not
     delayed by a client that sends much, or small pieces that take long.
+
+    Every second turn is for a connection whose request begins. So a small request does not wait for
+    the bodies of thousands of networks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._used_s = 0.0  # in this iteration
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
-        self._groups: OrderedDict[tuple[str, bool], deque[ParsingConnection]] = OrderedDict()
+        self._beginning = _WaitingGroups()  # by network
+        self._others = _WaitingGroups()  # by network, and whether they are behind
+        self._is_turn_of_others = False
 
     @property
     def is_over(self) -> bool:
@@ -58,15 +87,21 @@ class ParsingTurns:
         self._schedule()
         self._used_s += HANDLER_S
 
-    def wait(self, connection: ParsingConnection, *, is_behind: bool) -> None:
+    def wait(
+        self, connection: ParsingConnection, *, is_behind: bool, begins_request: bool = False
+    ) -> None:
         """Let a connection wait for its turn.
 
         Args:
             connection: its `take_turn` is called once.
             is_behind: it has not finished in its last turn.
+            begins_request: nothing of its next request was parsed yet.
         """
         self._schedule()
-        self._groups.setdefault((connection.network, is_behind), deque()).append(connection)
+        if begins_request:
+            self._beginning.add(connection.network, connection)
+        else:
+            self._others.add((connection.network, is_behind), connection)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -76,11 +111,12 @@ class ParsingTurns:
     def _begin_iteration(self) -> None:
         self._is_scheduled = False
         self._used_s = 0.0
-        while self._groups and not self.is_over:
-            group, waiting = next(iter(self._groups.items()))
-            connection = waiting.popleft()
-            if waiting:
-                self._groups.move_to_end(group)
-            else:
-                del self._groups[group]
-            self.run(connection.take_turn, _TURN_S)
+        while (self._beginning or self._others) and not self.is_over:
+            self.run(self._next().take_turn, _TURN_S)
+
+    def _next(self) -> ParsingConnection:
+        """Remove and return the connection whose turn it is. At least one must wait."""
+        self._is_turn_of_others = not self._is_turn_of_others
+        if self._others and (self._is_turn_of_others or not self._beginning):
+            return self._others.take()
+        return self._beginning.take()

@@ -117,7 +117,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         turns = self._group.parsing_turns
         if turns.is_over:
             self._awaits_turn = True
-            turns.wait(self, is_behind=False)
+            turns.wait(self, is_behind=False, begins_request=self._connection.begins_request)
             self._update_reading()
         else:
             turns.run(self._decrypt)

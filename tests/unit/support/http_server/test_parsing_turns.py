@@ -97,6 +97,28 @@ async def test_slow_chunks_let_other_clients_be_served() -> None:
     assert slow.transport.is_reading
 
 
+async def test_request_does_not_wait_for_bodies_of_many_clients() -> None:
+    handler = Answered()
+    clock = TickingClock()
+    limits = replace(LIMITS, max_connections=101)
+    server = HttpServer(handler, limits, error_form=openai_error, shutdown_s=0.0)
+    server.parsing_turns = ParsingTurns(clock)
+    senders = [MemoryClient(handler, (f"192.0.2.{at}", 1), server) for at in range(100)]
+    for sender in senders:
+        sender.send(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 10000\r\n\r\n")
+        await asyncio.sleep(0)
+    clock.tick_s = PARSING_S  # one turn in each iteration
+    for sender in senders:
+        sender.send(b"x" * 10_000)
+    MemoryClient(handler, ("192.0.2.200", 1), server).send(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert handler.bodies == {"/live": b""}
+    clock.tick_s = 0.0
+    for sender in senders:
+        await sender.until_answered()
+
+
 async def test_handlers_of_many_requests_begin_few_at_a_time() -> None:
     handler = Answered()
     server = HttpServer(
