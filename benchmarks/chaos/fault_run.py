@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynamo_trtllm.protocol.errors import ConfigError
+
 from ..load_client import Client
 from ..stream import RequestRecord
 from .context import FaultContext
@@ -77,7 +79,7 @@ class FaultRunner:
             if osl not in self._texts:
                 self._texts[osl] = await reference_answers(deployment, osl=osl)
             verdict = await run_fault(deployment, fault, self._config, self._texts[osl])
-        except NotReady as exc:
+        except (NotReady, ConfigError) as exc:  # the second: a server did not start in time
             verdict = Verdict(fault=fault.name)
             verdict.add_leaks([f"the deployment failed: {exc}"])
         if fault.is_launcher or verdict.leaked:
