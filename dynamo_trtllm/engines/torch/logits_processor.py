@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds
+
+# A smaller repetition penalty counts as this one: logits divided by it are finite in float32.
+MIN_PENALTY: Final = 1e-5
 
 
 class LogitsProcessor:
@@ -50,7 +54,7 @@ class LogitsProcessor:
         if self._repeated:
             ids = _ids(self._repeated, logits)
             values = logits[ids]
-            penalty = sampling.repetition_penalty
+            penalty = max(sampling.repetition_penalty, MIN_PENALTY)
             logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
         if self._counts:
             counts = torch.tensor(

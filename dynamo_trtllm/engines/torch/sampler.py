@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob
 # system in each step: 8 rows of 201,088 take 18 ms one after the other, and 40 ms together (torch
 # 2.13).
 _MAX_CPU_DRAW = 1 << 18
+# Below it, sampling is greedy, as in vLLM: logits divided by much less are infinite in float32.
+MIN_TEMPERATURE: Final = 1e-5
 
 
 class SampledToken(NamedTuple):
@@ -66,7 +68,9 @@ def sample(
             logits_processor.apply(logits[row])
         for row, stop_ids in below_minimum:
             logits[row, list(stop_ids)] = -torch.inf
-    drawn = [row for row, seq in enumerate(rows) if seq.request.sampling.temperature > 0]
+    drawn = [
+        row for row, seq in enumerate(rows) if seq.request.sampling.temperature >= MIN_TEMPERATURE
+    ]
     if len(drawn) == len(rows):
         picked = _draw(logits, rows)
     else:
@@ -90,6 +94,11 @@ def sample(
         None if token_id < 0 else SampledToken(token_id, logprobs.get(row))
         for row, token_id in enumerate(ids)
     ]
+
+
+def _is_drawn(seq: TorchSequence) -> bool:
+    """Return whether tokens of a sequence are drawn at random. Otherwise the likeliest is taken."""
+    return seq.request.sampling.temperature >= MIN_TEMPERATURE
 
 
 def _likeliest(logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -83,6 +84,11 @@ def test_repetition_penalty_lowers_prompt_and_answer_tokens() -> None:
         1.5,
         0.0,
     ]
+
+
+def test_tiny_repetition_penalty_gives_finite_logits() -> None:
+    logits = shaped(logits_processor((0, 1, 2, 3), repetition_penalty=5e-324))
+    assert all(math.isfinite(logit) for logit in logits)
 
 
 def test_logit_bias_then_added() -> None:

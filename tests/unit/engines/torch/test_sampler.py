@@ -50,6 +50,11 @@ def test_choose_when_temperature_is_zero_then_the_likeliest() -> None:
     assert draw([0.0, 3.0, 1.0], 3, temperature=0.0) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30])
+def test_choose_with_tiny_temperature_takes_the_likeliest(temperature: float) -> None:
+    assert draw([0.0, 3.0, 1.0], 3, temperature=temperature, top_p=0.5) == [1, 1, 1]
+
+
 def test_choose_when_sampled_then_frequencies_follow_the_softmax() -> None:
     picked = draw([0.0, math.log(3.0), -torch.inf], 8000, temperature=1.0)
     assert picked.count(1) / 8000 == pytest.approx(0.75, abs=0.02)
