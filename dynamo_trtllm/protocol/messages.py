@@ -454,6 +454,11 @@ class FileChunk(msgspec.Struct, frozen=True):
     total_bytes: Number
 
 
+# Until a reserved slot expires, in case its frontend dies. An expired slot does no harm: the decode
+# call is then queued.
+MAX_RESERVATION_S: Final = 60.0
+
+
 class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
     """Reserve a decode slot for a request before its prefill call.
 

@@ -37,6 +37,7 @@ from dynamo_trtllm.protocol.errors import (
 )
 from dynamo_trtllm.protocol.kv_events import KvEventPublisher
 from dynamo_trtllm.protocol.messages import (
+    MAX_RESERVATION_S,
     Chunk,
     Control,
     GenerateRequest,
@@ -99,7 +100,7 @@ class WorkerAdmission:
 
         Args:
             reservation_id: id of the reservation; the call names it.
-            expires_at: seconds since the epoch.
+            expires_at: seconds since the epoch. At most MAX_RESERVATION_S from now count.
 
         Raises:
             Overloaded: no slot is free.
@@ -108,7 +109,8 @@ class WorkerAdmission:
             self._check_capacity()
         # Without a limit, there is nothing to reserve.
         if self.max_active is not None:
-            self._reservations[reservation_id] = expires_at
+            latest = self.clock() + MAX_RESERVATION_S
+            self._reservations[reservation_id] = min(expires_at, latest)
 
     def unreserve(self, reservation_id: str) -> None:
         """Release a slot. Ignore an unknown reservation: a call has used it, or it has expired."""

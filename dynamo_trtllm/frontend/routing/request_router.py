@@ -39,6 +39,7 @@ from dynamo_trtllm.protocol.errors import (
     QueryOfDeath,
 )
 from dynamo_trtllm.protocol.messages import (
+    MAX_RESERVATION_S,
     Chunk,
     GenerateRequest,
     Instance,
@@ -62,9 +63,6 @@ log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
 _REISSUE_TIMEOUT_S = 2.0
-# Expiry of a slot, in case this frontend dies. An expired slot does no harm: the decode call is
-# then queued.
-_RESERVED_S = 60.0
 # Overloaded workers can make thousands of calls fail in a second. Each period has at most
 # _MAX_FAILURE_LINES log lines about them, and a line with the number of the others.
 _MAX_FAILURE_LINES = 100
@@ -416,7 +414,7 @@ class RoutedRequest(Stream):
             raise DeadlineExceeded(
                 "the request's deadline passed before a decode slot was reserved"
             )
-        left_s = min(deadline - now, _RESERVED_S)
+        left_s = min(deadline - now, MAX_RESERVATION_S)
         message = ReserveSlot(reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
         await self._router.plane.client.control(decode.subject, message, timeout_s=timeout_s)

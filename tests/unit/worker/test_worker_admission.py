@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.protocol.errors import Overloaded
-from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.messages import MAX_RESERVATION_S, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.service import WorkerAdmission
 
 
@@ -70,6 +70,13 @@ def test_call_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
     admission.reserve("a", clock.now + 1)
     with admission.admit(call(), None), admission.admit(call(), None):
         assert admission.active() == 2
+    assert admission.reserved_slots() == 0
+
+
+def test_reservation_of_a_peer_lasts_a_minute_at_most(clock: Clock) -> None:
+    admission = WorkerAdmission(max_active=1, clock=clock)
+    admission.reserve("a", clock.now + 1e9)
+    clock.now += MAX_RESERVATION_S
     assert admission.reserved_slots() == 0
 
 
