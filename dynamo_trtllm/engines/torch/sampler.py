@@ -68,9 +68,7 @@ def sample(
             logits_processor.apply(logits[row])
         for row, stop_ids in below_minimum:
             logits[row, list(stop_ids)] = -torch.inf
-    drawn = [
-        row for row, seq in enumerate(rows) if seq.request.sampling.temperature >= MIN_TEMPERATURE
-    ]
+    drawn = [row for row, seq in enumerate(rows) if _is_drawn(seq)]
     if len(drawn) == len(rows):
         picked = _draw(logits, rows)
     else:
