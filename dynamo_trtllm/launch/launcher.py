@@ -42,8 +42,8 @@ from dynamo_trtllm.launch.servers import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.protocol.number_types import Port, PositiveCount
+from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
 from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
