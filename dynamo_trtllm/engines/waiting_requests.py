@@ -1,5 +1,7 @@
-"""Order the requests that wait in the mock and the torch engine: by priority and arrival, but none
-waits for ever.
+"""Order the requests of the mock and the torch engine: by priority, then by what their clients have
+got, then by arrival. None waits for ever.
+
+A prompt of a client below its share also goes before the rest of prompts that have begun.
 """
 
 from __future__ import annotations
@@ -8,12 +10,20 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.protocol.messages import GenerateRequest
+from dynamo_trtllm.protocol.messages import ClientShare, GenerateRequest
 
-FIRST: Final = -math.inf  # order of a request that no other one may overtake
+
+class QueueOrder(NamedTuple):
+    """The place of a request in the queue. Lower values come first."""
+
+    priority: float
+    group: int  # 0: those of clients below their share; 1: others
+
+
+FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
 # A client that sends only requests of a high priority could keep those of all others waiting. After
 # this time, they go first. It is longer than what a priority is for, and shorter than the time for
 # which clients wait (minutes).
@@ -36,11 +46,38 @@ class WaitingRequest(Protocol):
     """The resource that `record_wait` has recorded last; "" before."""
 
     @property
-    def queue_order(self) -> float:
-        """Return its place in the queue: lower values first."""
+    def queue_order(self) -> QueueOrder:
+        """Return its place in the queue."""
 
 
 R = TypeVar("R", bound=WaitingRequest)
+
+
+def queue_order(request: GenerateRequest) -> QueueOrder:
+    """Return the place of a request that has not waited for long."""
+    group = 0 if request.client_share is ClientShare.BELOW else 1
+    return QueueOrder(request.priority, group)
+
+
+def step_limit(most: int, prompt: GenerateRequest) -> int:
+    """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
+
+    They are half of the most if the client of the prompt has got its share while another one is
+    below its own: a prompt of that one may come at any time, and would wait for the end of the
+    step, or may be in this step and would wait for the rest of it.
+
+    Args:
+        most: how many a step may have with other prompts.
+        prompt: the prompt.
+    """
+    if prompt.client_share is ClientShare.ABOVE:
+        return max(1, most // 2)
+    return most
+
+
+def group_of(request: WaitingRequest) -> int:
+    """Return the group of a request, by which the prompts that have begun are sorted."""
+    return request.queue_order.group
 
 
 def enqueue(waiting: deque[R], request: R) -> None:
@@ -75,7 +112,7 @@ def record_wait(first: WaitingRequest, resource: str) -> None:
         RECORDER.record(first.request.request_id, event)
 
 
-def _order(request: WaitingRequest) -> float:
+def _order(request: WaitingRequest) -> QueueOrder:
     return request.queue_order
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -88,6 +88,16 @@ class Phase(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Phase | None:
         return cls.AGGREGATED if value == FORMER_AGGREGATED else None
+
+
+class ClientShare(IntEnum):
+    """What the sender of a request has got of the workers, compared with other clients."""
+
+    EVEN = 0  # about its share, or not known
+    BELOW = 1  # less than its share: its prompts go before those of others
+    # Its share or more, while there are requests of clients that have got less: a step with only
+    # such prompts is shorter, because another prompt may have to wait for its end.
+    ABOVE = 2
 
 
 class FinishReason(StrEnum):
@@ -253,6 +263,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str | None = None
     # lower values leave an engine's queue earlier; needs the feature "priority"
     priority: _Priority = 0
+    # among requests of the same priority; engines that can't use it ignore it
+    client_share: ClientShare = ClientShare.EVEN
     # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
     dp_rank: _DpRank | None = None
     prefill_dp_rank: _DpRank | None = None  # the same of the prefill worker

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines import waiting_requests as waiting
+from dynamo_trtllm.engines.capabilities import MeasuresSteps
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import RequestRejected
-from dynamo_trtllm.protocol.messages import GenerateRequest, Role
+from dynamo_trtllm.protocol.messages import ClientShare, GenerateRequest, Role
 from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.testing.engine_requests import ask, check_stats, collect, prompt_of, started
 from tests.kit.engines import make
@@ -48,7 +49,8 @@ async def test_priority_lower_values_run_first(
 ) -> None:
     with ExitStack() as stack:
         stack.enter_context(fake_vllm() if kind == "vllm" else fake_tensorrt_llm("1.3.0rc29"))
-        assert await order_of_ends(kind, args, gpt_oss) == ["first", "second", "third", "late"]
+        order = ["first", "below", "second", "third", "late"]
+        assert await order_of_ends(kind, args, gpt_oss) == order
 
 
 @pytest.mark.parametrize("kind", ["mock", "torch"])
@@ -56,24 +58,26 @@ async def test_priority_when_waits_are_long_then_arrival_order(
     kind: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
-    assert await order_of_ends(kind, {}, gpt_oss) == ["late", "second", "third", "first"]
+    order = ["late", "second", "third", "below", "first"]
+    assert await order_of_ends(kind, {}, gpt_oss) == order
 
 
 async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[str]:
-    """Queue four requests of other priorities behind a running one, and return the order in which
-    they end.
+    """Queue requests of other priorities, and one of a client below its share, behind a running
+    one. Return the order in which they end.
     """
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        await collect(engine, request(request_id=name, priority=priority))
+        share = ClientShare.BELOW if name == "below" else ClientShare.EVEN
+        await collect(engine, request(request_id=name, priority=priority, client_share=share))
         order.append(name)
 
     engine = make(kind, gpt_oss, Role.AGGREGATED, max_batch_size=1, **args)
     async with started(engine):
         async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=3000))) as running:
             await anext(running)
-            names = (("late", 5), ("second", 0), ("third", 0), ("first", -5))
+            names = (("late", 5), ("second", 0), ("third", 0), ("below", 0), ("first", -5))
             tasks = []
             for number, (name, priority) in enumerate(names, 1):
                 tasks.append(asyncio.create_task(run(name, priority)))
@@ -83,6 +87,40 @@ async def order_of_ends(kind: str, args: dict[str, Any], gpt_oss: Path) -> list[
             assert engine.stats().context_tokens >= 40
         await asyncio.gather(*tasks)
     return order
+
+
+SMALL_STEPS = (
+    ("mock", {"prefill_tokens_per_step": 32, "prefill_token_s": 1e-5}),
+    ("torch", {"prefill_chunk_tokens": 32, "max_num_tokens": 32}),
+)
+
+
+@pytest.mark.parametrize(("kind", "args"), SMALL_STEPS)
+async def test_prompt_below_its_share_goes_before_the_rest_of_others(
+    kind: str, args: dict[str, Any], gpt_oss: Path
+) -> None:
+    engine = make(kind, gpt_oss, Role.AGGREGATED, **args)
+    async with started(engine):
+        long = request(request_id="long", token_ids=prompt_of(2000))
+        running = asyncio.create_task(collect(engine, long))
+        await check_stats(engine, running=1)
+        await collect(engine, request(client_share=ClientShare.BELOW))
+        assert not running.done()
+        await running
+
+
+@pytest.mark.parametrize(("kind", "args"), SMALL_STEPS)
+@pytest.mark.parametrize(
+    ("share", "most"), [(ClientShare.ABOVE, 16), (ClientShare.EVEN, 32), (ClientShare.BELOW, 32)]
+)
+async def test_step_is_half_with_prompts_above_their_share_only(
+    kind: str, args: dict[str, Any], share: ClientShare, most: int, gpt_oss: Path
+) -> None:
+    engine = make(kind, gpt_oss, Role.AGGREGATED, **args)
+    assert isinstance(engine, MeasuresSteps)
+    async with started(engine):
+        await collect(engine, request(token_ids=prompt_of(200), client_share=share))
+        assert max(step.prefill_tokens for step in engine.steps) == most
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.external.format_cost import check_cost
 from dynamo_trtllm.models.checkpoint import Checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, RequestRejected
 from dynamo_trtllm.protocol.messages import (
     Chunk,
+    ClientShare,
     FinishReason,
     GenerateRequest,
     KvTransferParams,
@@ -221,6 +223,20 @@ def is_plain(guided: StructuredOutput) -> bool:
     """Return True if one format covers the complete output."""
     is_one_form = len(guided.alternatives) == 1 and not guided.alternatives[0].prefix
     return is_one_form and not guided.trigger and guided.otherwise is None
+
+
+def queue_priority(request: GenerateRequest, info: EngineInfo) -> int:
+    """Return the priority of a request in the queue of the library: lower values first.
+
+    Of requests of the same priority, those of clients below their share come first. So each
+    priority of a request has two in the queue. 0, the library's default, if its queue has no order.
+    """
+    if "priority" not in info.supported_features:
+        return 0
+    priority = 2 * request.priority
+    if request.client_share is ClientShare.BELOW:
+        priority -= 1
+    return priority
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:

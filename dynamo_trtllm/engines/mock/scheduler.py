@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines.waiting_requests import (
+    FIRST,
+    QueueOrder,
+    enqueue,
+    group_of,
+    promote_overdue,
+    queue_order,
+    record_wait,
+    step_limit,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
@@ -67,9 +77,9 @@ class MockStream(TaskStream):
         self.recorded_wait = ""
 
     @property
-    def queue_order(self) -> float:
-        """Return the place in the queue: lower values first."""
-        return FIRST if self.is_overdue else self.request.priority
+    def queue_order(self) -> QueueOrder:
+        """Return the place in the queue."""
+        return FIRST if self.is_overdue else queue_order(self.request)
 
     @property
     def kv_tokens(self) -> int:
@@ -107,6 +117,8 @@ class MockScheduler:
         self._queue_waits = QueueWaits()
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
+        # Those of `_running` whose prompts are not computed yet, in the order of their turns.
+        self._prompts: list[MockStream] = []
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
@@ -166,6 +178,8 @@ class MockScheduler:
         """Remove a stream in any state and free its blocks. A step in progress skips it."""
         stream.wanted = 0
         stream.prefill_left = 0
+        if stream in self._prompts:
+            self._prompts.remove(stream)
         if stream in self._running:
             del self._running[stream]
             # After the first output token, `_generate` has stored the prompt already.
@@ -254,28 +268,43 @@ class MockScheduler:
                     begun_s = time.monotonic()
                     last_s = begun_s
                     continue
+                prompts = self._plan_prompts()
                 if is_constant:
                     step_s = self._args.step_s
                 else:
-                    step_s = self._step_seconds()
+                    step_s = self._step_seconds(sum(prompts.values()))
                 await asyncio.sleep(begun_s + step_s - time.monotonic())
                 now = time.monotonic()
                 # The step after a late one is shorter. At most one missed step is caught up on.
                 planned_s = begun_s + step_s
                 begun_s = max(planned_s, now - step_s)
-                self._step(now - last_s)
+                self._step(now - last_s, prompts)
                 last_s = now
         finally:
             for stream in (*self._waiting, *self._running):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
-    def _step_seconds(self) -> float:
-        """Return how long a step with the running calls takes."""
+    def _plan_prompts(self) -> dict[MockStream, int]:
+        """Return how many tokens of which prompts the next step computes."""
+        most = self._args.prefill_tokens_per_step
+        planned: dict[MockStream, int] = {}
+        num_planned = 0
+        for stream in self._prompts:
+            limit = most
+            # Otherwise, shorter steps take as long as others.
+            if self._args.prefill_token_s:
+                limit = step_limit(most, stream.request)
+            count = min(limit - num_planned, stream.prefill_left)
+            if count > 0:
+                planned[stream] = count
+                num_planned += count
+        return planned
+
+    def _step_seconds(self, prefill_tokens: int) -> float:
+        """Return how long a step with the running calls takes, and with so many prompt tokens."""
         num_decoding = 0
         context_tokens = 0
-        prefill_tokens = 0
         for stream in self._running:
-            prefill_tokens += stream.prefill_left
             if stream.wanted > 0 and stream.prefill_left == 0:
                 num_decoding += 1
                 context_tokens += len(stream.request.token_ids) + stream.num_output
@@ -285,11 +314,13 @@ class MockScheduler:
 
     def _admit(self) -> None:
         lacking = ""  # what the first waiting request lacks
-        to_prefill = sum(stream.prefill_left for stream in self._running)
-        budget = self._args.prefill_tokens_per_step - to_prefill
+        # Tokens of a step that running prompts do not take, by group of `QueueOrder`.
+        budgets = [self._args.prefill_tokens_per_step] * 2
+        for stream in self._prompts:
+            _take(budgets, stream)
         while self._waiting:
             promote_overdue(self._waiting)
-            if budget <= 0:
+            if budgets[self._waiting[0].queue_order.group] <= 0:
                 # The running prefills take all tokens of a step.
                 lacking = "slots"
             else:
@@ -297,7 +328,7 @@ class MockScheduler:
             if lacking:
                 break
             stream = self._waiting.popleft()
-            budget -= stream.prefill_left
+            _take(budgets, stream)
             self._begin(stream)
         self._queue_waits.waiting_for(lacking)
         if lacking:
@@ -309,6 +340,8 @@ class MockScheduler:
         A decode call fetches its KV meanwhile and waits for its first step afterwards.
         """
         self._running[stream] = None
+        if stream.prefill_left:
+            insort(self._prompts, stream, key=group_of)
         RECORDER.record(stream.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
         if stream.request.kv_params is None:
             stream.phases.end("queue")
@@ -335,27 +368,28 @@ class MockScheduler:
         stream.prefill_left -= cached_tokens
         return ""
 
-    def _step(self, seconds: float) -> None:
+    def _step(self, seconds: float, prompts: Mapping[MockStream, int]) -> None:
+        """End a step, which has computed these numbers of tokens of prompts."""
         num_decoding = 0
         context_tokens = 0
         prefill_tokens = 0
         attention_pairs = 0.0
+        for stream, count in prompts.items():
+            if not stream.prefill_left:
+                continue  # it was retired meanwhile
+            prefill_tokens += count
+            stream.prefill_left -= count
+            computed_tokens = len(stream.request.token_ids) - stream.prefill_left
+            # A token attends to all tokens before it, and on average to half of those of this step.
+            attention_pairs += count * (computed_tokens - count / 2)
+        self._prompts = [stream for stream in self._prompts if stream.prefill_left]
         for stream in list(self._running):
-            prompt_tokens = len(stream.request.token_ids)
-            if stream.prefill_left > 0:
-                budget = self._args.prefill_tokens_per_step - prefill_tokens
-                taken = min(budget, stream.prefill_left)
-                prefill_tokens += taken
-                stream.prefill_left -= taken
-                computed_tokens = prompt_tokens - stream.prefill_left
-                # A token attends to all tokens before it, and on average to half of those of this
-                # step.
-                attention_pairs += taken * (computed_tokens - taken / 2)
-            elif stream.wanted > 0:
+            if stream.prefill_left or stream.wanted <= 0:
+                continue
+            if stream not in prompts:
                 num_decoding += 1
-                context_tokens += prompt_tokens + stream.num_output
-            if stream.prefill_left == 0 and stream.wanted > 0:
-                self._generate(stream)
+                context_tokens += len(stream.request.token_ids) + stream.num_output
+            self._generate(stream)
         if num_decoding or prefill_tokens:
             sample = StepSample(
                 seconds, num_decoding, context_tokens, prefill_tokens, attention_pairs
@@ -387,3 +421,9 @@ class MockScheduler:
                 stats=stream.phases.timings(),
             )
             stream.emit(last)
+
+
+def _take(budgets: list[int], stream: MockStream) -> None:
+    """Take the tokens of a prompt from the budgets of its group, and of the one behind it."""
+    for group in range(stream.queue_order.group, len(budgets)):
+        budgets[group] -= stream.prefill_left

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,13 @@ from dynamo_trtllm.engines.torch.sampler import SampledToken
 from dynamo_trtllm.engines.torch.scheduler_load import SchedulerLoad
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
-from dynamo_trtllm.engines.waiting_requests import enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines.waiting_requests import (
+    enqueue,
+    group_of,
+    promote_overdue,
+    record_wait,
+    step_limit,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
     EngineFailed,
@@ -284,7 +291,7 @@ class Scheduler:
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
-                self._prefilling.append(seq)
+                insort(self._prefilling, seq, key=group_of)
         self._queue_waits.waiting_for(lacking)
         if lacking:
             record_wait(self._waiting[0], lacking)
@@ -341,17 +348,18 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
         planned = []
+        num_planned = 0
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            count = min(budget, self.args.prefill_chunk_tokens, tokens_left)
+            left_of_step = step_limit(budget, seq.request) - num_planned
+            count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:
                 count = min(count, scores_budget)
                 scores_budget -= count
-            if count <= 0:
-                break
-            planned.append(PrefillChunk(seq, count))
-            budget -= count
+            if count > 0:
+                planned.append(PrefillChunk(seq, count))
+                num_planned += count
         return planned
 
     def _update_from_output(

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
-from dynamo_trtllm.engines.waiting_requests import FIRST
+from dynamo_trtllm.engines.waiting_requests import FIRST, QueueOrder, queue_order
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
@@ -109,15 +109,15 @@ class TorchSequence(TaskStream):
         return self.prompt_tokens + self.max_new_tokens - 1
 
     @property
-    def queue_order(self) -> float:
-        """Return the place in the queue: lower values first.
+    def queue_order(self) -> QueueOrder:
+        """Return the place in the queue.
 
         The first sequence of the queue may have space in the transfer buffer while it waits for KV
         blocks. It stays first: another one would wait for that space, and both for ever.
         """
         if self.is_overdue or self.allocation is not None:
             return FIRST
-        return self.request.priority
+        return queue_order(self.request)
 
     @property
     def scores_prompt(self) -> bool:

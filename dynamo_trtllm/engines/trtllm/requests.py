@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from dynamo_trtllm.engines.engine_interface import check_request, stop_token_ids
-from dynamo_trtllm.engines.external.library import guided_params, is_plain
+from dynamo_trtllm.engines.external.library import guided_params, is_plain, queue_priority
 from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
@@ -56,17 +56,18 @@ class TrtllmRequest:
         }
         if request.cache_salt is not None:
             self.keywords["cache_salt"] = request.cache_salt
-        if request.priority:
-            self.keywords["priority"] = _priority(request.priority)
+        priority = queue_priority(request, model_limits.info)
+        if priority:
+            self.keywords["priority"] = _priority(priority)
 
 
 def _priority(priority: int) -> float:
-    """Convert a priority, of which lower values come first, to TensorRT-LLM's: 0.5 is its default,
-    and 1 comes first.
+    """Convert a priority in the queue, of which lower values come first, to TensorRT-LLM's: 0.5 is
+    its default, and 1 comes first.
 
-    The executor keeps it with 32 bits: 2**21 steps per unit stay distinct.
+    The executor keeps it with 32 bits: 2**22 steps per unit stay distinct.
     """
-    return min(1.0, max(0.0, 0.5 - priority / (1 << 21)))
+    return min(1.0, max(0.0, 0.5 - priority / (1 << 22)))
 
 
 def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from dynamo_trtllm.engines.engine_interface import (
     check_request,
     stop_token_ids,
 )
-from dynamo_trtllm.engines.external.library import guided_params
+from dynamo_trtllm.engines.external.library import guided_params, queue_priority
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
@@ -78,7 +78,7 @@ class VllmRequest:
         sampling = request.sampling
         self.prompt = list(request.token_ids)
         self.cache_salt = request.cache_salt
-        self.priority = request.priority
+        self.priority = queue_priority(request, model_limits.info)
         # of StructuredOutputsParams
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines import waiting_requests as waiting
-from dynamo_trtllm.engines.waiting_requests import FIRST, enqueue, promote_overdue, record_wait
+from dynamo_trtllm.engines.waiting_requests import (
+    FIRST,
+    QueueOrder,
+    enqueue,
+    promote_overdue,
+    record_wait,
+)
 from dynamo_trtllm.observability.recorder import RecordedEvent
 
 
@@ -18,19 +24,20 @@ from dynamo_trtllm.observability.recorder import RecordedEvent
 class Request:
     name: str
     priority: float
+    group: int = 1
     queued_s: float = 0.0
     is_overdue: bool = False
 
     @property
-    def queue_order(self) -> float:
-        return FIRST if self.is_overdue else self.priority
+    def queue_order(self) -> QueueOrder:
+        return FIRST if self.is_overdue else QueueOrder(self.priority, self.group)
 
 
 def test_overdue_request_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 0.0)
     queue: deque[Request] = deque()
-    for name, priority in (("low", 5), ("holds memory", FIRST)):
-        enqueue(queue, Request(name, priority))
+    enqueue(queue, Request("low", 5))
+    enqueue(queue, Request("holds memory", FIRST.priority, FIRST.group))
     promote_overdue(queue)
     assert [request.name for request in queue] == ["holds memory", "low"]
 

@@ -153,7 +153,7 @@ class LLM:
         if not 0.0 <= priority <= 1.0:
             raise ValueError(f"priority must be in [0.0, 1.0], got {priority}")
         policy = (self.args["scheduler_config"] or {}).get("waiting_queue_policy")
-        return round((0.5 - priority) * (1 << 21)) if policy == "priority" else 0
+        return round((0.5 - priority) * (1 << 22)) if policy == "priority" else 0
 
     def _check(self, prompt: Sequence[int], params: Any) -> None:
         is_decode = params is not None and params.request_type == "generation_only"
