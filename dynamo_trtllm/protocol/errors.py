@@ -133,7 +133,17 @@ class Cancelled(RequestError, code="cancelled"):
 
 
 class CapacityError(DynamoError, code="capacity"):
-    """The request is valid, but no capacity is free. The caller may try again later."""
+    """The request is valid, but no capacity is free. The caller may try again later.
+
+    Attributes:
+        retry_after_s: seconds until the caller may try again; None: not known.
+    """
+
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
 
 
 class Overloaded(CapacityError, code="overloaded", retryable=True):
@@ -144,7 +154,6 @@ class RateLimitExceeded(CapacityError, code="rate_limit_exceeded"):
     """A limit of an API key is reached.
 
     Attributes:
-        retry_after_s: seconds until the client may try again.
         headers: of the response, which say what is left of the limits.
     """
 
@@ -153,12 +162,15 @@ class RateLimitExceeded(CapacityError, code="rate_limit_exceeded"):
         message: str,
         *,
         field: str | None = None,
-        retry_after_s: int = 1,
+        retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message, field=field)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
         self.headers = headers or {}
+
+
+class DeadlineUnreachable(CapacityError, code="deadline_unreachable"):
+    """The request would wait for longer than it may take, so it did not begin to wait."""
 
 
 class Draining(CapacityError, code="draining", retryable=True):

@@ -32,7 +32,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     413: (errors.PayloadTooLarge,),
     415: (errors.UnsupportedMedia,),
     422: (errors.QueryOfDeath,),  # clients repeat requests after a status from 500 on
-    429: (errors.Overloaded, errors.RateLimitExceeded),
+    429: (errors.Overloaded, errors.RateLimitExceeded, errors.DeadlineUnreachable),
     431: (errors.HeadTooLarge,),
     500: (
         DynamoError,
@@ -100,10 +100,11 @@ def to_response(
     """
     status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     body = form(status, error.message, param=error.field, code=error.code, request_id=request_id)
+    if isinstance(error, errors.CapacityError) and error.retry_after_s is not None:
+        retry_after_s = error.retry_after_s
+    headers = retry_headers(status, retry_after_s)
     if isinstance(error, errors.RateLimitExceeded):
-        headers = {**retry_headers(status, error.retry_after_s), **error.headers}
-    else:
-        headers = retry_headers(status, retry_after_s)
+        headers |= error.headers
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ErrorResponse(status, body, headers)

@@ -9,11 +9,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from dynamo_trtllm.frontend.requests.fair_queue import Claim, FairQueue, QueuedRequest
+from dynamo_trtllm.frontend.requests.recent_rate import WINDOW_S, RecentRate
 from dynamo_trtllm.frontend.requests.token_counters import CountedRequest, TokenCounters
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.support.network.by_network import ByNetwork
 
-_RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _MAX_RETRY_S = 60
 # A client may hold this many times as many permits as are free. So one client leaves a sixteenth of
 # all permits to others, however long its answers are and however slowly it reads them. A limit of
@@ -55,9 +55,7 @@ class ConcurrencyLimiter:
         # The next request for some model waits for permits, and no other one overtakes it.
         self._lacks_permits = False
         self._idle_since_s = clock()  # valid while no permit is in use
-        # Choices that have ended. Their rate is that of the load.
-        self._finished = 0.0
-        self._counted_since_s = clock()
+        self._finished = RecentRate(clock)  # choices that have ended
 
     @property
     def queued(self) -> int:
@@ -86,6 +84,7 @@ class ConcurrencyLimiter:
             What counts the request for its client. The caller ends it.
 
         Raises:
+            DeadlineUnreachable: the request would wait for more than `within_s` seconds.
             Overloaded: the queue is full, or a request of another client took the place of this
                 one in it.
             DeadlineExceeded: the permits were not free within `within_s` seconds.
@@ -104,6 +103,7 @@ class ConcurrencyLimiter:
             counters = self.counters(places.model)
             counters.lift(counters.counter(claim.client))
             return self._begin(claim, more_tokens)
+        self._check_deadline(claim, within_s)
         if self._is_full(count):
             self._displace(claim.client.name)
         decided = asyncio.get_running_loop().create_future()
@@ -150,12 +150,7 @@ class ConcurrencyLimiter:
         """Return the permits of `count` choices of a client that have ended."""
         if count == 0:
             return
-        self._finished += count
-        counted_s = self._clock() - self._counted_since_s
-        # Shorten the time to the window. The rate stays the same, but the next choices count more.
-        if counted_s > 2 * _RATE_WINDOW_S:
-            self._finished = self._finished * _RATE_WINDOW_S / counted_s
-            self._counted_since_s += counted_s - _RATE_WINDOW_S
+        self._finished.add(count)
         self._free(count, client)
 
     def retry_after_s(self) -> int:
@@ -163,12 +158,8 @@ class ConcurrencyLimiter:
 
         The rate of finished choices stays the recent one.
         """
-        # The first choices alone would give too high a rate.
-        counted_s = max(self._clock() - self._counted_since_s, 1.0)
-        wait_s = 1.0
-        if self._finished:
-            wait_s = (self._num_waiting_choices + 1) * counted_s / self._finished
-        return max(1, min(_MAX_RETRY_S, math.ceil(wait_s)))
+        wait_s = self._finished.seconds_for(self._num_waiting_choices + 1)
+        return _retry_after_s(1.0 if wait_s is None else wait_s)
 
     def grant(self) -> None:
         """Let the next requests run for which there are permits, and which workers can begin."""
@@ -191,10 +182,8 @@ class ConcurrencyLimiter:
 
         Called at the end of idle time, which says nothing about the load.
         """
-        now_s = self._clock()
-        if not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S:
-            self._finished = 0.0
-            self._counted_since_s = now_s
+        if not self._finished.count or self._clock() - self._idle_since_s > WINDOW_S:
+            self._finished.restart()
 
     def _let_run(self, first: QueuedRequest) -> None:
         """Let the first request of its queue run."""
@@ -212,6 +201,19 @@ class ConcurrencyLimiter:
         """Return whether the client of a request may hold its permits, too."""
         free = self.limit - self.in_use
         return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
+
+    def _check_deadline(self, claim: Claim, within_s: float) -> None:
+        """Raise DeadlineUnreachable if a request would wait for longer than it may take."""
+        queue = self._queues.get(claim.places.model)
+        if queue is None or within_s <= 0:
+            return  # after its deadline, the request gets another error
+        wait_s = queue.least_wait_s(claim, within_s)
+        if wait_s > within_s:
+            raise errors.DeadlineUnreachable(
+                f"the request would wait for about {wait_s:.0f} s, and must be complete within"
+                f" {within_s:.0f} s; try again later, or send a longer timeout",
+                retry_after_s=_retry_after_s(wait_s - within_s),
+            )
 
     def _begin(self, claim: Claim, more_tokens: Callable[[], int]) -> CountedRequest:
         """Take the permits and places of a request, and count it for its client."""
@@ -298,3 +300,8 @@ class ConcurrencyLimiter:
             f"the server is at capacity: {self.in_use} of {self.limit} choices are running and"
             f" {len(self._waiting)} of {self._max_queued} requests are queued; try again later"
         )
+
+
+def _retry_after_s(wait_s: float) -> int:
+    """Return the whole seconds after which a client should try again."""
+    return max(1, min(_MAX_RETRY_S, math.ceil(wait_s)))

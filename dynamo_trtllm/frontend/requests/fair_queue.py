@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo_trtllm.frontend.requests.recent_rate import RecentRate
 from dynamo_trtllm.frontend.requests.token_counters import (
     Client,
     CountedRequest,
@@ -23,6 +24,8 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 # request has waited for so long, one of every OVERDUE_TURNS turns is for those of its rank.
 MAX_WAIT_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
+# Choices that must have begun while others waited, before a wait is predicted from their rate.
+_LEAST_BEGUN: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,30 @@ class _Rank:
     def clients(self) -> Iterable[TokenCounter]:
         """The counters of the clients whose requests wait."""
         return (flow.counter for flow in self._flows.values())
+
+    def num_choices(self) -> int:
+        """Return how many choices wait."""
+        return sum(map(_num_choices, self._arrivals))
+
+    def num_choices_before(self, client: Client, priority: int) -> int:
+        """Return how many choices begin at least before one more request of a client.
+
+        They are those before it of its own client, and of others as many as have their turns
+        meanwhile.
+        """
+        own = self._flows.get(client.name)
+        if own is None:
+            return 0
+        num_own = 0
+        for request in own.requests:
+            if request.claim.priority <= priority:
+                num_own += request.claim.num_choices
+        total = num_own
+        for flow in self._flows.values():
+            if flow is not own:
+                turns = num_own * flow.counter.weight / client.weight
+                total += min(int(turns), sum(map(_num_choices, flow.requests)))
+        return total
 
     @property
     def oldest(self) -> QueuedRequest:
@@ -173,6 +200,8 @@ class FairQueue:
         self._ranks: dict[int, _Rank] = {}  # none is empty
         self._numbers = itertools.count()  # of arrivals and turns
         self._num_taken = 0
+        self._num_waiting = 0  # choices
+        self._begun = RecentRate(clock)  # choices that have begun while others waited
 
     @property
     def is_empty(self) -> bool:
@@ -201,9 +230,11 @@ class FairQueue:
         elif not rank.has(claim.client.name):
             self._counters.lift(counter, rank.least())
         rank.add(request, counter, number)
+        self._num_waiting += claim.num_choices
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove a request that waits."""
+        self._num_waiting -= request.claim.num_choices
         self._ranks[request.claim.rank].remove(request)
         self._drop_if_empty(request.claim.rank)
 
@@ -226,7 +257,33 @@ class FairQueue:
         rank = self._ranks[first.claim.rank]
         rank.take(first, next(self._numbers))
         self._num_taken += 1
+        self._num_waiting -= first.claim.num_choices
+        self._begun.add(first.claim.num_choices)
         self._drop_if_empty(first.claim.rank)
+
+    def least_wait_s(self, claim: Claim, enough_s: float) -> float:
+        """Estimate how long one more request would wait at least, in seconds.
+
+        The estimate holds if choices keep beginning as in the last half minute, and no further
+        request comes. It is 0 while too few have begun.
+
+        Args:
+            claim: of the request.
+            enough_s: the caller only asks whether the wait is longer than this. If all that waits
+                begins sooner, the order of clients is not looked at.
+        """
+        if self._begun.count < _LEAST_BEGUN:
+            return 0.0
+        longest_s = self._begun.seconds_for(self._num_waiting)
+        if longest_s is None or longest_s <= enough_s:
+            return longest_s or 0.0
+        num_before = 0
+        for number, rank in self._ranks.items():
+            if number < claim.rank:
+                num_before += rank.num_choices()
+            elif number == claim.rank:
+                num_before += rank.num_choices_before(claim.client, claim.priority)
+        return self._begun.seconds_for(num_before) or 0.0
 
     def _update(self) -> None:
         if self._counters.update():
@@ -249,6 +306,10 @@ class FairQueue:
 
 def _order(request: QueuedRequest) -> tuple[int, int]:
     return request.order
+
+
+def _num_choices(request: QueuedRequest) -> int:
+    return request.claim.num_choices
 
 
 def _waiting_since(rank: _Rank) -> float:
