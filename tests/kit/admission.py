@@ -11,15 +11,16 @@ from dynamo_trtllm.frontend.requests.token_counters import Client, CountedReques
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindow
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE as FREE_OF_COST
+from dynamo_trtllm.protocol.messages import ClientShare
 
 
 class FreePlaces(RequestPlaces):
     """Places that are always free."""
 
-    def may_begin(self) -> bool:
+    def may_begin(self, share: ClientShare) -> bool:
         return True
 
-    def begin(self) -> None: ...
+    def begin(self, share: ClientShare) -> None: ...
 
     def close(self) -> None: ...
 

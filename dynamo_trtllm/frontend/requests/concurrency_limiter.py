@@ -12,6 +12,7 @@ from dynamo_trtllm.frontend.requests.fair_queue import Claim, FairQueue, QueuedR
 from dynamo_trtllm.frontend.requests.recent_rate import WINDOW_S, RecentRate
 from dynamo_trtllm.frontend.requests.token_counters import CountedRequest, TokenCounters
 from dynamo_trtllm.protocol import errors
+from dynamo_trtllm.protocol.messages import ClientShare
 from dynamo_trtllm.support.network.by_network import ByNetwork
 
 _MAX_RETRY_S = 60
@@ -92,17 +93,13 @@ class ConcurrencyLimiter:
         count = claim.num_choices
         places = claim.places
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
-        if (
-            are_permits_free
-            and self._has_share(claim)
-            and places.model not in self._queues
-            and places.may_begin()
-        ):
-            if not self.in_use:
-                self._restart_stale_rate()
+        if are_permits_free and self._has_share(claim) and places.model not in self._queues:
             counters = self.counters(places.model)
             counters.lift(counters.counter(claim.client))
-            return self._begin(claim, more_tokens)
+            if places.may_begin(self._client_share(claim)):
+                if not self.in_use:
+                    self._restart_stale_rate()
+                return self._begin(claim, more_tokens)
         self._check_deadline(claim, within_s)
         if self._is_full(count):
             self._displace(claim.client.name)
@@ -169,7 +166,9 @@ class ConcurrencyLimiter:
         for model in list(self._queues):
             while model in self._queues:
                 first = self._queues[model].first(self._has_share)
-                if first is None or not first.claim.places.may_begin():
+                if first is None:
+                    break
+                if not first.claim.places.may_begin(self._client_share(first.claim)):
                     break
                 if self.in_use + first.claim.num_choices > self.limit:
                     self._lacks_permits = True
@@ -202,6 +201,11 @@ class ConcurrencyLimiter:
         free = self.limit - self.in_use
         return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
 
+    def _client_share(self, claim: Claim) -> ClientShare:
+        """Return what the client of a request has got, compared with others."""
+        counters = self.counters(claim.places.model)
+        return counters.share(counters.counter(claim.client))
+
     def _check_deadline(self, claim: Claim, within_s: float) -> None:
         """Raise DeadlineUnreachable if a request would wait for longer than it may take."""
         queue = self._queues.get(claim.places.model)
@@ -219,7 +223,7 @@ class ConcurrencyLimiter:
         """Take the permits and places of a request, and count it for its client."""
         self.in_use += claim.num_choices
         self._held[claim.client.name] += claim.num_choices
-        claim.places.begin()
+        claim.places.begin(self._client_share(claim))
         counters = self.counters(claim.places.model)
         return counters.begin(claim.client, claim.prompt_tokens, more_tokens)
 

@@ -9,6 +9,8 @@ The queue of a frontend orders clients by these counters. They are the virtual t
 - A client that had nothing waiting is lifted to those that wait, so that it can't save up credit.
   If it was active just now, it may be BURST_TOKENS behind them: otherwise, a client that takes less
   than its share would have to wait in each of its bursts for one that takes all that it gets.
+- A client that is behind those whose requests have begun is below its share. Its requests go before
+  those that wait at workers already.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
+
+from dynamo_trtllm.protocol.messages import ClientShare
 
 OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
 # By how much a client may be behind those that wait, if a request of it has begun within IDLE_S. A
 # few seconds of a worker.
 BURST_TOKENS: Final = 32_768
 IDLE_S: Final = 30.0
+# By how much a client is behind if it is below its share. Clients whose requests wait get equal
+# amounts of work, but for what a prefix cache takes off: they are not behind each other by so much.
+BELOW_TOKENS: Final = 4096
 # Each update looks at all running requests: 1 ms of CPU time for 4,000 of them.
 UPDATE_S: Final = 0.1
 # More than there are requests that wait or run. The counters of other clients are dropped, the
@@ -109,6 +116,14 @@ class TokenCounters:
         self._running: dict[CountedRequest, None] = {}
         self._updated_s = clock()
         self._last_begun = TokenCounter("")  # of the client whose request began last
+        # The counter with which the last request began, of clients that are not below their share.
+        # Requests that wait at workers began with about this counter.
+        self._begun_value = 0.0
+        self._below_s = -math.inf  # when the last request of one that is below it began
+        # Clients whose requests wait at other processes, and the least counter of them.
+        self._at_others: frozenset[str] = frozenset()
+        self._others_value = -math.inf
+        self._others_below_s = -math.inf  # the same as `_below_s`, of other processes
         self._unreported: dict[TokenCounter, None] = {}
 
     def counter(self, client: Client) -> TokenCounter:
@@ -144,14 +159,42 @@ class TokenCounters:
 
         Args:
             counter: of the client.
-            least: the least value of the clients that wait. None: none waits, and the client whose
-                request began last is taken instead.
+            least: the least value of the clients that wait. None: none waits here. Those that wait
+                at other processes are taken instead, or the client whose request began last.
         """
         if least is None:
-            least = self._last_begun.value
+            least = max(self._last_begun.value, self._others_value)
         if self._clock() - counter.begun_s < IDLE_S:
             least -= BURST_TOKENS / counter.weight
         counter.value = max(counter.value, least)
+
+    def share(self, counter: TokenCounter) -> ClientShare:
+        """Return what a client has got, compared with those whose requests began last."""
+        begun_value = max(self._begun_value, self._others_value)
+        if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
+            return ClientShare.BELOW
+        if self._clock() - max(self._below_s, self._others_below_s) < IDLE_S:
+            return ClientShare.ABOVE
+        return ClientShare.EVEN
+
+    @property
+    def has_below(self) -> bool:
+        """Whether a client below its share has begun a request here, within IDLE_S."""
+        return self._clock() - self._below_s < IDLE_S
+
+    def note_others(self, waiting: Iterable[str], *, has_below: bool) -> None:
+        """Note what other processes have reported.
+
+        Args:
+            waiting: names of the clients whose requests wait there.
+            has_below: whether one of them has begun requests of a client below its share.
+        """
+        names = frozenset(waiting)
+        for name in names - self._at_others:
+            self.lift(self._named(name))
+        self._at_others = names
+        self._others_value = min((self._named(name).value for name in names), default=-math.inf)
+        self._others_below_s = self._clock() if has_below else -math.inf
 
     def begin(
         self, client: Client, prompt_tokens: int, more_tokens: Callable[[], int]
@@ -161,10 +204,15 @@ class TokenCounters:
         Arguments as for `CountedRequest`.
         """
         counter = self.counter(client)
+        now_s = self._clock()
+        if self.share(counter) is ClientShare.BELOW:
+            self._below_s = now_s
+        else:
+            self._begun_value = counter.value
         request = CountedRequest(self, counter, prompt_tokens, more_tokens)
         request.update()
         self._running[request] = None
-        counter.begun_s = self._clock()
+        counter.begun_s = now_s
         self._last_begun = counter
         return request
 

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.access.key_usage import UsageTable
@@ -119,6 +119,7 @@ class UsageReports:
                 taken=(prefill, start, run),
                 waiting=dict(islice(waiting.items(), MAX_REPORTED)),
                 tokens=counters.take_unreported(),
+                has_below=counters.has_below,
             )
             if run or waiting or usage.tokens:
                 models[model] = usage
@@ -140,7 +141,7 @@ class UsageReports:
         self.set_shares()
 
     def set_shares(self) -> None:
-        """Set what this process may take of the workers."""
+        """Set what this process may take of the workers, and what its clients are compared with."""
         now_s = self._clock()
         for process, received in list(self._received.items()):
             # The process has ended, or its reports do not arrive.
@@ -153,6 +154,10 @@ class UsageReports:
                 if usage is not None:
                     others.append(usage)
             window.set_limits(shares(self._limits.choices.weights(model), others))
+            self._limits.choices.counters(model).note_others(
+                chain.from_iterable(usage.waiting for usage in others),
+                has_below=any(usage.has_below for usage in others),
+            )
 
 
 def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[int]:

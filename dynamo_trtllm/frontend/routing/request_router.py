@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dynamo_trtllm.cluster.request_plane.client import BackgroundControl
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
@@ -41,6 +43,7 @@ from dynamo_trtllm.protocol.errors import (
 from dynamo_trtllm.protocol.messages import (
     MAX_RESERVATION_S,
     Chunk,
+    ClientShare,
     GenerateRequest,
     Instance,
     KvTransferParams,
@@ -324,6 +327,9 @@ class RoutedRequest(Stream):
         if scores_prompt:
             self._timeline.prompt_logprobs.clear()
         phase = request.phase
+        place = self._timeline.place
+        if place is not None and place.share is not ClientShare.EVEN:
+            request = msgspec.structs.replace(request, client_share=place.share)
         self._timeline.calling(request, worker)
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, time.monotonic())

@@ -3,7 +3,8 @@
 Workers have queues of their own, in order of arrival: what waits there delays all clients alike. In
 the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy:
 
-- prompts of the step that a prefill worker runs, and of the next one
+- prompts of the step that a prefill worker runs, and of the next one; those of clients below their
+  share may be as many again, because they go before the others
 - choices without a first token: those above, and those whose KV is being transferred
 - choices that have not ended: those in the batches of the decode workers, and a few more, which use
   the slots that become free
@@ -23,7 +24,7 @@ from typing import Final
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
-from dynamo_trtllm.protocol.messages import Instance, Phase, Role
+from dynamo_trtllm.protocol.messages import ClientShare, Instance, Phase, Role
 
 GROUP: Final = 8  # choices of one request that start together
 # The part of prompt tokens that is cached is an average over about this number of recent prompts.
@@ -37,6 +38,9 @@ class Stage(IntEnum):
     START = 1  # its first token
     RUN = 2  # its end
     NONE = 3  # it is at no worker
+
+
+_STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)  # for each of `ChoiceCosts`
 
 
 class _LimitUsage:
@@ -66,6 +70,11 @@ class StartPlace:
         self._stage = Stage.PREFILL
         self._worker_id: int | None = None  # of the worker that is called
         self._has_token = False
+
+    @property
+    def share(self) -> ClientShare:
+        """What the client of the choice has got."""
+        return ClientShare.EVEN if self._request is None else self._request.share
 
     def called(self, worker: Instance, phase: Phase) -> None:
         """Note that a worker is called with the choice."""
@@ -132,6 +141,7 @@ class RequestPlaces:
         "_waiting",
         "costs",
         "prompt_tokens",
+        "share",
         "window",
     )
 
@@ -141,6 +151,7 @@ class RequestPlaces:
         self.window = window
         self.costs = costs
         self.prompt_tokens = prompt_tokens
+        self.share = ClientShare.EVEN  # known when the request begins
         self._num_left = num_choices  # choices without a place
         self._num_reserved = 0  # places that no choice has taken yet
         self._num_counted = [0, 0, 0]  # choices for each of `costs`, with reserved places
@@ -152,12 +163,19 @@ class RequestPlaces:
         """The model of the request."""
         return self.window.model
 
-    def may_begin(self) -> bool:
-        """Return whether the request may begin."""
-        return self.window.has_capacity() and not self.window.is_reserved()
+    def may_begin(self, share: ClientShare) -> bool:
+        """Return whether the request may begin.
 
-    def begin(self) -> None:
-        """Reserve the places of the first group."""
+        Args:
+            share: what its client has got. One below its share waits for no group of others.
+        """
+        if not self.window.has_capacity(self.costs, share):
+            return False
+        return share is ClientShare.BELOW or not self.window.is_reserved()
+
+    def begin(self, share: ClientShare) -> None:
+        """Reserve the places of the first group. `share`: what the client has got."""
+        self.share = share
         self._reserve()
         if self._num_left:
             self.window.beginning.append(self)
@@ -228,7 +246,7 @@ class RequestPlaces:
                 usage.at[worker_id] += cost
 
     def _may_continue(self) -> bool:
-        return self.is_share_free() and self.window.has_capacity()
+        return self.is_share_free() and self.window.has_capacity(self.costs, self.share)
 
     def _reserve(self) -> None:
         group = min(GROUP, self._num_left)
@@ -300,13 +318,27 @@ class StartWindow:
         if any(usage.limit > limit for usage, limit in zip(self.usages, before, strict=True)):
             self.changed()
 
-    def has_capacity(self) -> bool:
-        """Return whether a further group may start. It may then exceed the limit."""
-        # The total is known at once, and usually low enough.
-        return all(
-            usage.total < usage.limit or self._limited_cost(usage) < usage.limit
-            for usage in self.usages
-        )
+    def has_capacity(self, costs: ChoiceCosts, share: ClientShare) -> bool:
+        """Return whether a further choice may start. Its group may then exceed the limit.
+
+        Args:
+            costs: of the choice.
+            share: what its client has got.
+        """
+        num_workers = self._num_workers()
+        for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
+            limit = usage.limit
+            if share is ClientShare.BELOW and stage is not Stage.RUN:
+                # They go before those that are there, and need a step that waits, too: otherwise,
+                # the worker would begin a step of others between two of their prompts.
+                limit *= 2
+            # A choice may cost more than a worker's share, if other frontends take most of it.
+            cost_here = min(cost, limit // num_workers)
+            # The total is known at once, and usually low enough.
+            if usage.total + cost_here > limit:
+                if self._limited_cost(usage, limit) + cost_here > limit:
+                    return False
+        return True
 
     def is_reserved(self) -> bool:
         """Return whether free capacity is for the next group of a request that has begun."""
@@ -314,8 +346,7 @@ class StartWindow:
 
     def smallest_shares(self) -> list[int]:
         """Return the shares of a worker of the role that has the most workers."""
-        view = self._view.model(self.model)
-        num_workers = max(len(view.prefill), len(view.decode), len(view.aggregated), 1)
+        num_workers = self._num_workers()
         return [usage.limit // num_workers for usage in self.usages]
 
     def changed(self) -> None:
@@ -324,8 +355,13 @@ class StartWindow:
             request.changed()
         self.on_capacity()
 
-    def _limited_cost(self, usage: _LimitUsage) -> int:
-        """Return the cost of all choices, of which each worker has at most its share."""
+    def _num_workers(self) -> int:
+        """Return how many workers the role has that has the most; at least 1."""
+        view = self._view.model(self.model)
+        return max(len(view.prefill), len(view.decode), len(view.aggregated), 1)
+
+    def _limited_cost(self, usage: _LimitUsage, limit: int) -> int:
+        """Return the cost of all choices, of which each worker has at most its share of a limit."""
         view = self._view.model(self.model)
         num_workers = {
             Role.PREFILL: len(view.prefill),
@@ -337,7 +373,7 @@ class StartWindow:
             worker = self._view.instance(worker_id)
             share = 0
             if worker is not None:
-                share = usage.limit // max(1, num_workers[worker.role])
+                share = limit // max(1, num_workers[worker.role])
             elif not cost_here:
                 del usage.at[worker_id]  # the worker has left, and no choice waits for its end
             cost -= max(0, cost_here - share)

@@ -46,11 +46,12 @@ class _Limit(NamedTuple):
 
         It is the larger one of two parts: that of one choice, and that of the tokens of its prompt.
         """
-        cost = _rounded_up(WINDOW, self.num_choices) if self.num_choices else 0
+        # Rounded down: so many choices fit exactly.
+        cost = max(1, WINDOW // self.num_choices) if self.num_choices else 0
         if not self.tokens:
             return cost
         tokens = _rounded_up(prompt_tokens, self.block_tokens) * self.block_tokens
-        tokens_cost = _rounded_up(WINDOW * tokens, self.tokens)
+        tokens_cost = WINDOW * tokens // self.tokens
         return max(cost, min(tokens_cost, WINDOW // self.num_prompts))
 
 

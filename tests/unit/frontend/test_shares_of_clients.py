@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.waiting_requests import queue_order, step_limit
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.token_counters import BURST_TOKENS, Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartPlace, StartWindows
 from dynamo_trtllm.protocol.messages import Limits, Phase, Role
+from dynamo_trtllm.testing.engine_requests import ask, prompt_of
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 from tests.kit.instances import make_instance
 
 STEP_TOKENS = 4096
 STEP_S = 0.1
 PROMPT_TOKENS = 512
+NO_LIMIT_S = 1e6  # for a test of a few simulated seconds may take long
 PREFILL, DECODE = 1, 2
+CALL = ask(prompt_of(1))
 
 
 class Request:
     def __init__(self, client: str, tokens: int, sent_s: float, places: RequestPlaces) -> None:
         self.client = client
         self.tokens = tokens
+        self.tokens_left = tokens  # that are not computed yet
         self.sent_s = sent_s
         self.places = places
         self.place: StartPlace | None = None
+        self.call = CALL
         self.counted: CountedRequest | None = None
 
 
 class Simulation:
-    """A frontend, and a prefill worker that takes prompts in order of arrival."""
+    """A frontend, and a prefill worker that takes prompts as the mock and the torch engine do.
 
-    def __init__(self) -> None:
+    Args:
+        most: tokens of a step, which takes STEP_S with as many.
+        fixed_s: how much longer each step takes.
+        settle_s: waits of requests that are sent before this time do not count.
+    """
+
+    def __init__(
+        self, most: int = STEP_TOKENS, fixed_s: float = 0.0, settle_s: float = 0.0
+    ) -> None:
+        self.most = most
+        self.fixed_s = fixed_s
         self.view = ClusterView()
-        prefill = Limits(max_batch_size=64, max_num_tokens=STEP_TOKENS)
+        prefill = Limits(max_batch_size=64, max_num_tokens=most)
         for instance, limits in (
             (make_instance(PREFILL, role=Role.PREFILL), prefill),
             (make_instance(DECODE, role=Role.DECODE), Limits(max_batch_size=4096)),
@@ -47,10 +64,10 @@ class Simulation:
             self.view.add(msgspec.structs.replace(instance, limits=limits))
             self.model = instance.card.name
         self.clock = Clock()
+        self.counted_since_s = self.clock.now + settle_s
         self.limiter = ConcurrencyLimiter(4096, max_queued=4096, clock=self.clock)
         self.windows = StartWindows(self.view, lambda: self.limiter.grant())
         self.at_worker: list[Request] = []
-        self.step: list[Request] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.waits_s: dict[str, list[float]] = {}
         self.tokens: Counter[str] = Counter()
@@ -92,35 +109,43 @@ class Simulation:
 
         async def run() -> None:
             request.counted = await acquire(
-                self.limiter, 1, client, places=places, prompt_tokens=tokens
+                self.limiter, 1, client, NO_LIMIT_S, places, prompt_tokens=tokens
             )
             request.place = places.take()
             worker = self.view.instance(PREFILL)
             assert worker is not None
             request.place.called(worker, Phase.PREFILL)
+            request.call = msgspec.structs.replace(CALL, client_share=request.place.share)
             self.at_worker.append(request)
 
         self.tasks.append(asyncio.create_task(run()))
 
     def _begin_step(self, now_s: float) -> float | None:
         """Begin a step with the first prompts. Return its end; None: there are no prompts."""
+        if not self.at_worker:
+            return None
+        self.at_worker.sort(key=lambda request: queue_order(request.call))
         tokens = 0
-        while self.at_worker and tokens + self.at_worker[0].tokens <= STEP_TOKENS:
-            request = self.at_worker.pop(0)
-            tokens += request.tokens
-            self.step.append(request)
-        return now_s + STEP_S * tokens / STEP_TOKENS if tokens else None
+        for request in self.at_worker:
+            most = step_limit(self.most, request.call)
+            taken = max(0, min(most - tokens, request.tokens_left))
+            request.tokens_left -= taken
+            tokens += taken
+        return now_s + self.fixed_s + STEP_S * tokens / self.most
 
     def _end_step(self) -> None:
-        for request in self.step:
+        computed = [request for request in self.at_worker if not request.tokens_left]
+        for request in computed:
             assert request.place is not None
             assert request.counted is not None
-            self.waits_s.setdefault(request.client, []).append(self.clock.now - request.sent_s)
+            self.at_worker.remove(request)
+            if request.sent_s >= self.counted_since_s:
+                wait_s = self.clock.now - request.sent_s
+                self.waits_s.setdefault(request.client, []).append(wait_s)
             self.tokens[request.client] += request.tokens
             request.place.leave()
             request.counted.end()
             self.limiter.release(1, request.client)
-        self.step.clear()
 
 
 def bursts(size: int, every_s: float, begin_s: float = 0.0) -> list[float]:
@@ -129,16 +154,18 @@ def bursts(size: int, every_s: float, begin_s: float = 0.0) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "own",
+    ("own", "num_steps"),
     [
-        bursts(1, 0.11, begin_s=2.0),
-        bursts(8, 0.45, begin_s=2.0),
-        # As many as a client is lifted to be ahead of others.
-        bursts(BURST_TOKENS // PROMPT_TOKENS, 2.5, begin_s=2.0),
+        # Half a step, which runs, and what b has in the one of the request.
+        (bursts(1, 0.11, begin_s=2.0), 1.5),
+        (bursts(8, 0.45, begin_s=2.0), 1.5),
+        # As many as a client is lifted to be ahead of others. The last ones are not below its
+        # share: one more step waits before them.
+        (bursts(BURST_TOKENS // PROMPT_TOKENS, 2.5, begin_s=2.0), 2.5),
     ],
     ids=["single", "steps", "bursts"],
 )
-async def test_flood_delays_others_by_less_than_three_steps(own: list[float]) -> None:
+async def test_flood_delays_others_by_few_steps(own: list[float], num_steps: float) -> None:
     own = [0.0, *own]  # the client is active when the flood begins
     alone = Simulation()
     await alone.run({"a": own}, 11.0)
@@ -147,10 +174,33 @@ async def test_flood_delays_others_by_less_than_three_steps(own: list[float]) ->
     await together.run({"a": own, "b": flood}, 11.0)
     assert len(together.waits_s["a"]) == len(alone.waits_s["a"]) == len(own)
     pairs = zip(sorted(alone.waits_s["a"]), sorted(together.waits_s["a"]), strict=True)
-    # The step that runs, the one that waits, and what b has in the one of the request.
-    assert max(with_b - without for without, with_b in pairs) < 3 * STEP_S
+    assert max(with_b - without for without, with_b in pairs) < num_steps * STEP_S
     # The worker is never idle.
     assert together.tokens.total() >= 0.99 * 10.0 * STEP_TOKENS / STEP_S
+
+
+def at_random(every_s: float, until_s: float) -> list[float]:
+    """Return the times of requests that arrive independently of each other."""
+    random_ = random.Random(1)
+    times = [0.0]
+    while times[-1] < until_s:
+        times.append(times[-1] + random_.expovariate(1 / every_s))
+    return times[:-1]
+
+
+async def test_flood_delays_requests_at_random_by_half_a_step() -> None:
+    # Each prompt takes a step. The client sends 0.7 of its half, and the other one more than all.
+    until_s = 120.0
+    own = at_random(STEP_S / 0.35, until_s)
+    p99_s: list[float] = []
+    for arrivals in ({"a": own}, {"a": own, "b": [0.0] * 1500}):
+        # First, the client has got no less than its share.
+        simulation = Simulation(most=512, fixed_s=0.001, settle_s=10.0)
+        await simulation.run(arrivals, until_s, prompt_tokens={"a": 500, "b": 500})
+        waits_s = sorted(simulation.waits_s["a"])
+        p99_s.append(waits_s[int(0.99 * (len(waits_s) - 1))])
+    assert p99_s[1] - p99_s[0] < 0.55 * STEP_S
+    assert simulation.tokens.total() >= 0.98 * 512 * until_s / (STEP_S + 0.001)
 
 
 async def test_equal_keys_get_equal_tokens_whatever_they_send() -> None:

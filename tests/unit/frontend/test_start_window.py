@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.token_counters import BELOW_TOKENS, Client
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.start_window import (
@@ -20,7 +21,7 @@ from dynamo_trtllm.frontend.routing.start_window import (
     StartWindows,
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
-from dynamo_trtllm.protocol.messages import Instance, Limits, Phase, Role
+from dynamo_trtllm.protocol.messages import ClientShare, Instance, Limits, Phase, Role
 from tests.kit.admission import acquire, left, wait_until_loaded
 from tests.kit.instances import make_instance
 from tests.kit.routing import FINISHED, Cluster, kv_chunk
@@ -95,6 +96,11 @@ class Frontend:
             await self.send(client, 1, **options)
         return self.started[client]
 
+    def take(self, client: str, tokens: int) -> None:
+        """Count tokens of a client."""
+        counters = self.limiter.counters(self.worker(PREFILL).card.name)
+        counters.count(counters.counter(Client(client)), tokens)
+
     async def end(self) -> None:
         """Let the oldest choice end."""
         _, place = self.waiting_places.pop(0)
@@ -112,6 +118,7 @@ class Frontend:
         (Limits(max_batch_size=4096), 1, 256),
         (Limits(max_batch_size=64, max_num_tokens=1000), 100, 40),
         (Limits(max_batch_size=64, max_num_tokens=1000), 5000, 4),  # two at each worker
+        (Limits(max_batch_size=64, max_num_tokens=1000), 980, 4),  # a fifth one would not fit
         # A quarter of the KV blocks of the prefill workers; a prompt takes two blocks.
         (Limits(max_batch_size=64, kv_blocks=256), 17, 64),
         (Limits(max_batch_size=64, kv_blocks=256), 16 * 256, 4),
@@ -126,6 +133,49 @@ async def test_prompts_at_workers_are_limited_to_two_steps(
     await frontend.end()
     assert not frontend.limiter.queued
     await frontend.close()
+
+
+async def test_client_below_its_share_waits_for_no_prompts_of_others() -> None:
+    frontend = Frontend(Limits(max_batch_size=64, max_num_tokens=1000))
+    await frontend.send("light", 1)  # it is active when the flood begins
+    await frontend.end()
+    assert await frontend.send_until_one_waits("flood", prompt_tokens=1000) == 4
+    frontend.take("flood", 2 * BELOW_TOKENS)
+    await frontend.end()  # the next one begins behind these tokens
+    for _ in range(6):
+        await frontend.send("light", 1, prompt_tokens=1000)
+    assert frontend.started == {"flood": 5, "light": 5}  # as many as of the other client
+    _, place = frontend.waiting_places[-1]
+    assert place.share is ClientShare.BELOW
+    await frontend.close()
+
+
+async def test_client_below_its_share_waits_for_decode_slots() -> None:
+    frontend = Frontend(decode=Limits(max_batch_size=4))
+    await frontend.send("light", 1)
+    await frontend.end()
+    while not frontend.limiter.queued:
+        await frontend.send("flood", 1, worker=DECODE + len(frontend.tasks) % 2)
+        if not frontend.limiter.queued:
+            frontend.waiting_places[-1][1].first_token()
+    frontend.take("flood", 2 * BELOW_TOKENS)
+    await frontend.end()
+    await frontend.send("light", 1)
+    assert frontend.started["light"] == 1
+    await frontend.close()
+
+
+async def test_share_of_a_client_reaches_the_worker() -> None:
+    cluster = Cluster()
+    prefill = await cluster.add(PREFILL, Role.PREFILL, [kv_chunk("t1")])
+    await cluster.add(DECODE, Role.DECODE, FINISHED)
+    window = StartWindow("tiny", cluster.router.view, lambda: None)
+    places = window.request(1, 3)
+    places.begin(ClientShare.BELOW)
+    timeline = ChoiceTimeline()
+    timeline.place = places.take()
+    await cluster.tokens(timeline)
+    assert [call.client_share for call in prefill.requests] == [ClientShare.BELOW]
 
 
 async def test_computed_prompt_lets_the_next_request_begin() -> None:
@@ -328,7 +378,7 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     decode = await cluster.add(DECODE, Role.DECODE, decoded)
     window = StartWindow("tiny", cluster.router.view, lambda: None)
     places = window.request(1, 3)
-    places.begin()
+    places.begin(ClientShare.EVEN)
     timeline = ChoiceTimeline()
     timeline.place = places.take()
     generating = asyncio.create_task(cluster.tokens(timeline))

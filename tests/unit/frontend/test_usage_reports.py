@@ -11,12 +11,13 @@ from dynamo_trtllm.access.key_usage import SLOT_S, UsageTable
 from dynamo_trtllm.access.other_frontends import REPORT_AGE_S
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
-from dynamo_trtllm.frontend.requests.token_counters import Client
+from dynamo_trtllm.frontend.requests.token_counters import BELOW_TOKENS, Client
 from dynamo_trtllm.frontend.requests.usage_reports import UsageReports, shares
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.worker_capacity import WINDOW
 from dynamo_trtllm.protocol.errors import RateLimitExceeded
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage, ModelUsage
+from dynamo_trtllm.protocol.messages import ClientShare
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 
 MODEL = "m"
@@ -41,6 +42,10 @@ class Process:
 
         self.tasks.append(asyncio.create_task(run()))
         await wait_until_loaded()
+
+    def share_of(self, client: str) -> ClientShare:
+        counters = self.limits.choices.counters(MODEL)
+        return counters.share(counters.counter(Client(client)))
 
     def value(self, client: str) -> float:
         return self.limits.choices.counters(MODEL).counter(Client(client)).value
@@ -195,3 +200,35 @@ async def test_report_of_unknown_model_changes_nothing() -> None:
     )
     assert process.share == 1.0
     assert set(process.limits.start_windows.by_model) == {MODEL}
+
+
+async def test_client_is_compared_with_those_at_other_processes() -> None:
+    clock = Clock()
+    one, two = Process(clock), Process(clock)
+    await one.send("light")
+    one.limits.choices.release(1, "light")
+    for _ in range(3):
+        await two.send("flood", tokens=10 * BELOW_TOKENS)
+    report_all(one, two)
+    assert one.share_of("light") is ClientShare.BELOW
+    assert two.share_of("flood") is ClientShare.EVEN
+    await one.send("light")
+    report_all(one, two)
+    assert two.share_of("flood") is ClientShare.ABOVE
+    clock.now += REPORT_AGE_S
+    for process in (one, two):
+        process.usage_reports.set_shares()
+    assert two.share_of("flood") is ClientShare.EVEN
+    await left(*one.tasks, *two.tasks)
+
+
+async def test_client_is_not_behind_those_that_come_to_other_processes() -> None:
+    clock = Clock()
+    one, two = Process(clock), Process(clock)
+    await one.send("early", tokens=10 * BELOW_TOKENS)
+    for _ in range(2):
+        await two.send("late")
+    report_all(one, two)
+    assert one.share_of("early") is ClientShare.EVEN
+    assert one.value("late") >= 10 * BELOW_TOKENS  # what early got before it came counts for both
+    await left(*one.tasks, *two.tasks)
