@@ -1,7 +1,7 @@
 """Define the Prometheus metrics of frontends and workers, and collect and render them.
 
 Metrics are observed per step or per request, not per token. Label values are from a small closed
-set, never a client's.
+set, never a client's. The names of API keys are the operator's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from prometheus_client import (
@@ -24,6 +24,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -91,6 +92,7 @@ class Histogram(Collector):
 
 PREFIX = "dynamo_trtllm_"
 MAX_WORKERS = 256  # workers that have a label of their own
+MAX_KEYS = 256  # API keys that have a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -162,6 +164,35 @@ TABLE = msgspec.json.decode(
 )
 
 
+class ClientLoad(NamedTuple):
+    """What one client uses of the workers, by one process of a frontend."""
+
+    weight: float  # its share, relative to others
+    tokens: int  # of the last minute, as they count for shares
+    waiting: int  # requests
+    running: int  # choices
+
+
+def read_client_loads(page: str) -> dict[str, ClientLoad]:
+    """Return what API keys use, by name, from the metrics of a frontend as text."""
+    first = f"{PREFIX}key_"
+    lines = [line for line in page.split("\n") if line.startswith(first)]
+    loads: dict[str, ClientLoad] = {}
+    values: dict[tuple[str, str], int] = {}  # by metric and key
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            key = sample.labels["key"]
+            values[sample.name.removeprefix(first), key] = int(sample.value)
+            if "weight" in sample.labels:
+                loads[key] = ClientLoad(float(sample.labels["weight"]), int(sample.value), 0, 0)
+    return {
+        key: load._replace(
+            waiting=values.get(("waiting", key), 0), running=values.get(("running", key), 0)
+        )
+        for key, load in loads.items()
+    }
+
+
 class ProcessMetrics:
     """Metrics of one process, as metrics.json defines them."""
 
@@ -226,6 +257,8 @@ class FrontendMetrics(ProcessMetrics):
         self.gather: Callable[[], Awaitable[bytes]] | None = None
         # gauges, with a value per instance id
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}
+        # Returns what API keys use, by name.
+        self.by_key: Callable[[], Mapping[str, ClientLoad]] = dict
         self._num_inflight = 0
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
         self._fields: set[str] = set()  # names of ignored fields that have a counter
@@ -299,6 +332,7 @@ class FrontendMetrics(ProcessMetrics):
         """Return the metrics of this process.
 
         Gauges by worker are those of at most MAX_WORKERS workers, those with the highest values.
+        Those by key are of at most MAX_KEYS keys, those with the most tokens.
         """
         self._observe_all()
         for name, read in self.by_worker.items():
@@ -308,7 +342,25 @@ class FrontendMetrics(ProcessMetrics):
             gauge.clear()
             for instance_id in heapq.nlargest(MAX_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
+        self._set_keys()
         return super().render()
+
+    def _set_keys(self) -> None:
+        """Set the gauges by key.
+
+        The weight is a label, because gauges of several processes are summed.
+        """
+        loads = self.by_key()
+        tokens = self._metrics["key_tokens_last_minute"]
+        waiting = self._metrics["key_waiting"]
+        running = self._metrics["key_running"]
+        for gauge in (tokens, waiting, running):
+            gauge.clear()  # of keys that use nothing any more
+        for name in heapq.nlargest(MAX_KEYS, loads, key=lambda name: loads[name].tokens):
+            load = loads[name]
+            tokens.labels(name, f"{load.weight:g}").set(load.tokens)
+            waiting.labels(name).set(load.waiting)
+            running.labels(name).set(load.running)
 
     async def render_all(self) -> bytes:
         """Return the metrics of all processes of this frontend like `render`.

@@ -74,7 +74,7 @@ def build_app(
     access.count = metrics.count
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
-    _register_gauges(app_state, metrics)
+    _register_gauges(app_state, access, metrics)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     response_store = _response_store(config, store, metrics)
     stored = ResponseRoutes(response_store, app_state.running)
@@ -175,7 +175,7 @@ def _open_body(state: AppState, request: HttpRequest) -> Iterator[ReadBody]:
         budget.release(account)
 
 
-def _register_gauges(state: AppState, metrics: FrontendMetrics) -> None:
+def _register_gauges(state: AppState, access: AccessControl, metrics: FrontendMetrics) -> None:
     """Let the metrics read the values of their gauges."""
     limiter = state.limits.choices
     budget = state.limits.body_budget
@@ -186,6 +186,8 @@ def _register_gauges(state: AppState, metrics: FrontendMetrics) -> None:
         body_bytes=lambda: budget.in_use,
     )
     metrics.watch(rejected_records=state.models.num_rejected)
+    if access.needs_api_key:  # otherwise, clients are networks, which must not become labels
+        metrics.by_key = limiter.loads
     if placement is not None:
         metrics.by_worker["placed_requests"] = placement.loads.requests
         if placement.prefixes is not None:

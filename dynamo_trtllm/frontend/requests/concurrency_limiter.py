@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dynamo_trtllm.frontend.requests.fair_queue import Claim, FairQueue, QueuedRequest
 from dynamo_trtllm.frontend.requests.recent_rate import WINDOW_S, RecentRate
 from dynamo_trtllm.frontend.requests.token_counters import CountedRequest, TokenCounters
+from dynamo_trtllm.observability.metrics import ClientLoad
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import ClientShare
 from dynamo_trtllm.support.network.by_network import ByNetwork
@@ -142,6 +143,29 @@ class ConcurrencyLimiter:
         """Return the weights of the clients whose requests for a model wait, by name."""
         queue = self._queues.get(model)
         return {} if queue is None else queue.weights()
+
+    def loads(self) -> dict[str, ClientLoad]:
+        """Return what clients use, by name: those with requests now, or tokens of the last minute.
+
+        They are those of this process.
+        """
+        waiting = self._waiting.counts()
+        weights: dict[str, float] = {}
+        tokens = Counter[str]()
+        for model, counters in self._counters.items():
+            weights |= self.weights(model)
+            for name, (weight, num_tokens) in counters.last_minute().items():
+                weights[name] = weight
+                tokens[name] += num_tokens
+        return {
+            name: ClientLoad(
+                weight=weights.get(name, 1.0),
+                tokens=tokens[name],
+                waiting=waiting.get(name, 0),
+                running=self._held[name],
+            )
+            for name in tokens.keys() | waiting.keys() | self._held.keys()
+        }
 
     def release(self, count: int, client: str) -> None:
         """Return the permits of `count` choices of a client that have ended."""

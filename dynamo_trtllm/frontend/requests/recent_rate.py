@@ -1,4 +1,4 @@
-"""Measure how often something happened just now."""
+"""Measure how often something happened just now, and how much of something there was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Final
 
 WINDOW_S: Final = 30.0  # a generation takes seconds, so a shorter window would count too few
 _LEAST_S: Final = 1.0  # the first events alone would give too high a rate
+# A minute is counted in slots of 5 s. With the newest one, which is not over yet, it is up to 5 s
+# longer.
+_SLOT_S: Final = 5.0
+_NUM_SLOTS: Final = 13
 
 
 class RecentRate:
@@ -46,3 +50,31 @@ class RecentRate:
         if not self._count:
             return None
         return count * max(self._clock() - self._since_s, _LEAST_S) / self._count
+
+
+class LastMinute:
+    """The sum of what was added in the last minute."""
+
+    __slots__ = ("_newest", "_slots")
+
+    def __init__(self) -> None:
+        self._slots: list[int] = [0] * _NUM_SLOTS
+        self._newest = 0  # number of the newest slot
+
+    def add(self, value: int, now_s: float) -> None:
+        """Add to the sum. `now_s`: of the same clock in all calls."""
+        self._advance(now_s)
+        self._slots[self._newest % _NUM_SLOTS] += value
+
+    def total(self, now_s: float) -> int:
+        """Return the sum."""
+        self._advance(now_s)
+        return sum(self._slots)
+
+    def _advance(self, now_s: float) -> None:
+        """Clear the slots that passed since the last call."""
+        slot = int(now_s / _SLOT_S)
+        first = max(self._newest + 1, slot - _NUM_SLOTS + 1)
+        for passed in range(first, slot + 1):
+            self._slots[passed % _NUM_SLOTS] = 0
+        self._newest = max(self._newest, slot)

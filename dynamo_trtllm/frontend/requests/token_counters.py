@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
+from dynamo_trtllm.frontend.requests.recent_rate import LastMinute
 from dynamo_trtllm.protocol.messages import ClientShare
 
 OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
@@ -49,7 +50,7 @@ class Client(NamedTuple):
 class TokenCounter:
     """The tokens of one client, divided by its weight."""
 
-    __slots__ = ("begun_s", "name", "unreported", "value", "weight")
+    __slots__ = ("begun_s", "minute", "name", "unreported", "value", "weight")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,6 +58,7 @@ class TokenCounter:
         self.value = 0.0
         self.begun_s = -math.inf  # when its last request began
         self.unreported = 0.0  # the part that other frontends do not know yet
+        self.minute = LastMinute()  # the tokens of this process, not divided
 
 
 class CountedRequest:
@@ -138,6 +140,7 @@ class TokenCounters:
             value = num_tokens / counter.weight
             counter.value += value
             counter.unreported += value
+            counter.minute.add(num_tokens, self._clock())
             self._unreported[counter] = None
 
     def count_others(self, tokens: Mapping[str, float]) -> None:
@@ -215,6 +218,17 @@ class TokenCounters:
         counter.begun_s = now_s
         self._last_begun = counter
         return request
+
+    def last_minute(self) -> dict[str, tuple[float, int]]:
+        """Return the weight of each client, and its tokens of the last minute, if it got some."""
+        self.update()
+        now_s = self._clock()
+        totals: dict[str, tuple[float, int]] = {}
+        for counter in self._by_client.values():
+            tokens = counter.minute.total(now_s)
+            if tokens:
+                totals[counter.name] = (counter.weight, tokens)
+        return totals
 
     def end(self, request: CountedRequest) -> None:
         """Do not update a request any more. Idempotent."""

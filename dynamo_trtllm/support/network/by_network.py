@@ -39,6 +39,10 @@ class ByNetwork(Generic[T]):
         """Return the number of items of a network."""
         return len(self._by_network.get(network, ()))
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of items of each network that has some."""
+        return {network: len(items) for network, items in self._by_network.items()}
+
     def add(self, item: T) -> None:
         """Add an item, or make it the newest one of its network."""
         items = self._by_network.setdefault(item.network, {})

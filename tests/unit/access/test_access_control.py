@@ -16,6 +16,7 @@ import pytest
 from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.keys_file import add_key, remove_key
+from dynamo_trtllm.observability.metrics import ClientLoad, read_client_loads
 from dynamo_trtllm.protocol.errors import ConfigError
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.memory_http import MemoryClient
@@ -288,6 +289,18 @@ async def test_request_that_never_fits_gets_400_without_retry(with_key: Serve) -
         assert problem in response.json()["error"]["message"]
         assert "retry-after" not in response.headers
     assert (await chat(served)).status_code == 200
+
+
+async def test_metrics_name_keys_in_use_but_no_addresses(with_key: Serve) -> None:
+    served = with_key(weight=2.0)
+    used = (await chat(served)).json()["usage"]
+    loads = read_client_loads(served.metrics.render().decode())
+    tokens = loads["alice"].tokens
+    assert loads == {"alice": ClientLoad(weight=2.0, tokens=tokens, waiting=0, running=0)}
+    assert tokens > used["prompt_tokens"]
+    without = front(chunk("a"), stop())
+    assert (await chat(without)).status_code == 200
+    assert read_client_loads(without.metrics.render().decode()) == {}
 
 
 async def test_choices_at_once_are_limited_until_they_end(with_key: Serve) -> None:

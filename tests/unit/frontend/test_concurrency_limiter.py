@@ -9,8 +9,9 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
-from dynamo_trtllm.frontend.requests.token_counters import CountedRequest
-from dynamo_trtllm.protocol.errors import DeadlineExceeded, Overloaded
+from dynamo_trtllm.frontend.requests.token_counters import Client, CountedRequest
+from dynamo_trtllm.observability.metrics import ClientLoad
+from dynamo_trtllm.protocol.errors import DeadlineExceeded, DeadlineUnreachable, Overloaded
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 
 CLIENT = "192.0.2.1"
@@ -257,3 +258,35 @@ async def test_retry_after_ignores_ends_before_a_long_pause() -> None:
     limiter.release(1, CLIENT)
     await acquire(limiter, 1, CLIENT)
     assert limiter.retry_after_s() <= 2
+
+
+async def test_request_that_would_wait_too_long_is_rejected_at_once() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(1, max_queued=99, clock=clock)
+    await acquire(limiter, 1, CLIENT)
+    tasks = [await waiting(limiter, within_s=600.0) for _ in range(40)]
+    for _ in range(10):  # one per second
+        clock.now += 1.0
+        limiter.release(1, CLIENT)
+        await wait_until_loaded()
+    with pytest.raises(DeadlineUnreachable, match=r"about 30 s.*within 12 s") as caught:
+        await acquire(limiter, 1, CLIENT, 12.0)
+    assert caught.value.retry_after_s == 18
+    assert limiter.queued == 30
+    tasks.append(await waiting(limiter, within_s=31.0))
+    # Another client has its turn after one of this client.
+    tasks.append(await waiting(limiter, within_s=12.0, client="192.0.2.2"))
+    assert limiter.queued == 32
+    await left(*tasks)
+
+
+async def test_loads_of_clients_say_what_waits_runs_and_ran() -> None:
+    limiter = ConcurrencyLimiter(3, max_queued=9)
+    heavy = Client("heavy", 2.0)
+    await acquire(limiter, 3, heavy, prompt_tokens=50)
+    tasks = [await waiting(limiter, client="light") for _ in range(2)]
+    assert limiter.loads() == {
+        "heavy": ClientLoad(weight=2.0, tokens=50, waiting=0, running=3),
+        "light": ClientLoad(weight=1.0, tokens=0, waiting=2, running=0),
+    }
+    await left(*tasks)

@@ -15,6 +15,7 @@ from dynamo_trtllm.frontend.requests.fair_queue import (
     QueuedRequest,
 )
 from dynamo_trtllm.frontend.requests.token_counters import (
+    BELOW_TOKENS,
     BURST_TOKENS,
     IDLE_S,
     MAX_COUNTERS,
@@ -24,6 +25,7 @@ from dynamo_trtllm.frontend.requests.token_counters import (
     CountedRequest,
     TokenCounters,
 )
+from dynamo_trtllm.protocol.messages import ClientShare
 from tests.kit.admission import FREE, Clock
 
 
@@ -36,10 +38,10 @@ class Queue:
         self.queue = FairQueue(self.counters, self.clock)
         self.more_tokens: Counter[str] = Counter()  # by client, of its running requests
 
-    def add(
+    def claim(
         self, client: str, tokens: int = 1, *, weight: float = 1.0, rank: int = 0, priority: int = 0
-    ) -> QueuedRequest:
-        claim = Claim(
+    ) -> Claim:
+        return Claim(
             client=Client(client, weight),
             num_choices=1,
             prompt_tokens=tokens,
@@ -47,6 +49,11 @@ class Queue:
             rank=rank,
             priority=priority,
         )
+
+    def add(
+        self, client: str, tokens: int = 1, *, weight: float = 1.0, rank: int = 0, priority: int = 0
+    ) -> QueuedRequest:
+        claim = self.claim(client, tokens, weight=weight, rank=rank, priority=priority)
         decided = asyncio.get_running_loop().create_future()
         request = QueuedRequest(claim, lambda: self.more_tokens[client], decided)
         self.queue.add(request)
@@ -67,6 +74,10 @@ class Queue:
     def order(self, num_requests: int) -> str:
         """Return the clients of the next requests, one letter each."""
         return "".join(self.next() for _ in range(num_requests))
+
+    def share(self, client: str, weight: float = 1.0) -> ClientShare:
+        """Return what a client has got, compared with others."""
+        return self.counters.share(self.counters.counter(Client(client, weight)))
 
     def take(self, client: str, tokens: int) -> None:
         """Count tokens of a client."""
@@ -262,3 +273,94 @@ async def test_counters_of_old_clients_are_dropped() -> None:
     newest = str(2 * MAX_COUNTERS - 1)
     assert queue.counters.counter(Client(newest)).value == 1
     assert queue.counters.counter(Client("0")).value == 0
+
+
+async def test_client_behind_those_that_began_is_below_its_share() -> None:
+    queue = Queue()
+    queue.add_all("a")
+    queue.next()
+    queue.take("b", BELOW_TOKENS)
+    queue.add("b")
+    queue.next()
+    assert queue.share("a") is ClientShare.EVEN  # by less than it may be
+    queue.take("b", 1)
+    queue.add("b")
+    queue.next()
+    assert queue.share("a") is ClientShare.BELOW
+    assert queue.share("b") is ClientShare.EVEN
+
+
+async def test_weight_divides_what_a_client_may_be_behind() -> None:
+    queue = Queue()
+    queue.take("b", BELOW_TOKENS)
+    queue.add("b")
+    queue.next()
+    assert queue.share("a", weight=0.5) is ClientShare.EVEN
+    assert queue.share("a", weight=2.0) is ClientShare.BELOW
+
+
+async def test_others_are_above_while_a_client_is_below() -> None:
+    queue = Queue()
+    queue.take("b", 2 * BELOW_TOKENS)
+    queue.add("b")
+    queue.next()
+    assert queue.share("b") is ClientShare.EVEN
+    queue.counters.begin(Client("a"), 1, lambda: 0)
+    assert queue.share("b") is ClientShare.ABOVE
+    queue.clock.now += IDLE_S
+    assert queue.share("b") is ClientShare.EVEN
+
+
+async def test_equal_clients_are_never_below_their_shares() -> None:
+    queue = Queue()
+    for _ in range(50):
+        queue.add_all("ab", tokens=100)
+        queue.add_all("c", tokens=10 * BELOW_TOKENS)
+    for _ in range(100):
+        first = queue.queue.first(lambda _: True)
+        assert first is not None
+        assert queue.share(first.claim.client.name) is ClientShare.EVEN
+        queue.begin()
+
+
+async def test_wait_is_that_of_the_clients_turns() -> None:
+    queue = Queue()
+    queue.add_all("a" * 60)
+    queue.add_all("b" * 8)
+    for _ in range(10):
+        queue.clock.now += 1.0
+        queue.next()
+    waits = {
+        client: queue.queue.least_wait_s(queue.claim(client), 10.0) for client in ("a", "b", "c")
+    }
+    # Of a, all 55 that wait, and the three of b. Of b, these three, and as many of a.
+    assert waits == {"a": 58.0, "b": 6.0, "c": 0.0}
+
+
+async def test_requests_of_lower_ranks_wait_for_the_others() -> None:
+    queue = Queue()
+    queue.add_all("a" * 30)
+    for _ in range(10):
+        queue.clock.now += 1.0
+        queue.next()
+    assert queue.queue.least_wait_s(queue.claim("c", rank=1), 5.0) == 20.0
+    assert queue.queue.least_wait_s(queue.claim("c", rank=-1), 5.0) == 0.0
+
+
+async def test_wait_is_not_predicted_from_a_few_requests() -> None:
+    queue = Queue()
+    queue.add_all("a" * 60)
+    for _ in range(7):
+        queue.clock.now += 1.0
+        queue.next()
+    assert queue.queue.least_wait_s(queue.claim("a"), 1.0) == 0.0
+
+
+async def test_last_minute_has_the_tokens_of_its_time() -> None:
+    queue = Queue()
+    queue.counters.count(queue.counters.counter(Client("a", 2.0)), 100)
+    queue.clock.now += 59
+    queue.take("b", 7)
+    assert queue.counters.last_minute() == {"a": (2.0, 100), "b": (1.0, 7)}
+    queue.clock.now += 6
+    assert queue.counters.last_minute() == {"b": (1.0, 7)}

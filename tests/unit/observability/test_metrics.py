@@ -2,11 +2,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.observability.metrics import (
+    MAX_KEYS,
     MAX_WORKERS,
     PREFIX,
     TABLE,
+    ClientLoad,
     FrontendMetrics,
     WorkerMetrics,
+    read_client_loads,
 )
 from dynamo_trtllm.observability.outputs import Outputs
 
@@ -130,3 +133,20 @@ def test_log_lines_when_they_were_dropped_then_they_are_counted(create, monkeypa
     for number in (0, 3, 7):
         monkeypatch.setattr(Outputs, "num_dropped_lines", number)
         assert samples(metrics.render())["dropped_log_lines_total", ()] == number
+
+
+def test_api_keys_with_the_most_tokens_have_labels():
+    metrics = FrontendMetrics()
+    loads = {
+        f"key-{number}": ClientLoad(weight=1.0, tokens=number, waiting=0, running=0)
+        for number in range(MAX_KEYS + 9)
+    }
+    odd = 'a "b"\\c'
+    loads[odd] = ClientLoad(weight=0.5, tokens=10**9, waiting=2, running=3)
+    metrics.by_key = lambda: loads
+    shown = read_client_loads(metrics.render().decode())
+    assert len(shown) == MAX_KEYS
+    assert shown[odd] == loads[odd]
+    assert "key-0" not in shown
+    metrics.by_key = dict
+    assert read_client_loads(metrics.render().decode()) == {}

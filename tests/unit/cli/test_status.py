@@ -1,0 +1,29 @@
+"""What `dynamo-trtllm status` prints, without processes."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.cli.status import DeploymentReport, KeyStatus, ProcessStatus, as_text
+
+
+def key(name: str, weight: float, tokens: int, waiting: int = 0) -> KeyStatus:
+    return KeyStatus(
+        name=name, weight=weight, tokens_last_minute=tokens, waiting=waiting, running=1
+    )
+
+
+def test_status_shows_tokens_of_keys_beside_their_shares() -> None:
+    frontend = ProcessStatus(
+        name="frontend",
+        role="frontend",
+        state="ready",
+        keys=[key("team-b", 3, 6000, waiting=7), key("team-a", 1, 2000)],
+    )
+    report = DeploymentReport(namespace="n", processes=[frontend])
+    lines = [line.split() for line in as_text([report]).splitlines()]
+    assert ["team-b", "3", "6,000", "75%", "75%", "7", "1"] in lines
+    assert ["team-a", "1", "2,000", "25%", "25%", "0", "1"] in lines
+
+
+def test_status_without_keys_has_no_table_of_them() -> None:
+    frontend = ProcessStatus(name="frontend", role="frontend", state="ready")
+    assert "API key" not in as_text([DeploymentReport(namespace="n", processes=[frontend])])
