@@ -2,18 +2,22 @@
 parts.
 
     python -m benchmarks.fairness
+    python -m benchmarks.fairness --beside-dynamo
 
 Starts a small deployment with the mock engine and API keys. Its prefill worker is the bottleneck: a
 step of 0.1 s computes one prompt.
 
 Two keys: A stays within its half of what the worker can compute, and B sends ten times its half.
 First A runs alone, then with B. This is done with two arrivals of A: in bursts, as of a program
-with many calls at once, and at random. B delays a request of A by at most two steps: the one that
-runs, and the next one, which waits at the worker. How much that is in percent depends on how long
-the requests of A wait for each other.
+with many calls at once, and at random. B delays a request of A by what is left of the step that
+runs. How much that is in percent depends on how long the requests of A wait for each other.
 
 Equal keys: four keys send 1.5, 2, 5 and 10 times their share. Jain's index of the tokens that they
 got is 1 if all got the same, and 0.25 if one got everything.
+
+With --beside-dynamo, the first four loads are also run on NVIDIA Dynamo's frontend with its mock
+workers, which is installed from PyPI. It has no API keys. Its times of steps are others, so what
+its workers can compute is measured first, and A and B send the same parts of that.
 
   sent, ok    requests, and how many of them had their first token until the end
   tok_s       tokens of prompts and outputs of the key per second
@@ -35,6 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,9 +47,13 @@ import orjson
 
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of, new_key
 from dynamo_trtllm.access.keys_file import add_key
+from dynamo_trtllm.support.network.addresses import free_ports
 
 from .deployment import NAME_VARIABLE, LaunchedDeployment, NotReady
 from .load_client import Client, Load
+from .plane import dynamo
+from .plane.points import STEP_S, Engines
+from .plane.stack import MODEL, Stack
 from .scrape import fetch
 from .stream import RequestRecord
 
@@ -58,11 +67,15 @@ _PREFILL_TOKEN_S = 200e-6  # a prompt takes as long as one of thousands of token
 # Requests per second that the prefill worker can compute.
 _CAPACITY: Final = 1 / (_STEP_S + _STEP_TOKENS * _PREFILL_TOKEN_S)
 _BURST = 32
+_WARM_UP_S: Final = tuple(0.2 * number for number in range(20))
 _A_PART = 0.7  # of its half that A sends
 _EXCESS: Final = (1.5, 2.0, 5.0, 10.0)  # times its share that each equal key sends
 _EQUAL_KEYS = ("c", "d", "e", "f")
 _BEGIN_S = 3.0  # until all client processes have started
 _SETTLE_S = 15.0  # requests of this time are sent, and not counted
+# Of Dynamo's mock engine, for which a step with one prompt takes about as long as here.
+_DYNAMO_SPEED = 0.6
+_MOST = 100.0  # requests per second, more than its worker can compute
 _END_S = 6.0  # after the last request of a load: those of A have ended, and the others are canceled
 
 
@@ -106,6 +119,18 @@ class Deployment(LaunchedDeployment):
                 _worker("decode-1", "decode", {"step_s": 0.005}),
             ],
         }
+
+
+class PacedDynamo(dynamo.Dynamo):
+    """Dynamo whose prefill worker computes one prompt per step, as that of `Deployment`."""
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        """Return the arguments for a worker. Later ones replace earlier ones."""
+        arguments = super().worker(role, pace_s)
+        if role != "prefill":
+            return arguments
+        paced = ("--speedup-ratio", str(_DYNAMO_SPEED))
+        return (*arguments, *paced, "--max-num-batched-tokens", str(_STEP_TOKENS))
 
 
 def _worker(name: str, mode: str, engine_args: Mapping[str, float]) -> dict[str, Any]:
@@ -171,14 +196,15 @@ class Bench:
 
     Args:
         url: of the frontend.
-        keys: by name.
+        model: the name of the model.
+        keys: by name; empty: clients need none.
         counted_s: seconds for which requests are sent and counted.
     """
 
-    def __init__(self, url: str, keys: Mapping[str, str], counted_s: float) -> None:
+    def __init__(self, url: str, model: str, keys: Mapping[str, str], counted_s: float) -> None:
         seconds = _SETTLE_S + counted_s
         self._load = Load(
-            url=url, model="mock", isl=_WORDS, osl=_OSL, timeout_s=_TIMEOUT_S, seconds=seconds
+            url=url, model=model, isl=_WORDS, osl=_OSL, timeout_s=_TIMEOUT_S, seconds=seconds
         )
         self._counted_s = counted_s
         self._keys = keys
@@ -204,7 +230,7 @@ class Bench:
     def _of(self, name: str, arrivals_s: Sequence[float]) -> Load:
         return replace(
             self._load,
-            api_key=self._keys[name],
+            api_key=self._keys.get(name, ""),
             arrivals_s=tuple(arrivals_s),
             requests=len(arrivals_s),
         )
@@ -229,10 +255,14 @@ class Bench:
         }
 
 
-def measure(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Run all loads. Yield a row for each key of each."""
-    half = _CAPACITY / 2
-    bench.run({"a": [0.2 * number for number in range(20)]})  # a warm-up
+def measure(bench: Bench, capacity: float) -> Iterator[dict[str, Any]]:
+    """Run the loads of A and B. Yield a row for each key of each.
+
+    Args:
+        bench: runs them.
+        capacity: requests per second that the prefill worker can compute.
+    """
+    half = capacity / 2
     flood = list(at_random(10 * half, bench.seconds, seed=2))
     for name, arrivals in (("in bursts", in_bursts), ("at random", at_random)):
         own = list(arrivals(_A_PART * half, bench.seconds))
@@ -244,6 +274,10 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
         growth = f"{100 * growth_ms / alone['p99']:+.1f}% ({growth_ms:+.0f} ms)"
         yield {"key": f"A {name}, with B", **with_b, "growth": growth}
         yield {"key": f"B with A {name}", **bench.row(records["b"], flood)}
+
+
+def measure_equal(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Run the load of the equal keys. Yield a row for each."""
     share = _CAPACITY / len(_EQUAL_KEYS)
     equal = {
         name: list(at_random(excess * share, bench.seconds, seed))
@@ -257,10 +291,49 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
     yield {"key": "Jain's index of the four", "index": index}
 
 
+def measured_capacity(bench: Bench, counted_s: float) -> float:
+    """Return how many requests per second are served while more wait."""
+    flood = [number / _MOST for number in range(int(_MOST * bench.seconds))]
+    records = bench.run({"b": flood})["b"]
+    until_s = _SETTLE_S + counted_s
+    served = [record for record in records if _SETTLE_S <= (record.first_s or 0.0) < until_s]
+    return len(served) / counted_s
+
+
+def rows_of_ours(counted_s: float) -> Iterator[dict[str, Any]]:
+    """Run all loads on this project. Yield a row for each key of each."""
+    keys = {name: new_key() for name in ("a", "b", *_EQUAL_KEYS)}
+    keys_file = Path(f"api-keys-{os.getpid()}.jsonl")
+    for name, key in keys.items():
+        add_key(keys_file, ApiKey(name=name, sha256=digest_of(key).hex(), scope="all"))
+    deployment = Deployment(keys_file)
+    try:
+        deployment.start()
+        bench = Bench(deployment.url, "mock", keys, counted_s)
+        bench.run({"a": _WARM_UP_S})
+        yield from measure(bench, _CAPACITY)
+        yield from measure_equal(bench)
+    finally:
+        deployment.stop()
+        keys_file.unlink()
+
+
+def rows_of_dynamo(folder: Path, counted_s: float) -> Iterator[dict[str, Any]]:
+    """Run the loads of A and B on Dynamo. Yield a row for each of them."""
+    dynamo.install(folder)
+    with Stack(PacedDynamo(folder, "fastokens"), free_ports(), Engines(STEP_S)) as stack:
+        bench = Bench(stack.url, MODEL, {}, counted_s)
+        bench.run({"a": _WARM_UP_S})
+        capacity = measured_capacity(bench, counted_s)
+        yield {"key": "Dynamo, requests per second at most", "number": capacity}
+        for row in measure(bench, capacity):
+            yield row | {"key": f"Dynamo: {row['key']}"}
+
+
 def _line(row: Mapping[str, Any]) -> str:
     cells: list[str] = []
     for name, value in row.items():
-        if name == "index":
+        if name in ("index", "number"):
             cells.append(f"{name} {value:.3f}")
         elif isinstance(value, int | float):
             cells.append(f"{name} -" if math.isnan(value) else f"{name} {value:.0f}")
@@ -277,20 +350,22 @@ def main() -> None:
         "--seconds", type=float, default=60.0, help="duration of each of five loads (default: 60)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line per row")
+    parser.add_argument(
+        "--beside-dynamo", action="store_true", help="measure NVIDIA Dynamo's frontend as well"
+    )
+    parser.add_argument(
+        "--dynamo-folder",
+        type=Path,
+        default=dynamo.default_folder(),
+        help="folder to install Dynamo into",
+    )
     args = parser.parse_args()
-    keys = {name: new_key() for name in ("a", "b", *_EQUAL_KEYS)}
-    keys_file = Path(f"api-keys-{os.getpid()}.jsonl")
-    for name, key in keys.items():
-        add_key(keys_file, ApiKey(name=name, sha256=digest_of(key).hex(), scope="all"))
-    deployment = Deployment(keys_file)
-    try:
-        deployment.start()
-        for row in measure(Bench(deployment.url, keys, args.seconds)):
-            sys.stdout.write((orjson.dumps(row).decode() if args.json else _line(row)) + "\n")
-            sys.stdout.flush()
-    finally:
-        deployment.stop()
-        keys_file.unlink()
+    rows = rows_of_ours(args.seconds)
+    if args.beside_dynamo:
+        rows = chain(rows, rows_of_dynamo(args.dynamo_folder, args.seconds))
+    for row in rows:
+        sys.stdout.write((orjson.dumps(row).decode() if args.json else _line(row)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
