@@ -12,13 +12,14 @@ import os
 import ssl
 import sys
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table, keys_of
 from dynamo_trtllm.config.commands import StatusConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.flags import ENV_PREFIX
@@ -28,7 +29,7 @@ from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats
-from dynamo_trtllm.observability.metrics import PREFIX, read_client_loads
+from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
@@ -52,7 +53,6 @@ _STARTING = "starting"
 _UNREACHABLE = "unreachable"
 _QUARANTINED = "quarantined"
 _HEAD = ("process", "role", "state", "address", "load")
-_KEY_HEAD = ("API key", "weight", "tokens in 60 s", "part", "share", "waiting", "running")
 _COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
 
 
@@ -62,16 +62,6 @@ class _RequestRejected(OSError):
 
 class NothingRuns(Exception):
     """No deployment was found. The message says where it was looked for, and what to do."""
-
-
-class KeyStatus(msgspec.Struct, kw_only=True):
-    """What one API key uses of the workers."""
-
-    name: str
-    weight: float
-    tokens_last_minute: int  # as they count for shares
-    waiting: int  # requests
-    running: int  # choices
 
 
 class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -410,23 +400,8 @@ async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _Stat
         return str(exc)
     page = body.decode()
     status.load = sum_samples(page, PREFIX)
-    status.keys = _keys(page)
+    status.keys = keys_of(page)
     return ""
-
-
-def _keys(page: str) -> list[KeyStatus]:
-    """Return the API keys in the metrics of a frontend."""
-    loads = read_client_loads(page)
-    return [
-        KeyStatus(
-            name=name,
-            weight=load.weight,
-            tokens_last_minute=load.tokens,
-            waiting=load.waiting,
-            running=load.running,
-        )
-        for name, load in sorted(loads.items(), key=lambda item: -item[1].tokens)
-    ]
 
 
 def _mark_unreachable(status: ProcessStatus, error: Exception) -> None:
@@ -525,7 +500,7 @@ def as_text(reports: Iterable[DeploymentReport]) -> str:
     return "\n".join(
         _title(report)
         + format_table([_HEAD, *_rows(report)])
-        + "".join(format_table([_KEY_HEAD, *rows]) for rows in _key_tables(report))
+        + "".join(key_table(process.keys) for process in report.processes)
         + _problems(report)
         for report in reports
     )
@@ -569,31 +544,6 @@ def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
         yield tuple(map(escape_controls, cells))
 
 
-def _key_tables(report: DeploymentReport) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Yield the rows of the API keys of each frontend.
-
-    The part of a key is that of all tokens. Its share is what it would get if all keys had requests
-    that wait.
-    """
-    for process in report.processes:
-        tokens = sum(key.tokens_last_minute for key in process.keys) or 1
-        weights = sum(key.weight for key in process.keys)
-        rows = [
-            (
-                escape_controls(key.name),
-                f"{key.weight:g}",
-                f"{key.tokens_last_minute:,}",
-                f"{key.tokens_last_minute / tokens:.0%}",
-                f"{key.weight / weights:.0%}",
-                str(key.waiting),
-                str(key.running),
-            )
-            for key in process.keys
-        ]
-        if rows:
-            yield rows
-
-
 def _load(role: str, load: Mapping[str, float]) -> str:
     """Return the load in a few words."""
     if not load:
@@ -634,10 +584,11 @@ def _colored(reports: Iterable[DeploymentReport]) -> Group:
             color = _COLORS.get(process.state, "yellow")
             table.add_row(Text(name), Text(role), Text(state, style=color), *map(Text, others))
         shown.append(table)
-        for rows in _key_tables(report):
-            keys = Table(*_KEY_HEAD, box=None, pad_edge=False)
-            for row in rows:
-                keys.add_row(*map(Text, row))
-            shown.append(keys)
+        for process in report.processes:
+            if process.keys:
+                keys = Table(*KEY_HEAD, box=None, pad_edge=False)
+                for key_row in key_rows(process.keys):
+                    keys.add_row(*map(Text, key_row))
+                shown.append(keys)
         shown.append(Text(_problems(report), style="red"))
     return Group(*shown)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.cli.status import DeploymentReport, KeyStatus, ProcessStatus, as_text
+from dynamo_trtllm.cli.status import DeploymentReport, ProcessStatus, as_text
+from dynamo_trtllm.cli.status_keys import KeyStatus
 
 
 def key(name: str, weight: float, tokens: int, waiting: int = 0) -> KeyStatus:
