@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from dynamo_trtllm.cli.event_text import HIDDEN, clock_error, describe
 from dynamo_trtllm.cli.stuck_requests import StuckReport
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.config.commands import ExplainConfig
@@ -20,12 +19,11 @@ from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.observability.recorder import check_owner, recorder_folder
-from dynamo_trtllm.observability.recordings import (
-    ProcessRecording,
-    ProcessState,
-    Recordings,
-    RequestRecording,
-    Step,
+from dynamo_trtllm.observability.recordings import Recordings, RequestRecording
+from dynamo_trtllm.observability.request_timeline import (
+    outcome,
+    timeline_notes,
+    timeline_rows,
 )
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls
@@ -118,61 +116,13 @@ def timeline(request: RequestRecording) -> str:
         f"request {request.id}: {outcome(request)}",
         f"began {began.isoformat(timespec='milliseconds')}",
     ]
-    rows = [("ms", "process", "event")]
-    for step in _with_process_events(request):
-        if step.entry.event not in HIDDEN:
-            since_ms = (step.entry.ns - first.entry.ns) / 1e6
-            rows.append((f"{since_ms:.3f}", step.process.title, describe(step.entry, request)))
+    shown = [(f"{row.since_ms:.3f}", row.process, row.event) for row in timeline_rows(request)]
+    rows = [("ms", "process", "event"), *shown]
     width = max(len(ms) for ms, _, _ in rows)
     table = format_table([(ms.rjust(width), process, event) for ms, process, event in rows])
     lines += table.splitlines()
-    for process in request.processes():
-        lines += [f"note: {note}" for note in _notes(process, since_ns=first.entry.ns)]
+    lines += [f"note: {note}" for note in timeline_notes(request)]
     return "\n".join(lines) + "\n"
-
-
-def _notes(process: ProcessRecording, *, since_ns: int) -> Iterator[str]:
-    """Yield what limits the recording of a process since the beginning of a request."""
-    numbered = f"{process.title} (process {process.header.pid})"
-    if process.num_overwritten and process.oldest_ns > since_ns:
-        yield f"earlier events of {process.title} may be overwritten"
-    if process.state is ProcessState.KILLED:
-        yield f"{numbered} was killed or crashed"
-    elif not process.is_over and process.state is not ProcessState.RUNNING:
-        yield f"{numbered} is {process.state.value}"
-    if process.clock_error_s:
-        yield f"{process.title} is on machine {process.host}; {clock_error(process)}"
-
-
-def _with_process_events(request: RequestRecording) -> list[Step]:
-    """Return the steps of a request, and what happened to its processes meanwhile."""
-    begun_ns = request.steps[0].entry.ns
-    ended_ns = request.steps[-1].entry.ns
-    steps = list(request.steps)
-    for process in request.processes():
-        for entry in process.entries:
-            is_of_process = not entry.key
-            if is_of_process and begun_ns <= entry.ns <= ended_ns:
-                steps.append(Step(process, entry))
-    return sorted(steps, key=lambda step: step.entry.ns)
-
-
-def outcome(request: RequestRecording) -> str:
-    """Return in a few words how the request ended, or that it runs."""
-    finished = request.finished
-    if finished is not None:
-        end = finished.entry
-        took_s = (end.ns - request.steps[0].entry.ns) / 1e9
-        http_status = end.a
-        num_tokens = end.b
-        status = f"HTTP {http_status}" if http_status else "no response"
-        return f"finished after {took_s:.3f} s, {status}, {num_tokens} tokens, {end.reason}"
-    frontends = [process for process in request.processes() if process.is_frontend]
-    if not frontends:
-        return "its frontend is gone, or was not asked or did not answer"
-    if frontends[0].is_over:
-        return f"not finished, its frontend was {frontends[0].state.value}"
-    return "not finished"
 
 
 def _latest(requests: Sequence[RequestRecording]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from dynamo_trtllm.cli.event_text import describe, quarantined
+from dynamo_trtllm.observability.event_text import describe, quarantined
 from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
 from dynamo_trtllm.observability.recordings import (
     Entry,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dynamo_trtllm.cli.event_text import HIDDEN, clock_error
+from dynamo_trtllm.observability.event_text import HIDDEN, clock_error
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, RequestRecording, Step
 from dynamo_trtllm.protocol.number_types import ceil_div

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cli import remote_recordings
-from dynamo_trtllm.cli.remote_recordings import RecordingQueries
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, InprocTransport
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
+from dynamo_trtllm.observability.recording_queries import RecordingQueries
 from dynamo_trtllm.observability.recording_server import (
     RecordingPart,
     RecordingQuery,
