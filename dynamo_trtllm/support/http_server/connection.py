@@ -519,6 +519,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if newest is not None and not newest.response.ended:
             if not newest.response.started:
                 newest.response.keeps_alive = False
+            elif newest.response.on_drain is not None:
+                newest.response.on_drain()
         elif self._parser.awaits_head:
             self._arm(self._timing.drain_s, self._close)
             self._awaits_request = True

@@ -147,6 +147,9 @@ class HttpResponse:
     is_writable = False  # events were started, and the client is connected and keeps up
     deadline = 0.0  # seconds since the epoch; until then a client may read slowly
     cancels_handler = False  # if the client disconnects before the response has ended
+    # Is called when the server shuts down while this response is being sent. A response without an
+    # end of its own must then end.
+    on_drain: Callable[[], None] | None = None
     _is_lost = False
     _is_paused = False
     _resumed: asyncio.Future[None] | None = None
