@@ -20,7 +20,6 @@ from dynamo_trtllm.protocol.http_status import retry_headers
 from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
-NO_WORKER = "no worker has registered yet"
 # Limit for the entries of a list in /health, unless the query has another limit.
 LISTED: Final = 100
 MAX_LISTED: Final = 1_000_000
@@ -86,11 +85,7 @@ class StatusRoutes:
             for instance in instances
         }
         num_by_role = Counter(instance.role for instance in instances)
-        names = self._models.names()
-        found = [self._models.not_ready_reason(name) for name in names]
-        reasons = [reason for reason in found if reason]
-        if not names:
-            reasons = [NO_WORKER]
+        reasons = self._models.not_ready_reasons()
         body: dict[str, Any] = {
             "status": "not_ready" if reasons else "healthy",
             "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),

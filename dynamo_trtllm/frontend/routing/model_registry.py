@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 # Limit of one card's files together. The size that a worker sends is not trusted.
 MAX_FILES_BYTES: Final = 256 << 20
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
+NO_WORKER: Final = "no worker has registered yet"
+MAX_WORKER_CHANGES: Final = 64  # the latest ones, which the console shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,15 @@ class RegistryTiming:
 
 
 TIMING = RegistryTiming()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChange:
+    """A worker that registered or left."""
+
+    instance: Instance
+    is_added: bool
+    at: float  # seconds since the epoch
 
 
 @dataclass(eq=False)
@@ -92,6 +104,8 @@ class ModelRegistry:
         self._preload_timers: dict[str, asyncio.TimerHandle] = {}
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
+        # The latest ones, the oldest first.
+        self.worker_changes: deque[WorkerChange] = deque(maxlen=MAX_WORKER_CHANGES)
 
     def get(self, name: str, tenant: Tenant | None = None) -> ServedModel:
         """Return a model.
@@ -162,6 +176,14 @@ class ModelRegistry:
             self._view.model(name), name, self._breakers
         )
 
+    def not_ready_reasons(self) -> list[str]:
+        """Return why models cannot be served now, as text for people; [] if all can."""
+        names = self.names()
+        if not names:
+            return [NO_WORKER]
+        reasons = [self.not_ready_reason(name) for name in names]
+        return [reason for reason in reasons if reason]
+
     def readiness(self, limit: int) -> ReadinessReport:
         """Return all pairs, the instances that match no other, and the rejected etcd records.
 
@@ -218,6 +240,8 @@ class ModelRegistry:
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
         log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
+        if self._view.instance(instance.id) is None:  # otherwise only its record has changed
+            self.worker_changes.append(WorkerChange(instance, is_added=True, at=time.time()))
         self._view.add(instance)
         self._warn_of_another_card(instance)
         self._load_changed()
@@ -225,6 +249,9 @@ class ModelRegistry:
 
     def _remove(self, instance_id: int) -> None:
         log.info("worker %x left", instance_id)
+        instance = self._view.instance(instance_id)
+        if instance is not None:
+            self.worker_changes.append(WorkerChange(instance, is_added=False, at=time.time()))
         self._view.remove(instance_id)
         for name in list(self._announced):
             if self._view.model(name).is_complete:
