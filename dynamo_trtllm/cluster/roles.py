@@ -10,7 +10,9 @@ These are all subjects that this project uses, and nothing else is allowed:
 | _INBOX_tool.> | workers and frontends: recordings | tools |
 | NAMESPACE.load, NAMESPACE.kv_events | workers | frontends |
 | NAMESPACE.frontend_usage | frontends | frontends |
-| NAMESPACE.recordings | tools: queries | workers and frontends |
+| NAMESPACE.frontend_samples | frontends | frontends |
+| NAMESPACE.recordings | tools and frontends: queries | workers and frontends |
+| NAMESPACE.timelines.> | workers and frontends: recordings | frontends |
 | $KV, $JS.API of the bucket of stored responses | frontends; tools: state, deletion | JetStream |
 
 In etcd, a worker writes the keys of its component and reads those of its namespace. A frontend
@@ -29,7 +31,8 @@ from typing import Final
 from dynamo_trtllm.cluster.discovery.records import PREFIX, namespace_prefix
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.config_base import ClusterRole
-from dynamo_trtllm.observability.recording_server import recordings_subject
+from dynamo_trtllm.observability.recording_server import recordings_subject, timelines_prefix
+from dynamo_trtllm.protocol.frontend_samples import frontend_samples_subject
 from dynamo_trtllm.protocol.frontend_usage import frontend_usage_subject
 from dynamo_trtllm.protocol.kv_events import kv_events_subject
 
@@ -119,6 +122,9 @@ def _frontend(namespaces: Sequence[str], components: Sequence[str]) -> ClusterUs
         publish += [
             *_requests(namespace, components),
             frontend_usage_subject(namespace),
+            frontend_samples_subject(namespace),
+            recordings_subject(namespace),
+            f"{timelines_prefix(namespace)}>",
             f"$KV.{bucket_of(namespace)}.>",
             f"$JS.API.STREAM.INFO.{stream}",
             f"$JS.API.STREAM.CREATE.{stream}",
@@ -128,7 +134,9 @@ def _frontend(namespaces: Sequence[str], components: Sequence[str]) -> ClusterUs
         subscribe += [
             *_broadcasts(namespace),
             frontend_usage_subject(namespace),
+            frontend_samples_subject(namespace),
             recordings_subject(namespace),
+            f"{timelines_prefix(namespace)}>",
         ]
     return ClusterUser(
         name=ClusterRole.FRONTEND,
@@ -144,7 +152,7 @@ def _worker(
     subscribe = [inbox]
     own_keys = []
     for namespace in namespaces:
-        publish += _broadcasts(namespace)
+        publish += [*_broadcasts(namespace), f"{timelines_prefix(namespace)}>"]
         subscribe += [*_requests(namespace, components), recordings_subject(namespace)]
         own_keys += [f"{namespace_prefix(namespace)}{component}/" for component in components]
     return ClusterUser(

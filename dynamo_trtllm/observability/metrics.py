@@ -77,6 +77,13 @@ class Histogram(Collector):
             self._children[tuple(map(str, values))] = child
         return child
 
+    def bucket_counts(self) -> tuple[int, ...]:
+        """Return the observations by bucket, of all label values together."""
+        counts = [child.counts for child in self._children.values()]
+        if not counts:
+            return (0,) * (len(self._bounds) + 1)
+        return tuple(map(sum, zip(*counts, strict=True)))
+
     def collect(self) -> Iterator[Collected]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         bounds = [*map(str, self._bounds), "+Inf"]
@@ -193,6 +200,12 @@ def read_client_loads(page: str) -> dict[str, ClientLoad]:
     }
 
 
+def bucket_bounds(process: Process, name: str) -> tuple[float, ...]:
+    """Return the upper bounds of the buckets of a histogram. The last bucket has none."""
+    rows = [row for row in TABLE if row.process == process and row.name == name]
+    return _BUCKETS[rows[0].buckets]
+
+
 class ProcessMetrics:
     """Metrics of one process, as metrics.json defines them."""
 
@@ -266,6 +279,16 @@ class FrontendMetrics(ProcessMetrics):
 
     def _read_inflight(self) -> float:
         return self._num_inflight
+
+    @property
+    def num_inflight(self) -> int:
+        """The number of requests in progress, including queued ones."""
+        return self._num_inflight
+
+    def bucket_counts(self, name: str) -> tuple[int, ...]:
+        """Return the observations of a histogram by bucket, of all label values together."""
+        histogram: Histogram = self._metrics[name]
+        return histogram.bucket_counts()
 
     def request_started(self) -> None:
         """Count a request in progress."""

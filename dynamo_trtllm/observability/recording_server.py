@@ -99,6 +99,11 @@ def recordings_subject(namespace: str) -> str:
     return f"{namespace}.recordings"
 
 
+def timelines_prefix(namespace: str) -> str:
+    """Return the beginning of the subjects at which frontends receive the answers of others."""
+    return f"{namespace}.timelines."
+
+
 class KeySelector:
     """Finds the requests of one process that a query wants.
 

@@ -74,6 +74,8 @@ TO_WORKER = "_INBOX_worker.x.1"
 TO_OWN = f"_INBOX_worker.{OWN}.x.1"
 TO_TOOL = "_INBOX_tool.x"
 USAGE = "dynamo.frontend_usage"
+SAMPLES = "dynamo.frontend_samples"
+TIMELINE = "dynamo.timelines.x"
 RESPONSE = f"$KV.{BUCKET}.resp_1"
 STREAM = f"$JS.API.STREAM.%s.KV_{BUCKET}"
 STREAMS = {
@@ -100,6 +102,8 @@ SUBJECTS = {
     "dynamo.kv_events",
     "dynamo.recordings",
     USAGE,
+    SAMPLES,
+    TIMELINE,
     "$JS.API.STREAM.CREATE.all",
     "other_backend.generate-1",
     "other.load",
@@ -112,13 +116,32 @@ WIDE = {">", "*.>", "dynamo_backend.>", "_INBOX_frontend.>", "_INBOX_worker.>", 
 LOADS = {"dynamo.load", "dynamo.kv_events"}
 TO_ALL_WORKERS = {REQUEST, PREFILL, OWN_REQUEST, CONTROL}
 MAY_PUBLISH = {
-    "frontend": {*TO_ALL_WORKERS, TO_WORKER, TO_OWN, TO_TOOL, USAGE, RESPONSE, *STREAMS},
-    "worker": {TO_FRONTEND, TO_WORKER, TO_OWN, TO_TOOL, *LOADS},
-    OWN_USER: {TO_FRONTEND, TO_OWN, TO_TOOL, *LOADS},
+    "frontend": {
+        *TO_ALL_WORKERS,
+        TO_WORKER,
+        TO_OWN,
+        TO_TOOL,
+        USAGE,
+        SAMPLES,
+        TIMELINE,
+        "dynamo.recordings",
+        RESPONSE,
+        *STREAMS,
+    },
+    "worker": {TO_FRONTEND, TO_WORKER, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
+    OWN_USER: {TO_FRONTEND, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
     "tool": {"dynamo.recordings", STREAM % "INFO", STREAM % "DELETE"},
 }
 MAY_SUBSCRIBE = {
-    "frontend": {TO_FRONTEND, "_INBOX_frontend.>", *LOADS, USAGE, "dynamo.recordings"},
+    "frontend": {
+        TO_FRONTEND,
+        "_INBOX_frontend.>",
+        *LOADS,
+        USAGE,
+        SAMPLES,
+        TIMELINE,
+        "dynamo.recordings",
+    },
     "worker": {
         REQUEST,
         PREFILL,
