@@ -26,6 +26,10 @@ from dynamo_trtllm.support.network.addresses import is_loopback
 
 # Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
+# The page of the console asks for a key, which its data need.
+CONSOLE_PAGE: Final = "/"
+CONSOLE_FILES: Final = "/console/files/"
+_CONSOLE: Final = "/console/"
 _STATUS_PATHS: Final = frozenset({"/health", "/metrics", "/docs", "/openapi.json"})
 _BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
@@ -100,6 +104,7 @@ class AccessControl:
         """
         self.needs_api_key = config.needs_api_key
         self._needs_certificate = config.needs_certificate
+        self.has_console = False  # its page and the files of that need no key
         # The usage of keys; None: none has limits.
         self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
@@ -137,10 +142,10 @@ class AccessControl:
         is_open = not (self.needs_api_key or self._needs_certificate)
         if is_open or request.path in PUBLIC_PATHS:
             return
-        needed = "status" if request.path in _STATUS_PATHS else "api"
+        needed = _needed_scope(request.path)
         try:
             self._check_certificate(request)
-            if not self.needs_api_key:
+            if not self.needs_api_key or self._is_page(request.path):
                 return
             tenant = self._authorized(request, needed)
             if tenant.usage is not None:
@@ -149,6 +154,19 @@ class AccessControl:
             self.count("access_denied_total", error.code)
             raise
         request.sender = tenant
+
+    def _is_page(self, path: str) -> bool:
+        return self.has_console and (path == CONSOLE_PAGE or path.startswith(CONSOLE_FILES))
+
+    def check_again(self, request: HttpRequest) -> None:
+        """Check the sender of a request that is being answered, without counting it.
+
+        Raises:
+            InvalidApiKey: its key is not valid any more.
+            PermissionDenied: its key has got another scope.
+        """
+        if self.needs_api_key:
+            self._authorized(request, _needed_scope(request.path))
 
     def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
         """Check a request to a worker's system port, and note its sender if it has a key.
@@ -244,6 +262,11 @@ class AccessControl:
         for digest, key in by_digest(content.keys).items():
             tenants[digest] = Tenant(key, self.usage.usage(key))
         self._tenants = tenants
+
+
+def _needed_scope(path: str) -> str:
+    """Return the scope that a key needs for a path of a frontend."""
+    return "status" if path in _STATUS_PATHS or path.startswith(_CONSOLE) else "api"
 
 
 def _do_nothing(metric: str, label: str) -> None: ...

@@ -379,6 +379,12 @@ class FrontendConfig(FrontendAccessConfig):
         " selection is random: the softmax of the negative costs, divided by their range and this"
         " number.",
     )
+    console: bool = option(
+        "HTTP and routing",
+        True,
+        help="Serve the console at /: a page that shows the deployment live. With API keys, it asks"
+        " for one.",
+    )
     request_timeout_s: PositiveFloat = option(
         "HTTP and routing",
         600.0,

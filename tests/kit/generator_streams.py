@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import cached_property, partial
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
@@ -127,6 +128,10 @@ class PlayedRouter(ABC):
     @cached_property
     def view(self) -> ClusterView:
         return ClusterView()
+
+    @cached_property
+    def plane(self) -> RequestPlane:
+        return InprocPlane()
 
     @abstractmethod
     async def play(

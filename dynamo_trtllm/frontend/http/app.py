@@ -11,6 +11,12 @@ from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.access.web_pages import PageGuard
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.api.error_bodies import messages_error
+from dynamo_trtllm.frontend.console.activity import RequestActivity
+from dynamo_trtllm.frontend.console.feed import ConsoleFeed
+from dynamo_trtllm.frontend.console.merged_samples import MergedSamples
+from dynamo_trtllm.frontend.console.request_events import RequestEventReader
+from dynamo_trtllm.frontend.console.sampler import ProcessSampler
+from dynamo_trtllm.frontend.http.console_routes import ConsoleRoutes
 from dynamo_trtllm.frontend.http.documentation_routes import docs, openapi
 from dynamo_trtllm.frontend.http.hooks import Hooks, ReadBody
 from dynamo_trtllm.frontend.http.responses_api_routes import ResponseRoutes
@@ -46,6 +52,7 @@ class FrontendApp(NamedTuple):
     access: AccessControl  # reads its file again only in `follow_file`
     limits: AdmissionLimits
     traces: TraceExporter | None  # sends nothing before its `run`
+    console: ConsoleFeed | None  # sends only its first events before its `run`
     close_response_store: Callable[[], Awaitable[None]]
 
 
@@ -72,6 +79,7 @@ def build_app(
     """
     access = access or AccessControl(config)
     access.count = metrics.count
+    access.has_console = config.console
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _register_gauges(app_state, access, metrics)
@@ -100,6 +108,13 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
+    feed = None
+    if config.console:
+        activity = RequestActivity()
+        activity.subscribe(app_state.subscribers)
+        feed = _console_feed(app_state, activity, metrics)
+        events = RequestEventReader(request_router.plane, models, config.namespace)
+        routes += ConsoleRoutes(feed, events, access.check_again).routes()
     before = hooks.before if hooks else None
     added: list[Route] = []
     if hooks:
@@ -108,7 +123,21 @@ def build_app(
     guard = _guard(config, access)
     origins = config.allowed_origins
     router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
-    return FrontendApp(router, access, app_state.limits, traces, response_store.aclose)
+    return FrontendApp(router, access, app_state.limits, traces, feed, response_store.aclose)
+
+
+def _console_feed(
+    state: AppState, activity: RequestActivity, metrics: FrontendMetrics
+) -> ConsoleFeed:
+    """Return the data of the console."""
+    namespace = state.config.namespace
+    return ConsoleFeed(
+        ProcessSampler(activity, metrics, state.limits.choices),
+        MergedSamples(state.models, namespace, activity.latest),
+        state.router.plane,
+        namespace,
+        metrics.message_unreadable,
+    )
 
 
 def _response_store(

@@ -179,6 +179,8 @@ def _background_work(
     )
     if app.traces is not None:
         work["traces"] = app.traces.run()
+    if app.console is not None:
+        work["console"] = app.console.run()
     if config.api_keys_file is not None:
         work["api-keys"] = app.access.follow_file()
     if certificate is not None:

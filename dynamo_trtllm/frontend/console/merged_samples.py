@@ -1,0 +1,327 @@
+"""Merge the samples of all frontend processes, and the loads of workers, into snapshots."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+import dynamo_trtllm
+from dynamo_trtllm.frontend.console import health_reasons
+from dynamo_trtllm.frontend.console.reader import encode_event
+from dynamo_trtllm.frontend.console.sampler import GAPS, TTFT
+from dynamo_trtllm.frontend.console.snapshot import (
+    MAX_LISTED,
+    ConsoleFrontend,
+    ConsoleHello,
+    ConsolePair,
+    ConsolePoint,
+    ConsoleSnapshot,
+    ConsoleWorker,
+    HealthReason,
+    WorkerEvent,
+    is_failure,
+    mean_ttft_parts,
+    points_of,
+    quantile,
+    request_object,
+)
+from dynamo_trtllm.frontend.console.worker_times import RecentTimes, slow_ratios
+from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
+from dynamo_trtllm.observability.metrics import bucket_bounds
+from dynamo_trtllm.protocol.frontend_samples import FrontendSample, RequestRow
+from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
+
+MAX_POINTS: Final = 300  # five minutes
+_MINUTE: Final = 60  # points
+_MAX_REQUESTS: Final = 100
+_MAX_EVENTS: Final = 20
+_GONE_S: Final = 30.0  # after its last sample, a process is not shown any more
+_BOUNDS: Final = {name: bucket_bounds("frontend", name) for name in (TTFT, GAPS)}
+
+
+@dataclass(slots=True)
+class _Process:
+    """The last sample of a frontend process, and when it came."""
+
+    sample: FrontendSample
+    at_s: float
+
+
+@dataclass(eq=False)
+class MergedSamples:
+    """What all frontend processes have sampled while a console was open.
+
+    Args:
+        models: the workers, their pairs and their readiness, as this process knows them.
+        namespace: of the deployment.
+        latest: returns the latest requests of this process, the oldest first.
+        clock: returns seconds of a monotonic clock.
+    """
+
+    _models: ModelRegistry
+    _namespace: str
+    _latest: Callable[[], Sequence[RequestRow]]
+    _clock: Callable[[], float] = time.monotonic
+    _processes: dict[int, _Process] = field(default_factory=dict, init=False)
+    _new: list[FrontendSample] = field(default_factory=list, init=False)  # since the last snapshot
+    _loads: dict[int, LoadReport] = field(default_factory=dict, init=False)
+    _times: RecentTimes = field(default_factory=RecentTimes, init=False)
+    _requests: deque[RequestRow] = field(init=False)
+    _points: deque[ConsolePoint] = field(init=False)
+    _codes: deque[Mapping[str, int]] = field(init=False)  # of the points of the last minute
+
+    def __post_init__(self) -> None:
+        self._requests = deque(maxlen=_MAX_REQUESTS)
+        self._points = deque(maxlen=MAX_POINTS)
+        self._codes = deque(maxlen=_MINUTE)
+
+    def open_console(self) -> None:
+        """Begin with the latest requests of this process, because no console was open."""
+        self._processes.clear()
+        self._new.clear()
+        self._codes.clear()
+        self._times = RecentTimes()
+        rows = self._latest()
+        self._requests.clear()
+        self._take_history(rows)
+        begun = self._points[-1].at + 1 if self._points else 0.0
+        self._points.extend(point for point in points_of(rows) if point.at >= begun)
+
+    def add(self, sample: FrontendSample) -> None:
+        """Take a sample of any process."""
+        self._processes[sample.process] = _Process(sample, self._clock())
+        if sample.number == 1:
+            self._take_history(sample.requests)
+        self._new.append(sample)
+
+    def add_load(self, report: LoadReport) -> None:
+        """Take the load of a worker. A report may arrive after a newer one, and is ignored then."""
+        before = self._loads.get(report.instance_id)
+        if before is None or report.number > before.number:
+            self._loads[report.instance_id] = report
+
+    def hello(self) -> bytes:
+        """Return the first event for a new reader."""
+        snapshot = self._snapshot(self._point([]), list(self._requests))
+        hello = ConsoleHello(
+            namespace=self._namespace,
+            version=dynamo_trtllm.__version__,
+            points=list(self._points),
+            snapshot=snapshot,
+        )
+        return encode_event("hello", hello)
+
+    def snapshot(self) -> bytes:
+        """Return the event of one second, with the samples that came since the last call."""
+        samples = self._new
+        self._new = []
+        self._drop_gone()
+        self._times.age()
+        rows: list[RequestRow] = []
+        codes: Counter[str] = Counter()
+        for sample in samples:
+            codes.update(sample.codes)
+            for progress in sample.workers:
+                self._times.add_progress(progress, sample.interval_s)
+            if sample.number > 1:
+                rows += sample.requests
+        for row in rows:
+            self._times.add_request(row, with_tokens=False)
+        self._codes.append(codes)
+        self._requests.extend(rows)
+        point = self._point(samples, rows)
+        self._points.append(point)
+        shown = rows if all(sample.number > 1 for sample in samples) else list(self._requests)
+        return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
+
+    def _take_history(self, rows: Sequence[RequestRow]) -> None:
+        """Take requests that ended before the samples begin."""
+        known = {row.id for row in self._requests}
+        unknown = [row for row in rows if row.id not in known]
+        for row in unknown:
+            self._times.add_request(row, with_tokens=True)
+        merged = sorted([*self._requests, *unknown], key=lambda row: row.begun_at + row.total_s)
+        self._requests.clear()
+        self._requests.extend(merged)
+
+    def _drop_gone(self) -> None:
+        """Drop processes and workers that are gone."""
+        now_s = self._clock()
+        for process, last in list(self._processes.items()):
+            if now_s - last.at_s > _GONE_S:
+                del self._processes[process]
+        ids = {instance.id for instance in self._models.instances()}
+        self._times.keep_only(ids)
+        self._loads = {key: load for key, load in self._loads.items() if key in ids}
+
+    # --- one snapshot -----------------------------------------------------------------------------
+
+    def _point(
+        self, samples: Sequence[FrontendSample], rows: Sequence[RequestRow] = ()
+    ) -> ConsolePoint:
+        """Return the values of the charts from samples of different processes."""
+        counts = {
+            TTFT: _sums([sample.ttft_counts for sample in samples], len(_BOUNDS[TTFT]) + 1),
+            GAPS: _sums([sample.gap_counts for sample in samples], len(_BOUNDS[GAPS]) + 1),
+        }
+        requests = 0.0
+        failures = 0.0
+        tokens = 0.0
+        for sample in samples:
+            for code, count in sample.codes.items():
+                requests += count / sample.interval_s
+                failures += count / sample.interval_s if is_failure(code) else 0.0
+            tokens += sum(progress.tokens for progress in sample.workers) / sample.interval_s
+        last = [process.sample for process in self._processes.values()]
+        return ConsolePoint(
+            at=time.time(),
+            tokens_per_s=tokens,
+            requests_per_s=requests,
+            failures_per_s=failures,
+            inflight=sum(sample.inflight for sample in last),
+            queued=sum(sample.queued for sample in last),
+            ttft_p50_s=quantile(counts[TTFT], _BOUNDS[TTFT], 0.5),
+            ttft_p99_s=quantile(counts[TTFT], _BOUNDS[TTFT], 0.99),
+            gap_p50_s=quantile(counts[GAPS], _BOUNDS[GAPS], 0.5),
+            gap_p99_s=quantile(counts[GAPS], _BOUNDS[GAPS], 0.99),
+            ttft_split=mean_ttft_parts(rows),
+        )
+
+    def _snapshot(self, point: ConsolePoint, rows: Sequence[RequestRow]) -> ConsoleSnapshot:
+        now = time.time()
+        report = self._models.readiness(MAX_LISTED)
+        instances = self._models.instances()
+        workers = self._worker_rows(instances)
+        frontends = self._frontend_rows()
+        not_ready = list(dict.fromkeys(self._models.not_ready_reasons()))
+        codes: Counter[str] = Counter()
+        for counted in self._codes:
+            codes.update(counted)
+        reasons: list[HealthReason] = [
+            *health_reasons.of_models(not_ready),
+            *health_reasons.of_workers(workers),
+            *health_reasons.of_pairs(report),
+            *health_reasons.of_changes(list(self._models.worker_changes), now),
+            *health_reasons.of_requests(codes, point.queued, frontends),
+        ]
+        reasons.sort(key=lambda reason: reason.severity != "bad")  # stable
+        return ConsoleSnapshot(
+            at=now,
+            status=health_reasons.status_of(reasons, is_ready=not not_ready),
+            reasons=reasons,
+            models=self._models.names(),
+            frontends=frontends,
+            workers=workers[:MAX_LISTED],
+            num_workers=len(instances),
+            pairs=[
+                ConsolePair(
+                    prefill=pair["prefill"] or "",
+                    decode=pair["decode"],
+                    state=pair["state"],
+                    reason=pair["reason"],
+                    age_s=pair["age_s"],
+                    bytes_per_s=self._bytes_per_s(pair["prefill"], pair["decode"]),
+                )
+                for pair in report["pairs"]
+            ],
+            num_pairs=report["num_pairs"],
+            events=self._events(),
+            point=point,
+            requests=[request_object(row) for row in rows],
+        )
+
+    def _bytes_per_s(self, prefill: str | None, decode: str) -> float | None:
+        if prefill is None:
+            return None
+        return self._times.bytes_per_s((int(prefill, 16), int(decode, 16)))
+
+    def _frontend_rows(self) -> list[ConsoleFrontend]:
+        now_s = self._clock()
+        rows = [
+            ConsoleFrontend(
+                name=last.sample.name,
+                inflight=last.sample.inflight,
+                queued=last.sample.queued,
+                requests_per_s=sum(last.sample.codes.values()) / last.sample.interval_s,
+                silent_s=now_s - last.at_s,
+            )
+            for last in self._processes.values()
+        ]
+        return sorted(rows, key=lambda row: row.name)[:MAX_LISTED]
+
+    def _worker_rows(self, instances: Sequence[Instance]) -> list[ConsoleWorker]:
+        slow = self._slow_workers(instances)
+        order = list(Role)
+        in_order = sorted(instances, key=lambda one: (one.card.name, order.index(one.role), one.id))
+        rows = [self._worker_row(instance, slow.get(instance.id)) for instance in in_order]
+        # Of thousands of workers, those that need attention are listed.
+        if len(rows) > MAX_LISTED:
+            rows.sort(key=lambda row: (-row.silent_s, row.slow_ratio is None))
+        return rows
+
+    def _slow_workers(self, instances: Sequence[Instance]) -> dict[int, float]:
+        """Return the slow workers of each model and role, with their ratios."""
+        slow: dict[int, float] = {}
+        groups: dict[tuple[str, Role], list[int]] = {}
+        for instance in instances:
+            groups.setdefault((instance.card.name, instance.role), []).append(instance.id)
+        for (_, role), ids in groups.items():
+            if role is not Role.PREFILL:
+                slow |= slow_ratios(_known({one: self._times.token_s(one) for one in ids}))
+            if role is not Role.DECODE:
+                prompts = _known({one: self._times.prompt_token_s(one) for one in ids})
+                slow |= slow_ratios(prompts, least_s=0.0)
+        return slow
+
+    def _worker_row(self, instance: Instance, slow_ratio: float | None) -> ConsoleWorker:
+        load = self._loads.get(instance.id)
+        times = self._times.workers.get(instance.id)
+        token_s = self._times.token_s(instance.id)
+        prompt_token_s = self._times.prompt_token_s(instance.id)
+        return ConsoleWorker(
+            id=f"{instance.id:x}",
+            role=str(instance.role),
+            model=instance.card.name,
+            engine=instance.engine,
+            running=None if load is None else load.running,
+            waiting=None if load is None else load.waiting,
+            queued_prefill_tokens=None if load is None else load.queued_prefill_tokens,
+            kv_blocks_used=None if load is None else load.kv_blocks_used,
+            kv_blocks_total=None if load is None else load.kv_blocks_total,
+            streams=0 if times is None else times.streams,
+            tokens_per_s=0.0 if times is None else times.tokens_per_s,
+            token_ms=None if token_s is None else token_s * 1e3,
+            prompt_token_ms=None if prompt_token_s is None else prompt_token_s * 1e3,
+            slow_ratio=slow_ratio,
+            silent_s=0.0 if times is None else times.silent_s,
+        )
+
+    def _events(self) -> list[WorkerEvent]:
+        """Return the latest changes of workers, the newest first."""
+        return [
+            WorkerEvent(
+                at=change.at,
+                id=f"{change.instance.id:x}",
+                role=str(change.instance.role),
+                model=change.instance.card.name,
+                event="registered" if change.is_added else "left",
+            )
+            for change in islice(reversed(self._models.worker_changes), _MAX_EVENTS)
+        ]
+
+
+def _sums(counts: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Return the sums by bucket. Processes of another release may have other buckets."""
+    sums = [0] * size
+    for of_process in counts:
+        if len(of_process) == size:
+            sums = [total + count for total, count in zip(sums, of_process, strict=True)]
+    return sums
+
+
+def _known(seconds: Mapping[int, float | None]) -> dict[int, float]:
+    return {key: value for key, value in seconds.items() if value is not None}

@@ -1,0 +1,114 @@
+// The latest requests as waterfalls of their phases, each with its timeline.
+
+import { byId, make, makeTable } from "./dom.js";
+import { errorText } from "./event_feed.js";
+import { NONE, ago, clock, number, seconds } from "./format.js";
+import { ALL_GROUPS, legend, phaseBar, phaseList } from "./phases.js";
+
+const MAX_KEPT = 200;
+const MAX_SHOWN = 30;
+const isFailure = row => !["ok", "cancelled"].includes(row.code);
+
+/** Return the timeline of `explain` for a request, as nodes. */
+export async function fetchTimeline(id, key) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  try {
+    const response = await fetch(`console/requests/${encodeURIComponent(id)}`, { headers, cache: "no-store" });
+    if (!response.ok) return [make("p", { class: "bad-text" }, await errorText(response))];
+    const found = await response.json();
+    const rows = found.rows.map(([ms, process, event]) => ({ cells: [ms.toFixed(3), process, event] }));
+    return [
+      make("p", {}, `Request ${found.id}: ${found.outcome}.`),
+      rows.length ? make("div", { class: "scroll" }, makeTable(["ms", "Process", "Event"], rows, "Timeline")) : null,
+      ...found.notes.map(note => make("p", { class: "soft" }, note)),
+    ].filter(Boolean);
+  } catch {
+    return [make("p", { class: "bad-text" }, "The frontend does not answer. Try again.")];
+  }
+}
+
+export class Requests {
+  constructor(apiKey) {
+    this.apiKey = apiKey;
+    this.rows = []; // newest first
+    this.known = new Set();
+    this.open = null; // id of the request whose timeline is shown
+    this.details = null;
+    this.isPaused = false;
+    byId("phase-legend").append(...legend(ALL_GROUPS));
+    byId("request-filter").addEventListener("change", () => this.draw());
+    byId("pause").addEventListener("click", () => this.pause(!this.isPaused));
+  }
+
+  pause(isPaused) {
+    this.isPaused = isPaused;
+    byId("pause").textContent = isPaused ? "Go on" : "Pause";
+    byId("pause").setAttribute("aria-pressed", String(isPaused));
+    if (!isPaused) this.draw();
+  }
+
+  add(rows, now) {
+    this.now = now;
+    const fresh = rows.filter(row => !this.known.has(row.id));
+    for (const row of fresh) this.known.add(row.id);
+    this.rows.unshift(...fresh.reverse());
+    for (const row of this.rows.splice(MAX_KEPT)) this.known.delete(row.id);
+    if (!this.isPaused && this.open === null) this.draw();
+  }
+
+  selected() {
+    const filter = byId("request-filter").value;
+    if (filter === "failed") return this.rows.filter(isFailure);
+    if (filter === "ttft") return [...this.rows].sort((one, other) => (other.first_token_s || 0) - (one.first_token_s || 0));
+    if (filter === "total") return [...this.rows].sort((one, other) => other.total_s - one.total_s);
+    return this.rows;
+  }
+
+  draw() {
+    const shown = this.selected().slice(0, MAX_SHOWN);
+    const scale = Math.max(...shown.map(row => row.total_s), 0.001);
+    const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.request : null;
+    const items = shown.map(row => this.item(row, scale));
+    const none = byId("request-filter").value === "failed" ? "None of the latest requests failed." : "No request has ended yet.";
+    byId("request-list").replaceChildren(...(items.length ? items : [make("p", { class: "soft" }, none)]));
+    if (focused) {
+      const again = byId("request-list").querySelector(`[data-request="${CSS.escape(focused)}"]`);
+      if (again) again.focus({ preventScroll: true });
+    }
+  }
+
+  item(row, scale) {
+    const isOpen = row.id === this.open;
+    const failed = isFailure(row);
+    const button = make("button", {
+      type: "button", class: `request${failed ? " failed" : ""}`, "data-request": row.id, "aria-expanded": String(isOpen),
+      onclick: () => this.toggle(row),
+    },
+    make("span", { class: "when", title: clock(row.begun_at) }, ago(row.begun_at + row.total_s, this.now)),
+    make("span", { class: `code ${failed ? "bad-text" : "soft"}` }, row.code === "ok" ? row.finish || "ok" : row.code),
+    make("span", { class: "tokens" }, `${number(row.prompt_tokens)} → ${number(row.output_tokens)}`),
+    make("span", { class: "ttft" }, row.first_token_s === null ? NONE : seconds(row.first_token_s)),
+    make("span", { class: "total" }, seconds(row.total_s)),
+    phaseBar(row.phases, row.total_s, scale));
+    if (!isOpen) return button;
+    return make("div", { class: "opened" }, button, this.details);
+  }
+
+  toggle(row) {
+    if (this.open === row.id) {
+      this.open = null;
+      this.details = null;
+      this.draw();
+      return;
+    }
+    this.open = row.id;
+    const timeline = make("div", { "aria-live": "polite" }, make("p", { class: "soft" }, "Asking all processes for this request …"));
+    const workers = [row.prefill && `prefill ${row.prefill}`, row.decode && `decode ${row.decode}`].filter(Boolean).join(", ");
+    const repeated = [row.retries && `${row.retries} retries`, row.migrations && `${row.migrations} migrations`].filter(Boolean).join(", ");
+    this.details = make("div", { class: "details" },
+      make("p", {}, [`HTTP ${row.status || "–"}`, row.endpoint, row.model, workers, repeated, `began ${clock(row.begun_at)}`].filter(Boolean).join(" · ")),
+      phaseList(row.phases), timeline);
+    fetchTimeline(row.id, this.apiKey()).then(nodes => timeline.replaceChildren(...nodes));
+    this.draw();
+  }
+}

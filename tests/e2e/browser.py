@@ -1,0 +1,51 @@
+"""Opens pages in headless Chromium, and notes what a page should not do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+_WAIT_MS = 20_000
+
+
+@dataclass
+class OpenPage:
+    """A page, the errors in its console, and the addresses that it asked for."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def open_page(**options: Any) -> Iterator[OpenPage]:
+    """Open an empty page. Skip the test if there is no browser or no Playwright.
+
+    Args:
+        options: of Playwright's `new_page`, such as `viewport` and `color_scheme`.
+    """
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser_path is None:
+        pytest.skip("there is no browser; install chromium (Debian: chromium-headless-shell)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page(**options)
+        page.set_default_timeout(_WAIT_MS)
+        opened = OpenPage(page)
+        page.on("pageerror", lambda error: opened.errors.append(str(error)))
+        page.on(
+            "console",
+            lambda message: opened.errors.append(message.text) if message.type == "error" else None,
+        )
+        page.on("request", lambda request: opened.addresses.append(request.url))
+        try:
+            yield opened
+        finally:
+            browser.close()
