@@ -2,7 +2,8 @@
 //
 // EventSource can't send an API key in a header, so this reads the body of a response.
 
-const SILENT_MS = 6000; // without an event, the connection counts as lost
+const SILENT_MS = 8000; // without an event, the connection counts as lost
+const CONNECT_MS = 20_000; // until the first event
 const MAX_WAIT_S = 10;
 
 /** Yield [name, data] for each event of a body. */
@@ -60,7 +61,7 @@ export class EventFeed {
   async connect(run) {
     const abort = new AbortController();
     this.abort = abort;
-    let timer = setTimeout(() => abort.abort(), 2 * SILENT_MS);
+    let timer = setTimeout(() => abort.abort(), CONNECT_MS);
     try {
       const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
       const response = await fetch("console/events", { headers, cache: "no-store", signal: abort.signal });
@@ -86,7 +87,7 @@ export class EventFeed {
     } catch (error) {
       if (run !== this.run) return null;
       const isSilent = abort.signal.aborted;
-      return this.lost(isSilent ? "No data came for 6 s." : "The frontend does not answer.");
+      return this.lost(isSilent ? "No data came for a while." : "The frontend does not answer.");
     } finally {
       clearTimeout(timer);
       abort.abort();

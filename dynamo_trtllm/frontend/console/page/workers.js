@@ -59,6 +59,7 @@ export class Workers {
     byId("pair-legend").append(...Object.entries(PAIR_STATES).map(([state, name]) =>
       make("li", {}, make("span", { class: `pair-swatch ${state}` }), name)));
     new ResizeObserver(() => this.drawLines()).observe(byId("topology"));
+    byId("worker-details").open = innerWidth > 640; // the cards have the same numbers
   }
 
   show(snapshot) {
