@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-_WAIT_MS = 20_000
+_WAIT_MS = 40_000
 
 
 @dataclass

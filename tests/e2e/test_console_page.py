@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.kit.cluster import PLAIN, TINY, Cluster
 
 LAPTOP = {"width": 1366, "height": 768}
 PHONE = {"width": 390, "height": 844}
+WAIT_S = 40.0
 QUESTION = "Hey, quick check: is everything up and running?"
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(240)]
@@ -57,9 +59,15 @@ def check(opened: OpenPage, cluster: Cluster) -> None:
     assert opened.errors == []
 
 
-def expect(page: Any, script: str) -> Any:
-    """Wait until a JavaScript expression is true."""
-    return page.wait_for_function(script)
+def expect(page: Any, script: str) -> None:
+    """Wait until a JavaScript expression is true.
+
+    Playwright's own `wait_for_function` evaluates text, which the page's policy forbids.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while not page.evaluate(f"Boolean({script})"):
+        assert time.monotonic() < deadline, script
+        page.wait_for_timeout(100)
 
 
 def test_charts_move_and_requests_show_their_timelines(mock_cluster: Cluster) -> None:
