@@ -15,8 +15,6 @@ from dynamo_trtllm.protocol.number_types import (
     Seconds,
 )
 
-# Ids of workers in hexadecimal, joined by commas.
-_WorkerIds: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f,]*\Z", max_length=4096)]
 _Interval: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
@@ -32,8 +30,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     begun_at: EpochSeconds
     total_s: Seconds
     first_token_s: Seconds | None  # from the beginning; None: it had no token
-    prefill: _WorkerIds  # of the prefill workers, in hexadecimal, joined by commas; "": none
-    decode: _WorkerIds  # of the decode or aggregated workers
+    prefill: str  # ids of the prefill workers, in hexadecimal, joined by commas; "": none
+    decode: str  # ids of the decode or aggregated workers
     prompt_tokens: Count
     cached_tokens: Count
     output_tokens: Count

@@ -66,6 +66,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
 from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
 from dynamo_trtllm.observability.recording_server import RecordingPart, RecordingQuery
 from dynamo_trtllm.protocol.errors import BadFrame, ConfigError, InvalidRequest, StreamIncomplete
+from dynamo_trtllm.protocol.frontend_samples import FrontendSample
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate
 from dynamo_trtllm.protocol.messages import (
@@ -86,6 +87,7 @@ from tests.unit.worker.test_service import ANSWER, MeteredService, PlainEngine, 
 MESSAGES = (
     *(Ack, Batch, ClientMessage, ControlRequest, FileChunk, Frame, StreamReport, _FrameHeader),
     *(
+        FrontendSample,
         FrontendUsage,
         Instance,
         KvCacheUpdate,

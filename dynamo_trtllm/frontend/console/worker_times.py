@@ -161,4 +161,7 @@ def slow_ratios(seconds: Mapping[int, float], least_s: float = _NOTICED_S) -> di
 
 def _single_id(ids: str) -> int | None:
     """Return the id of the only worker; None if there are several or none."""
-    return int(ids, 16) if ids and "," not in ids else None
+    try:
+        return int(ids, 16)
+    except ValueError:
+        return None

@@ -116,6 +116,14 @@ def test_times_of_workers_and_pairs_come_from_requests() -> None:
     assert times.bytes_per_s((0xA, 0xB)) is None
 
 
+@pytest.mark.parametrize("ids", ["", "a,b", "no id"])
+def test_times_of_several_or_unknown_workers_are_left_out(ids: str) -> None:
+    times = RecentTimes()
+    phases = (("prefill", "prefill", 0.5),)
+    times.add_request(row(phases=phases, prefill=ids, decode=ids), with_tokens=True)
+    assert times.workers == {}
+
+
 def test_times_of_long_ago_are_not_shown() -> None:
     times = RecentTimes()
     times.add_progress(WorkerProgress(1, 1, 10, 0.1, 10, 0.0), 1.0)

@@ -17,6 +17,8 @@ const ORDER = ["receive", "tokenize_queue", "load", "tokenize", "frontend_queue"
   "grammar", "submit", "queue", "prefill", "export", "kv_transfer", "first_token", "decode_wait", "decode",
   "migration", "respond"];
 
+const UNTIL_ERROR = "until the error";
+
 export const GROUP_NAMES = Object.fromEntries(GROUPS.map(([group, name]) => [group, name]));
 export const groupOf = phase => (GROUPS.find(([, , phases]) => phases.includes(phase)) || ["network"])[0];
 
@@ -24,10 +26,11 @@ export const groupOf = phase => (GROUPS.find(([, , phases]) => phases.includes(p
 export function inOrder(phases) {
   const place = phase => (ORDER.includes(phase) ? ORDER.indexOf(phase) : ORDER.length);
   const roles = ["frontend", "prefill", "prefill_and_decode", "decode"];
-  // The prefill call comes before the decode call, and `respond` at the end.
-  const rank = ([role, phase]) => (place(phase) >= ORDER.indexOf("decode_wait") ? 1000 : 0)
-    + (role === "frontend" && place(phase) < ORDER.indexOf("retry") ? -1000 : 0)
-    + 100 * roles.indexOf(role) + place(phase);
+  // The prefill call comes before the decode call. What follows the first token is in one order for all roles.
+  const rank = ([role, phase]) => {
+    if (place(phase) >= ORDER.indexOf("decode_wait")) return 1000 + place(phase);
+    return 100 * roles.indexOf(role) + place(phase);
+  };
   return [...phases].sort((one, other) => rank(one) - rank(other));
 }
 
@@ -35,9 +38,10 @@ export function inOrder(phases) {
 export function phaseBar(phases, total, scale) {
   const bar = make("span", { class: "bar", role: "img", "aria-label": `${seconds(total)} in ${phases.length} phases` });
   // A request that failed early has no phases.
-  const parts = phases.length ? inOrder(phases) : [["frontend", "until the error", total]];
+  const parts = phases.length ? inOrder(phases) : [["frontend", UNTIL_ERROR, total]];
   for (const [role, phase, s] of parts) {
-    const part = make("span", { class: `phase ${groupOf(phase)}`, title: `${phase} (${role}): ${seconds(s)}` });
+    const group = phase === UNTIL_ERROR ? "bad" : groupOf(phase);
+    const part = make("span", { class: `phase ${group}`, title: `${phase} (${role}): ${seconds(s)}` });
     part.style.width = `${(100 * s) / scale}%`;
     bar.append(part);
   }
