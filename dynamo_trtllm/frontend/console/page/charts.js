@@ -1,7 +1,7 @@
 // The charts of the last five minutes.
 
 import { make, makeSvg } from "./dom.js";
-import { NONE, number, seconds } from "./format.js";
+import { NONE, number, roundUp, seconds } from "./format.js";
 
 const SPAN_S = 300;
 const SMOOTH_S = 5; // what happens once a second or less often is shown as a mean
@@ -27,13 +27,6 @@ function smooth(points, read) {
     const known = points.slice(begin, at + 1).map(read).filter(value => value !== null && value !== undefined);
     return [point.at, mean(known)];
   });
-}
-
-/** Return a round number that is not lower. */
-function roundUp(value) {
-  if (value <= 0) return 1;
-  const unit = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map(step => step * unit).find(step => step >= value);
 }
 
 // `series`: name, class and how to read a point. `stacked` ones lie on each other.
@@ -243,6 +236,7 @@ export class Charts {
     if (!this.points.length) return;
     const now = this.points[this.points.length - 1].at;
     this.points = this.points.filter(point => point.at > now - SPAN_S - SMOOTH_S);
+    if (document.hidden) return; // the next point comes in a second
     for (const chart of this.charts) chart.draw(this.points, now);
   }
 }

@@ -49,3 +49,10 @@ export function ago(at, now) {
 export const clock = at => new Date(at * 1000).toLocaleTimeString("en-US", { hour12: false });
 
 export const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+
+/** Return a round number that is not lower. */
+export function roundUp(value) {
+  if (value <= 0) return 1;
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 2.5, 5, 10].map(step => step * unit).find(step => step >= value);
+}

@@ -2,7 +2,7 @@
 
 import { byId, make, makeTable } from "./dom.js";
 import { errorText } from "./event_feed.js";
-import { NONE, ago, clock, number, seconds } from "./format.js";
+import { NONE, ago, clock, number, roundUp, seconds } from "./format.js";
 import { ALL_GROUPS, legend, phaseBar, phaseList } from "./phases.js";
 
 const MAX_KEPT = 200;
@@ -35,6 +35,8 @@ export class Requests {
     this.open = null; // id of the request whose timeline is shown
     this.details = null;
     this.isPaused = false;
+    this.scale = 0; // seconds of a whole bar
+    this.buttons = new Map(); // by id of the request, all in this scale
     byId("phase-legend").append(...legend(ALL_GROUPS));
     byId("request-filter").addEventListener("change", () => this.draw());
     byId("pause").addEventListener("click", () => this.pause(!this.isPaused));
@@ -52,8 +54,13 @@ export class Requests {
     const fresh = rows.filter(row => !this.known.has(row.id));
     for (const row of fresh) this.known.add(row.id);
     this.rows.unshift(...fresh.reverse());
-    for (const row of this.rows.splice(MAX_KEPT)) this.known.delete(row.id);
-    if (!this.isPaused && this.open === null) this.draw();
+    for (const row of this.rows.splice(MAX_KEPT)) {
+      this.known.delete(row.id);
+      this.buttons.delete(row.id);
+    }
+    // A row that is read, or has the focus of the keyboard, must not move away.
+    const isUsed = this.open !== null || byId("request-list").contains(document.activeElement);
+    if (!this.isPaused && !isUsed && !document.hidden) this.draw();
   }
 
   selected() {
@@ -66,9 +73,11 @@ export class Requests {
 
   draw() {
     const shown = this.selected().slice(0, MAX_SHOWN);
-    const scale = Math.max(...shown.map(row => row.total_s), 0.001);
+    const scale = roundUp(Math.max(...shown.map(row => row.total_s), 0.001));
+    if (scale !== this.scale) this.buttons.clear();
+    this.scale = scale;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.request : null;
-    const items = shown.map(row => this.item(row, scale));
+    const items = shown.map(row => this.item(row));
     const none = byId("request-filter").value === "failed" ? "None of the latest requests failed." : "No request has ended yet.";
     byId("request-list").replaceChildren(...(items.length ? items : [make("p", { class: "soft" }, none)]));
     if (focused) {
@@ -77,21 +86,27 @@ export class Requests {
     }
   }
 
-  item(row, scale) {
+  item(row) {
     const isOpen = row.id === this.open;
+    let button = this.buttons.get(row.id);
+    if (!button) {
+      button = this.button(row);
+      this.buttons.set(row.id, button);
+    }
+    button.setAttribute("aria-expanded", String(isOpen));
+    button.firstChild.textContent = ago(row.begun_at + row.total_s, this.now);
+    return isOpen ? make("div", { class: "opened" }, button, this.details) : button;
+  }
+
+  button(row) {
     const failed = isFailure(row);
-    const button = make("button", {
-      type: "button", class: `request${failed ? " failed" : ""}`, "data-request": row.id, "aria-expanded": String(isOpen),
-      onclick: () => this.toggle(row),
-    },
-    make("span", { class: "when", title: clock(row.begun_at) }, ago(row.begun_at + row.total_s, this.now)),
+    return make("button", { type: "button", class: "request", "data-request": row.id, onclick: () => this.toggle(row) },
+    make("span", { class: "when", title: clock(row.begun_at) }),
     make("span", { class: `code ${failed ? "bad-text" : "soft"}` }, row.code === "ok" ? row.finish || "ok" : row.code),
     make("span", { class: "tokens" }, `${number(row.prompt_tokens)} → ${number(row.output_tokens)}`),
     make("span", { class: "ttft" }, row.first_token_s === null ? NONE : seconds(row.first_token_s)),
     make("span", { class: "total" }, seconds(row.total_s)),
-    phaseBar(row.phases, row.total_s, scale));
-    if (!isOpen) return button;
-    return make("div", { class: "opened" }, button, this.details);
+    phaseBar(row.phases, row.total_s, this.scale));
   }
 
   toggle(row) {

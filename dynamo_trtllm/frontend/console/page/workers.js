@@ -64,6 +64,7 @@ export class Workers {
 
   show(snapshot) {
     this.snapshot = snapshot;
+    if (document.hidden) return; // the next snapshot comes in a second
     this.showCards(snapshot);
     this.drawLines();
     this.showEvents(snapshot);
