@@ -3,7 +3,7 @@
 import { byId, make } from "./dom.js";
 import { errorText } from "./event_feed.js";
 import { number, seconds } from "./format.js";
-import { groupOf, phaseBar } from "./phases.js";
+import { phaseBar } from "./phases.js";
 import { fetchTimeline } from "./requests.js";
 
 const EXAMPLE_TOOLS = [{
@@ -99,7 +99,7 @@ class AnswerView {
           type: "button", class: "plain",
           onclick: async () => timeline.replaceChildren(...await fetchTimeline(this.id, this.apiKey())),
         }, "Timeline")),
-      phaseBar(phases.map(([, phase, s]) => [groupOf(phase), phase, s]), this.stats.total_s, this.stats.total_s), timeline);
+      phaseBar(phases, this.stats.total_s, this.stats.total_s), timeline);
   }
 
   resultForm(call) {

@@ -41,7 +41,7 @@ export function phaseBar(phases, total, scale) {
   const parts = phases.length ? inOrder(phases) : [["frontend", UNTIL_ERROR, total]];
   for (const [role, phase, s] of parts) {
     const group = phase === UNTIL_ERROR ? "bad" : groupOf(phase);
-    const part = make("span", { class: `phase ${group}`, title: `${phase} (${role}): ${seconds(s)}` });
+    const part = make("span", { class: `phase ${group}`, title: `${phase}${role && ` (${role})`}: ${seconds(s)}` });
     part.style.width = `${(100 * s) / scale}%`;
     bar.append(part);
   }
