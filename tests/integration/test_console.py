@@ -63,7 +63,6 @@ async def test_console_shows_requests_of_another_frontend(cluster: dict[str, Any
                     assert answer.status_code == 200
                 elif has_asked and data["requests"]:
                     row = data["requests"][0]
-                    assert {worker["running"] for worker in data["workers"]} <= {0, 1}
                     break
         assert row is not None
         assert (row["code"], row["output_tokens"]) == ("ok", 5)

@@ -83,7 +83,6 @@ def build_app(
     traces = _trace_exporter(config, metrics)
     app_state = AppState(config, models, request_router, metrics, traces)
     _register_gauges(app_state, access, metrics)
-    status_routes = StatusRoutes(models, metrics, not_ready_reason)
     response_store = _response_store(config, store, metrics)
     stored = ResponseRoutes(response_store, app_state.running)
     responses = ResponsesAdapter(response_store)
@@ -97,24 +96,14 @@ def build_app(
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
         Route("GET", "/v1/responses/{id}/input_items", stored.input_items),
         *tokenization_routes(app_state, responses),
-        Route("GET", "/version", version),
-        Route("GET", "/v1/models", status_routes.models),
-        Route("GET", "/v1/models/{name:path}/ready", status_routes.ready),
-        Route("GET", "/v1/models/{name:path}", status_routes.model),
-        Route("GET", "/health", status_routes.health),
-        Route("GET", "/ready", status_routes.frontend_ready),
-        Route("GET", "/live", status_routes.live),
-        Route("GET", "/metrics", status_routes.metrics),
+        *_status_routes(StatusRoutes(models, metrics, not_ready_reason)),
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
-    feed = None
-    if config.console:
-        activity = RequestActivity()
-        activity.subscribe(app_state.subscribers)
-        feed = _console_feed(app_state, activity, metrics)
+    console = _console_feed(app_state, metrics) if config.console else None
+    if console is not None:
         events = RequestEventReader(request_router.plane, models, config.namespace)
-        routes += ConsoleRoutes(feed, events, access.check_again).routes()
+        routes += ConsoleRoutes(console, events, access.check_again).routes()
     before = hooks.before if hooks else None
     added: list[Route] = []
     if hooks:
@@ -123,13 +112,27 @@ def build_app(
     guard = _guard(config, access)
     origins = config.allowed_origins
     router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
-    return FrontendApp(router, access, app_state.limits, traces, feed, response_store.aclose)
+    return FrontendApp(router, access, app_state.limits, traces, console, response_store.aclose)
 
 
-def _console_feed(
-    state: AppState, activity: RequestActivity, metrics: FrontendMetrics
-) -> ConsoleFeed:
-    """Return the data of the console."""
+def _status_routes(status: StatusRoutes) -> list[Route]:
+    """Return the routes of models, readiness, health, metrics and the version."""
+    return [
+        Route("GET", "/version", version),
+        Route("GET", "/v1/models", status.models),
+        Route("GET", "/v1/models/{name:path}/ready", status.ready),
+        Route("GET", "/v1/models/{name:path}", status.model),
+        Route("GET", "/health", status.health),
+        Route("GET", "/ready", status.frontend_ready),
+        Route("GET", "/live", status.live),
+        Route("GET", "/metrics", status.metrics),
+    ]
+
+
+def _console_feed(state: AppState, metrics: FrontendMetrics) -> ConsoleFeed:
+    """Return the data of the console, which follow all requests."""
+    activity = RequestActivity()
+    activity.subscribe(state.subscribers)
     namespace = state.config.namespace
     return ConsoleFeed(
         ProcessSampler(activity, metrics, state.limits.choices),

@@ -17,7 +17,7 @@ from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.keys_file import add_key, remove_key
 from dynamo_trtllm.frontend.console import feed
 from dynamo_trtllm.protocol.frontend_samples import FrontendSample, WorkerProgress
-from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.messages import LoadReport, Role
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.instances import make_instance
 from tests.kit.memory_http import MemoryClient
@@ -314,6 +314,18 @@ async def test_snapshot_adds_up_all_processes() -> None:
     assert [one["name"] for one in shown["frontends"]] == ["frontend 7@host", "frontend 8@host"]
     texts = [reason["text"] for reason in shown["reasons"]]
     assert "1 of 4 requests failed in the last minute: deadline (1)." in texts
+
+
+async def test_snapshot_has_the_newest_load_of_a_worker() -> None:
+    served = front()
+    served.catalog.up = [make_instance(1), make_instance(2)]
+    merged = feed_of(served)._merged
+    for number, running in ((2, 5), (1, 9)):
+        merged.add_load(LoadReport(1, number, running, 3, 40, 64, 128, 900))
+    reported, silent = snapshot_of(served)["workers"]
+    assert (reported["running"], reported["waiting"]) == (5, 3)
+    assert (reported["kv_blocks_used"], reported["kv_blocks_total"]) == (64, 128)
+    assert silent["running"] is None
 
 
 async def test_snapshot_names_the_slow_decode_worker() -> None:
