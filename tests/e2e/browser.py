@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,19 +24,26 @@ class OpenPage:
     addresses: list[str] = field(default_factory=list)
 
 
+def require_browser() -> str:
+    """Return the path of a browser. Skip the test if there is none, or no Playwright."""
+    pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no browser; install chromium (Debian: chromium-headless-shell)")
+    return path
+
+
 @contextmanager
 def open_page(**options: Any) -> Iterator[OpenPage]:
-    """Open an empty page. Skip the test if there is no browser or no Playwright.
+    """Open an empty page.
 
     Args:
         options: of Playwright's `new_page`, such as `viewport` and `color_scheme`.
     """
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser_path is None:
-        pytest.skip("there is no browser; install chromium (Debian: chromium-headless-shell)")
+    path = require_browser()
+    sync_api = importlib.import_module("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page(**options)
         page.set_default_timeout(_WAIT_MS)
         opened = OpenPage(page)

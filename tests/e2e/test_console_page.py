@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.e2e.browser import OpenPage, open_page
+from tests.e2e.browser import OpenPage, open_page, require_browser
 from tests.kit.cluster import PLAIN, TINY, Cluster
 
 LAPTOP = {"width": 1366, "height": 768}
@@ -26,6 +26,12 @@ WAIT_S = 40.0
 QUESTION = "Hey, quick check: is everything up and running?"
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def _browser() -> None:
+    """Skip before a cluster starts."""
+    require_browser()
 
 
 @contextmanager
