@@ -81,7 +81,7 @@ def test_charts_move_and_requests_show_their_timelines(mock_cluster: Cluster) ->
         page = opened.page
         page.goto(mock_cluster.frontend.url())
         expect(page, "document.querySelectorAll('.worker-card.good').length === 2")
-        curve = "document.querySelector('.chart path.curve').getAttribute('d')"
+        curve = "(document.querySelector('.chart path.curve')?.getAttribute('d') || '')"
         expect(page, f"{curve}.length > 20")
         before = page.evaluate(curve)
         expect(page, f"{curve} !== {before!r}")
