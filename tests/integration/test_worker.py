@@ -131,7 +131,7 @@ async def test_stop_deregisters_before_requests_finish(
     monkeypatch.setattr(
         MockScheduler,
         "_step",
-        lambda scheduler, seconds: step(scheduler, seconds) if go.is_set() else None,
+        lambda scheduler, *args: step(scheduler, *args) if go.is_set() else None,
     )
     chosen = config(
         etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02}

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests.admission import CHOICES_PER_ITERATION
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta, pick_best_of
@@ -41,6 +42,7 @@ class RouterOfChoices:
 
     def __init__(self, *scripts: list[Any]) -> None:
         self.view = ClusterView()
+        self.plane = InprocPlane()
         self.routers = [ScriptedRouter(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
@@ -312,6 +314,7 @@ class CountingRouter:
 
     def __init__(self) -> None:
         self.view = ClusterView()
+        self.plane = InprocPlane()
         self.started = [0]
         self.cancelled = [0]
 
