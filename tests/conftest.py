@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
+import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,6 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in PACKAGES:
         if _asks_for(config, marker):
             _require(marker)
+    # A shell starts its background jobs with SIGINT ignored, and tests send it to themselves.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("hypothesis") is not None:  # not on every GPU machine
         from hypothesis import HealthCheck, settings
 
@@ -219,6 +224,16 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}"
         )
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_as_before() -> Iterator[None]:
+    """Put back the levels that a command of this process sets, which are those of all tests."""
+    loggers = logging.getLogger(), logging.getLogger("dynamo_trtllm")
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture
