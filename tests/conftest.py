@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib.util
-import logging
 import os
 import re
 import shutil
@@ -224,16 +223,6 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}"
         )
-
-
-@pytest.fixture(autouse=True)
-def _log_levels_as_before() -> Iterator[None]:
-    """Put back the levels that a command of this process sets, which are those of all tests."""
-    loggers = logging.getLogger(), logging.getLogger("dynamo_trtllm")
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ async def test_request_in_small_records_is_read() -> None:
 async def test_client_without_tls_is_answered_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "dynamo_trtllm")
     counted = Counted()
     async with serving(answer, certificate=counted.certificate) as served:
         received = await ask(served.port, None)
@@ -285,7 +285,7 @@ async def test_client_that_always_asks_for_new_keys_is_cut(
                     break
             client.kill()
 
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "dynamo_trtllm")
     async with serving(answer, certificate=shared_server_certificate()) as served:
         await asyncio.to_thread(ask_for_keys, served.port)
     assert "asked for new keys too often" in caplog.text

@@ -398,7 +398,7 @@ def test_file_with_a_fault_at_the_start_is_an_error(tmp_path: Path) -> None:
 async def test_logs_and_metrics_have_the_name_and_not_the_key(
     with_key: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "dynamo_trtllm")
     served = with_key()
     await chat(served)
     await chat(served, WRONG)
