@@ -218,4 +218,8 @@ def is_failure(code: str) -> bool:
 
 
 def _at_share(ordered: Sequence[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+    """Return the value below which this share of the ordered ones is; None without values."""
+    if not ordered:
+        return None
+    place = min(len(ordered) - 1, int(share * len(ordered)))
+    return ordered[place]

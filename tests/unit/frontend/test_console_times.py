@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo_trtllm.frontend.console.activity import RequestActivity
-from dynamo_trtllm.frontend.console.health_reasons import of_changes
+from dynamo_trtllm.frontend.console.health_reasons import of_changes, of_requests
 from dynamo_trtllm.frontend.console.snapshot import points_of, quantile, ttft_parts
 from dynamo_trtllm.frontend.console.worker_times import RecentTimes, slow_ratios
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
@@ -135,6 +135,22 @@ def test_times_of_long_ago_are_not_shown() -> None:
 
 def change(instance_id: int, at: float, *, is_added: bool) -> WorkerChange:
     return WorkerChange(make_instance(instance_id, role=Role.DECODE), is_added, at)
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ({"ok": 3, "cancelled": 5}, []),
+        (
+            {"ok": 3, "cancelled": 1, "overloaded": 2, "timeout": 4},
+            ["6 of 10 requests failed in the last minute: timeout (4), overloaded (2)."],
+        ),
+    ],
+)
+def test_requests_that_clients_cancelled_are_no_failures(
+    codes: dict[str, int], said: list[str]
+) -> None:
+    assert [reason.text for reason in of_requests(codes, 0, [])] == said
 
 
 def test_worker_that_left_is_missed_until_another_registers() -> None:
