@@ -117,6 +117,7 @@ class RequestModel(BaseModel):
             return data
         accepted = {}
         known = _names(cls)
+        ignored: IgnoredFields | None = info.context
         for name, value in data.items():
             if value is None or name in cls.hints:
                 continue
@@ -126,7 +127,7 @@ class RequestModel(BaseModel):
                 cls._check_no_op(name, value)
             elif name in cls.unsupported:
                 unsupported(f"is not supported: {cls.unsupported[name]}", field=name)
-            else:
+            elif ignored is None or not ignored.is_full:
                 check_unknown(name, _accepted_names(cls), info)
         return accepted
 

@@ -33,6 +33,12 @@ class IgnoredFields:
             if len(self._names) < MAX_IGNORED:
                 self._names[name[:_MAX_NAME]] = None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether further unknown fields change nothing: enough are named, and compared."""
+        is_compared = not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED
+        return is_compared and len(self._names) >= MAX_IGNORED
+
     def meant(self, name: str, known: frozenset[str]) -> str | None:
         """Return the known name that a misspelled one stands for.
 

@@ -5,7 +5,7 @@ made at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import pytest
@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.api.request_model import (
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.sampling import SamplingFields
 from dynamo_trtllm.frontend.api.schemas import check_schema
-from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.frontend.api.unknown_fields import MAX_IGNORED, IgnoredFields, collector
 from dynamo_trtllm.protocol.errors import InvalidRequest
 
 BODIES: tuple[type[SamplingFields], ...] = (
@@ -276,3 +276,24 @@ def test_unknown_field_misspelled_at_another_place_is_rejected() -> None:
         assert ignored.meant("texts", frozenset({"role"})) is None
         ignored.add(["texts"])
     assert ignored.meant("texts", frozenset({"text"})) == "text"
+
+
+@pytest.mark.parametrize("mode", ["warn", "ignore"])
+def test_unknown_fields_are_looked_at_until_enough_are_named(
+    mode: Literal["warn", "ignore"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looked_at = 0
+    meant = IgnoredFields.meant
+
+    def counted(self: IgnoredFields, name: str, known: frozenset[str]) -> str | None:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return meant(self, name, known)
+
+    monkeypatch.setattr(IgnoredFields, "meant", counted)
+    unknown = collector(mode)
+    body = {"model": "m", "prompt": "x"} | {f"other_{i}": i for i in range(5000)}
+    parse(CompletionRequest, orjson.dumps(body | {"max_tokens": 3}), unknown)
+    assert unknown is not None
+    assert len(list(unknown)) == MAX_IGNORED
+    assert num_looked_at <= 128
