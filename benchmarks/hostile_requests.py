@@ -193,7 +193,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "message-uses": lambda: [_uses(20_000)],
     "message-results": lambda: [_results(20_000)],
     "message-input": lambda: [
-        _uses(1, input={f"k{i}": i for i in range(200_000)}),
+        _uses(1, input={f"k{i}": i for i in range(MAX_KEYS - 20)}),
         _uses(512, input={"a": "x" * 9_000}),
     ],
     "message-deep-input": lambda: [_deep_input(250), _deep_input(1_000), _deep_input(90_000)],
