@@ -43,7 +43,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 
 NUM_TOKENS = 40  # of an answer
-MOST_STEPS = 300  # until a request has ended
+MOST_STEPS = 1000  # until a request has ended
 OVERLAP_STEPS = 3  # other requests between two deadly ones
 
 

@@ -34,6 +34,9 @@ Rules:
    were given up are innocent. They are rejected only after one of them is given up again within
    that time, and none was completed in between.
 8. A charge is dropped when the worker works again: then it had only lost its connection.
+9. A request is given up when its MAX_DEATHS-th worker dies and it is at the point of an earlier
+   death, whatever explains these deaths: queries of death that overlap explain each other's. It may
+   be innocent, so it explains no death, and those like it are rejected as if others were given up.
 
 Example: worker 1 runs the requests A, B and C. A and B have begun, C has 50 tokens. Worker 1 dies,
 and all three are suspects. C migrates to worker 2 at once, and settles there after 58 tokens. A and
@@ -69,6 +72,8 @@ MAX_UNSETTLED_TOKENS: Final = 64
 # of them. Not longer, because the rejected request may be innocent.
 REJECTED_S: Final = 600.0
 MAX_REJECTED: Final = 1024  # requests; the oldest one is dropped
+# With 3, innocent requests beside two queries of death in a row would be given up, too.
+MAX_DEATHS: Final = 4
 _LOST_TOKENS: Final = 2  # tokens that a worker may have generated, but not sent, when it died
 _MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
 
@@ -87,15 +92,28 @@ class RequestProgress(NamedTuple):
 class Death:
     """The death of an instance, and what is known of its cause."""
 
-    __slots__ = ("charged", "given_up", "instance_id", "is_explained", "is_revoked")
+    __slots__ = (
+        "charged",
+        "exhausted",
+        "given_up",
+        "instance_id",
+        "is_explained",
+        "is_revoked",
+    )
 
     def __init__(
-        self, instance_id: int, charged: set[TrackedCall], given_up: set[Suspicion]
+        self,
+        instance_id: int,
+        charged: set[TrackedCall],
+        given_up: set[Suspicion],
+        exhausted: set[Suspicion],
     ) -> None:
         self.instance_id = instance_id
         self.charged = charged  # the calls to which it is charged and that have not failed yet
-        # The prompts whose requests are given up because of this death.
+        # The prompts whose requests this death singles out. They are given up.
         self.given_up = given_up
+        # The prompts whose requests are given up because they had MAX_DEATHS.
+        self.exhausted = exhausted
         self.is_explained = False  # a request that was given up has probably caused it
         self.is_revoked = False  # the instance works again
 
@@ -180,6 +198,11 @@ class TrackedCall:
             if is_same_call or is_same_answer:
                 return True
         return False
+
+    def is_exhausted(self) -> bool:
+        """Return whether the request is given up if its worker dies now, whatever the cause."""
+        num_deaths = len(self.suspicion.deaths) + 1
+        return num_deaths >= MAX_DEATHS and self.is_at_earlier_death()
 
     def is_prime_on(self, instance_id: int) -> bool:
         """Return whether this is a prime suspect that is being tried on an instance."""
@@ -319,13 +342,15 @@ class Suspects:
             return None
         suspicion = call.suspicion
         suspicion.deaths[death] = call.progress()
-        if suspicion not in death.given_up:
+        is_singled_out = suspicion in death.given_up
+        if not is_singled_out and suspicion not in death.exhausted:
             return None
         names = " and ".join(f"{earlier.instance_id:x}" for earlier in suspicion.deaths)
         # Another choice of the prompt may have been given up before.
         if not suspicion.is_given_up:
             suspicion.is_given_up = True
-            self._note_given_up(request, names, is_certain=len(death.given_up) == 1)
+            is_only_one = is_singled_out and len(death.given_up) == 1
+            self._note_given_up(request, names, is_certain=is_only_one)
         return QueryOfDeath(
             f"{len(suspicion.deaths)} workers ended while they ran this request ({names}), so it is"
             " not tried on another one; change the request"
@@ -350,7 +375,9 @@ class Suspects:
         charged = running
         if given_up:
             charged = new | {call for call in running if call.suspicion in given_up}
-        death = Death(instance_id, charged, given_up)
+        exhausted = {call for call in running if call.is_exhausted()}
+        charged = charged | exhausted
+        death = Death(instance_id, charged, given_up, {call.suspicion for call in exhausted})
         if given_up and all(call.is_at_earlier_death() for call in singled_out):
             # One of them has caused the earlier deaths that all of them are charged with.
             shared = set.intersection(*(suspicion.unexplained_deaths() for suspicion in given_up))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.suspects import NUM_TOKENS, Model, ModelRequest
-from dynamo_trtllm.frontend.routing.suspects import SETTLED_TOKENS
+from dynamo_trtllm.frontend.routing.suspects import MAX_DEATHS, SETTLED_TOKENS
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 6])
+@pytest.mark.parametrize("num_workers", [2, 6])
 @pytest.mark.parametrize("seed", range(2))
 def test_early_queries_of_death_give_up_no_other_request(num_workers: int, seed: int) -> None:
     """The condition: each is sent after the one before was given up, and ends workers early."""
@@ -29,3 +29,15 @@ def test_queries_of_death_at_any_point_end_two_workers(num_workers: int, seed: i
     deadly = [ModelRequest(model.random.randrange(NUM_TOKENS // 2)) for _ in range(4)]
     model.run(deadly)
     assert [sent.num_ended for sent in deadly] == [2] * 4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 6])
+@pytest.mark.parametrize("seed", range(2))
+def test_overlapping_queries_of_death_end_a_bounded_number(num_workers: int, seed: int) -> None:
+    """The condition: each is sent soon after the one before, and they explain each other's
+    deaths.
+    """
+    model = Model(seed, num_workers)
+    deadly = [ModelRequest(model.random.randrange(SETTLED_TOKENS)) for _ in range(6)]
+    model.run(deadly, overlap=True)
+    assert max(sent.num_ended for sent in deadly) <= MAX_DEATHS
