@@ -1,5 +1,4 @@
-"""Parse output of models without Harmony: decode text, split reasoning from the answer, and parse
-tool calls.
+"""Parse the output of models without Harmony: split reasoning from the answer, and find tool calls.
 
 Text that is not a call, or stops being one before the call was emitted, is content. The parser is
 strict about the top level of a call's JSON object. Below it, it only matches brackets and quotes:
@@ -26,7 +25,8 @@ THINK: Final = "<think>"
 END_THINK: Final = "</think>"
 TOOL_CALL: Final = "<tool_call>"
 END_TOOL_CALL: Final = "</tool_call>"
-_KEYS: Final = frozenset(("arguments", "name", "id", "type"))  # "parameters" counts as "arguments"
+# Keys of the object of a call. "parameters" counts as "arguments".
+_KEYS: Final = frozenset(("arguments", "name", "id", "type"))
 _BLANKS: Final = re.compile(r"[ \t\r\n]*")  # blanks between the tokens of JSON
 _SPACE: Final = re.compile(r"\s*")
 _SEPARATORS: Final = re.compile(r"[\s,\]]*")  # text between and after calls
@@ -42,29 +42,28 @@ _Parsing: TypeAlias = Generator[None, None, None]
 class _Output:
     """The text of an output, and what was read of it.
 
-    Its generators yield where they need more text.
-
-    Those that return a value return False or "" at the first error, and consume nothing beyond it.
+    Its methods are generators, which yield when they need more text. Those that return a value
+    return False or "" at the first error, and consume nothing after it.
     """
 
     def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
-        # the text received last, and where reading goes on
-        self.text = ""
-        self.at = 0
-        self.has_ended = False  # True: no more text comes
+        self.text = ""  # the text received last
+        self.at = 0  # the index in it where reading goes on
+        self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
-        self.num_reasoning_texts = 0  # number of texts of reasoning that it has received
-        # reasoning: the prompt may end with its opening marker
+        self.num_reasoning_texts = 0  # the texts of reasoning that it has received
+        # Whether the text is reasoning. A prompt for such a model may end with <think>.
         self.is_inside = reasoning_parser == "deepseek_r1"
         self.is_over = reasoning_parser == "none"  # all further text is the answer
         self.is_text = False  # all further text is content
-        self._num_calls = 0  # number of calls that have begun
-        self._has_begun = False  # the current call is certain
-        # text read, but not emitted. It is content if it belongs to no call
+        self._num_calls = 0  # calls that have begun
+        self._has_begun = False  # the current text is certainly a call
+        # Text that was read and not emitted. It is content if it belongs to no call.
         self._unseen: list[str] = []
+        # Of the current call:
         self._name = ""
-        self._keys: set[str] = set()  # the keys of the current call
-        self._arguments: list[str] = []  # read before the call was certain
+        self._keys: set[str] = set()
+        self._arguments: list[str] = []  # those that were read before the call was certain
         self._tool_call_parser = tool_call_parser
 
     def parse(self) -> _Parsing:
@@ -181,9 +180,10 @@ class _Output:
     def _content(self, *, skips_space: bool) -> _Parsing:
         """Emit text up to <tool_call>.
 
-        Text that may be part of the marker is withheld, and leading white space.
+        Leading white space is withheld, and text that may be the beginning of the marker.
         """
-        is_blank = skips_space  # joined only once, because there may be a lot of it
+        # There may be much white space, so it is joined only once.
+        is_blank = skips_space
         while True:
             while self.at == len(self.text):
                 yield
@@ -254,44 +254,45 @@ class _Output:
             self._begin_if_certain()
             if not (yield from self._skip(":")):
                 return False
-            if not (
-                yield from (
-                    self._value(is_argument=True) if key == "arguments" else self._plain_value(key)
-                )
-            ):
+            if key == "arguments":
+                is_valid = bool((yield from self._value(is_argument=True)))
+            else:
+                is_valid = yield from self._plain_value(key)
+            if not is_valid:
                 return False
             self._begin_if_certain()
         return self._has_begun
 
     def _begin_if_certain(self) -> None:
-        if (
-            not self._has_begun
-            and self._name
-            and ("arguments" in self._keys or self._tool_call_parser == "hermes")
-        ):
-            self._has_begun = True
-            self._unseen.clear()
-            self.out.begin_call(self._num_calls, self._name)
-            self.out.add_arguments(self._num_calls, "".join(self._arguments))
-            self._num_calls += 1
+        if self._has_begun or not self._name:
+            return
+        if "arguments" not in self._keys and self._tool_call_parser != "hermes":
+            return  # other JSON may have a name, too
+        self._has_begun = True
+        self._unseen.clear()
+        self.out.begin_call(self._num_calls, self._name)
+        self.out.add_arguments(self._num_calls, "".join(self._arguments))
+        self._num_calls += 1
 
     def _take(self, end: int, *, is_argument: bool = False) -> str:
-        """Consume the text up to an index, and return it."""
+        """Consume the text up to an index, and return it.
+
+        Arguments of a certain call are emitted. All other text is kept.
+        """
         part = self.text[self.at : end]
         self.at = end
-        if not (is_argument and self._has_begun):
-            self._unseen.append(part)
-            if is_argument:
-                self._arguments.append(part)
-        elif part:
-            self._unseen.clear()
-            self.out.add_arguments(self._num_calls - 1, part)
+        if is_argument and self._has_begun:
+            if part:
+                self._unseen.clear()
+                self.out.add_arguments(self._num_calls - 1, part)
+            return part
+        self._unseen.append(part)
+        if is_argument:
+            self._arguments.append(part)
         return part
 
     def _run(self, chars: re.Pattern[str], *, is_argument: bool = False) -> str:
-        """Consume and return the run of characters that begins here, without a copy of the text
-        after it.
-        """
+        """Consume and return the run of these characters that begins here; maybe none."""
         found = chars.match(self.text, self.at)
         return self._take(self.at if found is None else found.end(), is_argument=is_argument)
 
@@ -340,9 +341,13 @@ class _Output:
         closers = [_CLOSERS[self.text[self.at]]]
         at = self.at + 1
         while closers:
-            stop = (_STRING_STOP if closers[-1] == '"' else _NESTED_STOP).search(self.text, at)
+            is_string = closers[-1] == '"'
+            stops = _STRING_STOP if is_string else _NESTED_STOP
+            stop = stops.search(self.text, at)
             if stop is None:
-                at = max(0, at - len(self.text))  # 1: the last character was a backslash
+                # Reading goes on at the beginning of the next text. If this one ends with a
+                # backslash, the first character of the next one is skipped.
+                at = max(0, at - len(self.text))
                 parts.append(self._take(len(self.text), is_argument=is_argument))
                 yield
                 continue
@@ -412,8 +417,9 @@ class ChatOutputParser:
             num_texts = output.num_reasoning_texts
             was_inside = output.is_inside
             self._push(self._text.push(token_ids[at : at + 1]))
-            if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
-                # The token is inside the markers, or gives a part of the reasoning text.
+            is_between_markers = was_inside and output.is_inside
+            has_reasoning_text = output.num_reasoning_texts > num_texts
+            if is_between_markers or has_reasoning_text:
                 output.out.reasoning_tokens += 1
             at += 1
         if at < len(token_ids):

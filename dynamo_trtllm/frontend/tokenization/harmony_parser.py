@@ -73,15 +73,18 @@ def _is_recipient(word: str) -> bool:
     return word.startswith((_TO, _FUNCTIONS))
 
 
-RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
-    NAMED_SPECIALS[f"<|{name}|>"]
-    for name in ("return", "constrain", "channel", "start", "end", "message", "call")
-)
+RETURN: Final = NAMED_SPECIALS["<|return|>"]
+CONSTRAIN: Final = NAMED_SPECIALS["<|constrain|>"]
+CHANNEL: Final = NAMED_SPECIALS["<|channel|>"]
+START: Final = NAMED_SPECIALS["<|start|>"]
+END: Final = NAMED_SPECIALS["<|end|>"]
+MESSAGE: Final = NAMED_SPECIALS["<|message|>"]
+CALL: Final = NAMED_SPECIALS["<|call|>"]
 STOPS: Final[tuple[int, ...]] = (RETURN, CALL)  # tokens that end an answer or a call
 _ENDS: Final = frozenset((*STOPS, END))
-# longer text is not a header: names of tools have 256 characters at most
+# Longer text is not a header. Names of tools have at most 256 characters.
 _MAX_HEADER_TOKENS: Final = 288
-_MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
+_MAX_HEADER_BLANKS: Final = 12  # Text with more words is not a header either.
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
@@ -213,11 +216,8 @@ class HarmonyParser:
         newest = self._token_bytes(self._header[-1])
         if newest.startswith(b" "):
             self._blanks += 1
-        if (
-            b"\n" in newest
-            or self._blanks > _MAX_HEADER_BLANKS
-            or len(self._header) > _MAX_HEADER_TOKENS
-        ):
+        is_too_long = len(self._header) > _MAX_HEADER_TOKENS or self._blanks > _MAX_HEADER_BLANKS
+        if is_too_long or b"\n" in newest:
             return False
         if self._header[0] >= FIRST_SPECIAL:
             return True
@@ -269,9 +269,9 @@ class HarmonyParser:
             control: self._bytes(ids).decode(errors="replace").split()
             for control, ids in parts.items()
         }
-        sent, addressed, content_type = (
-            words.get(control, []) for control in (START, CHANNEL, CONSTRAIN)
-        )
+        sent = words.get(START, [])
+        addressed = words.get(CHANNEL, [])
+        content_type = words.get(CONSTRAIN, [])
         role = ASSISTANT
         if sent and self._header[0] == START:
             role = sent.pop(0)
@@ -296,8 +296,10 @@ class HarmonyParser:
         header = self._read_header()
         if header is None or not ASSISTANT.startswith(header.role):
             return False
-        is_marked = self._header[0] >= FIRST_SPECIAL or bool(header.recipient)
-        return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
+        has_control_token = self._header[0] >= FIRST_SPECIAL
+        if not has_control_token and not header.recipient:
+            return False
+        return any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
         """Emit the withheld header as final text, which may continue until a control token."""
