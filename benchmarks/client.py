@@ -50,8 +50,8 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     try:
         with open_url(url.rstrip("/") + "/v1/models", 10) as answer:
             models = {
-                str(each["id"]): each.get("max_model_len")
-                for each in orjson.loads(answer.read())["data"]
+                str(model["id"]): model.get("max_model_len")
+                for model in orjson.loads(answer.read())["data"]
             }
     except HTTPError as exc:
         if exc.code == HTTPStatus.UNAUTHORIZED:
@@ -170,7 +170,7 @@ def main() -> None:
         extra=args.extra,
         seed=args.seed,
     )
-    pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
+    pids = {name: int(pid) for name, _, pid in (option.partition("=") for option in args.pid)}
     if args.processes > 1:
         try:
             summary, records = measure_shards(

@@ -156,9 +156,9 @@ def measure_shards(
     counters = SharedCounters(context, len(parts))
     children = []
     connections: list[Connection[str, ShardResult]] = []
-    for index, each in enumerate(parts):
+    for index, part in enumerate(parts):
         mine, theirs = context.Pipe()
-        args = (each, -(-warmup // len(parts)), warm, theirs, counters, index)
+        args = (part, -(-warmup // len(parts)), warm, theirs, counters, index)
         child = context.Process(target=_run, args=args, daemon=True)
         child.start()
         theirs.close()

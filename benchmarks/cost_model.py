@@ -361,7 +361,7 @@ def rows(judged: dict[str, list[Judged]]) -> list[dict[str, Any]]:
             for how in ("online", "frozen"):
                 values = judged.get(f"{loads} {kind} {how}", [])
                 if values:
-                    errors = sorted(each.error for each in values)
+                    errors = sorted(value.error for value in values)
                     row: dict[str, Any] = {
                         "loads": loads,
                         "time": kind,
@@ -373,7 +373,7 @@ def rows(judged: dict[str, list[Judged]]) -> list[dict[str, Any]]:
                         "error_p90": errors[int(0.9 * len(errors))],
                     }
                     found.append(
-                        row | {"within": sum(each.is_within for each in values) / len(values)}
+                        row | {"within": sum(value.is_within for value in values) / len(values)}
                     )
     return found
 

@@ -223,8 +223,8 @@ class LaunchedDeployment(ABC):
 
         Raise NotReady if it does not run.
         """
-        for each, process in self.processes():
-            if each == name:
+        for other, process in self.processes():
+            if other == name:
                 return process
         raise NotReady(f"process {name} does not run")
 

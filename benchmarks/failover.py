@@ -85,7 +85,7 @@ def summary(record: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]
     """Return the longest pause after the kill, in seconds, and whether both texts are equal."""
     times = [at for at, _ in record["events"]]
     pauses = [later - earlier for earlier, later in pairwise(times) if later > record["killed_s"]]
-    texts = ["".join(text for _, text in each["events"]) for each in (record, reference)]
+    texts = ["".join(text for _, text in answer["events"]) for answer in (record, reference)]
     return {
         "pause_s": round(max(pauses), 4),
         "is_text_equal": texts[0] == texts[1],

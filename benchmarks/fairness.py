@@ -225,7 +225,7 @@ class Bench:
                 name: pool.submit(run_load, self._of(name, at_s), begin_s)
                 for name, at_s in arrivals.items()
             }
-            return {name: each.result() for name, each in running.items()}
+            return {name: task.result() for name, task in running.items()}
 
     def _of(self, name: str, arrivals_s: Sequence[float]) -> Load:
         return replace(

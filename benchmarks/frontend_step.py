@@ -86,7 +86,7 @@ def make_stream(channel: str, steps: int) -> Answer:
 
 def make_chunks(stream: Answer) -> list[Chunk]:
     """Return one chunk per token."""
-    steps = [Chunk(token_ids=token_ids([each])) for each in (*stream.header, *stream.body)]
+    steps = [Chunk(token_ids=token_ids([token_id])) for token_id in (*stream.header, *stream.body)]
     return [*steps, Chunk(token_ids=token_ids([stream.end]), finish_reason=FinishReason.STOP)]
 
 

@@ -154,32 +154,36 @@ def summary(
     """Return the differences, how many requests are outside the bound, and the mean of each
     phase.
     """
-    names = sorted({name for each in results for name in each.phase_s})
-    per_request = {name: [each.phase_s.get(name, 0.0) for each in results] for name in names}
+    names = sorted({name for result in results for name in result.phase_s})
+    per_request = {name: [result.phase_s.get(name, 0.0) for result in results] for name in names}
     times_ms = (
-        [each.difference_s * 1e3 for each in results],
-        [each.live_s * 1e3 for each in results],
+        [result.difference_s * 1e3 for result in results],
+        [result.live_s * 1e3 for result in results],
     )
     difference_ms, live_ms = (
         {f"p{at / 10:g}": cuts[at - 1] for at in (500, 990, 999)} for cuts in map(_cuts, times_ms)
     )
-    undisturbed = [each for each in results if not {"retry", "migration"} & each.phase_s.keys()]
+    undisturbed = [
+        result for result in results if not {"retry", "migration"} & result.phase_s.keys()
+    ]
     return {
         "requests": len(results),
         "failed": list(failed),
-        "outside": [msgspec.to_builtins(each) for each in results if not each.is_within][:20],
-        "num_outside": sum(not each.is_within for each in results),
-        "retried": sum("retry" in each.phase_s for each in results),
-        "migrated": sum("migration" in each.phase_s for each in results),
+        "outside": [msgspec.to_builtins(result) for result in results if not result.is_within][:20],
+        "num_outside": sum(not result.is_within for result in results),
+        "retried": sum("retry" in result.phase_s for result in results),
+        "migrated": sum("migration" in result.phase_s for result in results),
         "killed": list(killed),
         "difference_ms": difference_ms,
         "live_ms": live_ms,
         "named_ttft_share": {
-            "mean": fmean(each.named_ttft_share for each in results),
-            "p1": quantiles([each.named_ttft_share for each in results], n=100)[0],
+            "mean": fmean(result.named_ttft_share for result in results),
+            "p1": quantiles([result.named_ttft_share for result in results], n=100)[0],
         },
         "decode_ms": (
-            fmean(each.phase_s["decode"] + each.phase_s["decode_wait"] for each in undisturbed)
+            fmean(
+                result.phase_s["decode"] + result.phase_s["decode_wait"] for result in undisturbed
+            )
             * 1e3
         ),
         "known_decode_ms": (_OSL - 1) * STEP_S * 1e3,

@@ -150,7 +150,7 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
     """Return by measure how much more CPU time each pair took with phases and recordings, as a
     share.
     """
-    extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
+    extra: dict[str, list[float]] = {measure: [] for measure in _MEASURES}
     host, port = stack.url.removeprefix("http://").split(":")
     streams = await asyncio.gather(
         *(
@@ -166,12 +166,12 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
         without = [await _wave(stack, streams, point) for _ in range(2)]
         _switch(stack, _ON)
         with_it.append(await _wave(stack, streams, point))
-        for each, names in _MEASURES.items():
+        for measure, names in _MEASURES.items():
             costs = [
                 sum(cpu_s[name] for cpu_s in waves for name in names)
                 for waves in (with_it, without)
             ]
-            extra[each].append(costs[0] / costs[1] - 1)
+            extra[measure].append(costs[0] / costs[1] - 1)
         sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
     for _, writer in streams:
         writer.close()

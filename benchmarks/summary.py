@@ -183,10 +183,10 @@ def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[st
     named_s = [
         sum(
             seconds
-            for name, seconds in each.items()
+            for name, seconds in phases_of_one.items()
             if name not in AFTER_FIRST_TOKEN and "." not in name
         )
-        for each in phases
+        for phases_of_one in phases
     ]
     ttft_s = {
         "frontend": [record.server_ttft_s for record in known],
@@ -199,13 +199,14 @@ def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[st
     return {
         "phase_ms": {
             name: (
-                {"mean": _mean(each.get(name, 0.0) * 1e3 for each in phases)}
-                | _quantiles(each.get(name, 0.0) for each in phases)
+                {"mean": _mean(phases_of_one.get(name, 0.0) * 1e3 for phases_of_one in phases)}
+                | _quantiles(phases_of_one.get(name, 0.0) for phases_of_one in phases)
             )
             for name in names
         },
         "named_ttft_percent": {
-            who: {"mean": _mean(each), "lowest": min(each)} for who, each in shares.items()
+            who: {"mean": _mean(shares_of_one), "lowest": min(shares_of_one)}
+            for who, shares_of_one in shares.items()
         },
     }
 

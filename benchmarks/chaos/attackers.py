@@ -309,7 +309,9 @@ async def file_descriptors(victim: str, context: FaultContext) -> None:
     """
     process = context.deployment.process(victim)
     listening = [
-        each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN
+        connection.laddr
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
     ]
     before = process.rlimit(resource.RLIMIT_NOFILE)
     limit = process.num_fds() + _FREE_FILES

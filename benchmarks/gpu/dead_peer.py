@@ -123,8 +123,8 @@ class Trial:
         except RuntimeError as exc:
             self.result["error"] = str(exc)
         finally:
-            for each in (reader, *peers):
-                each.kill()
+            for process in (reader, *peers):
+                process.kill()
         self.result["left_after_all_ended_mib"] = round((before - self._until(before)) / MIB)
         return self.result
 

@@ -46,7 +46,7 @@ def prefill(pipe: Connection, device: str, region_bytes: int) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
     agent.register_memory(regions)
-    pipe.send((agent.get_agent_metadata(), [each.data_ptr() for each in regions]))
+    pipe.send((agent.get_agent_metadata(), [region.data_ptr() for region in regions]))
     pipe.recv()
     del other
 

@@ -133,7 +133,7 @@ async def _many(reader: KvReader, prompt: Prompt, at_once: int, count: int) -> f
             return await reader.prompt(prompt, rows)
 
     times = await asyncio.gather(*(one() for _ in range(count)))
-    return (max(each.ended for each in times) - min(each.began for each in times)) / count
+    return (max(time.ended for time in times) - min(time.began for time in times)) / count
 
 
 async def measure(plan: Plan, connection: Any) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def cell(
     met = {limit.name: [float(limit.is_met(record)) for record in records] for limit in limits}
     found["goodput_percent"] = {name: round(100 * mean(values), 1) for name, values in met.items()}
     intervals["goodput_percent"] = {
-        name: [round(100 * each, 1) for each in interval(values, mean)]
+        name: [round(100 * bound, 1) for bound in interval(values, mean)]
         for name, values in met.items()
     }
     found["good_requests_per_s_per_gpu"] = {
@@ -165,12 +165,12 @@ def kept_rates(cells: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, flo
     ladder.
     """
     found: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for each in cells:
-        shape = f"{each['input_tokens']}/{each['output_tokens']}"
-        for name, percent in each["goodput_percent"].items():
-            key = (each["topology"], shape, name)
-            rate = each["requests_per_s"] if percent >= 100 * _GOOD_SHARE else 0.0
-            found[key] = max(found.get(key, (0.0, 0.0)), (rate, rate / each["gpus"]))
+    for cell in cells:
+        shape = f"{cell['input_tokens']}/{cell['output_tokens']}"
+        for name, percent in cell["goodput_percent"].items():
+            key = (cell["topology"], shape, name)
+            rate = cell["requests_per_s"] if percent >= 100 * _GOOD_SHARE else 0.0
+            found[key] = max(found.get(key, (0.0, 0.0)), (rate, rate / cell["gpus"]))
     return [(*key, *rates) for key, rates in found.items()]
 
 
@@ -340,7 +340,7 @@ class Ladder:
 
 def compiled(lines: Sequence[str]) -> int:
     """Return how often vLLM's log says that a kernel was compiled during inference."""
-    return sum(_COMPILED in each for each in lines)
+    return sum(_COMPILED in line for line in lines)
 
 
 def line(found: dict[str, Any]) -> str:
@@ -507,8 +507,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="open-loop-") as folder:
         ladder = Ladder(args, plan_of(args, Path(folder)))
         asyncio.run(ladder.run())
-    for each in summary(ladder.result["cells"]):
-        say(each)
+    for row in summary(ladder.result["cells"]):
+        say(row)
     raise SystemExit(not ladder.result["cells"])
 
 

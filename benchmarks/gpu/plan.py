@@ -140,7 +140,7 @@ def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
     match = _TOPOLOGY.fullmatch(word)
     if match is None:
         raise ValueError(f"{word} is no topology; write, for example, 4A, 2P2D, 1P3D or 2A@2")
-    aggregated, prefill, decode, width = (int(each or 0) for each in match.groups())
+    aggregated, prefill, decode, width = (int(count or 0) for count in match.groups())
     roles = ["aggregated"] * aggregated + ["prefill"] * prefill + ["decode"] * decode
     width = width or 1
     if plan.gpus and len(roles) * width > len(plan.gpus):

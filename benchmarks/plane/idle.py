@@ -77,7 +77,7 @@ def main() -> None:
         osl=64,
         ramp_s=_RAMP_S,
     )
-    pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
+    pids = {name: int(pid) for name, _, pid in (option.partition("=") for option in args.pid)}
     sys.stdout.write(orjson.dumps(uvloop.run(idle(load, args.seconds, pids))).decode() + "\n")
 
 

@@ -43,10 +43,10 @@ def measure_points(
             stacks = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
             for repetition in range(repetitions):
                 for point in group:
-                    for each in stacks if repetition % 2 == 0 else reversed(stacks):
-                        if each.name == "dynamo default" and point.name != "long-32":
+                    for measured in stacks if repetition % 2 == 0 else reversed(stacks):
+                        if measured.name == "dynamo default" and point.name != "long-32":
                             continue  # the default tokenizer matters for long prompts only
-                        run = measure.run(point, each, repetition)
+                        run = measure.run(point, measured, repetition)
                         runs.append(run)
                         _log(run)
 

@@ -150,9 +150,11 @@ class Stack:
         """Return the CPU time of all processes and their children so far."""
         roots = [psutil.Process(pid) for pid in self.pids.values()]
         times = [
-            each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))
+            process.cpu_times()
+            for root in roots
+            for process in (root, *root.children(recursive=True))
         ]
-        return float(sum(each.user + each.system for each in times))
+        return float(sum(used.user + used.system for used in times))
 
     def _stop(self) -> None:
         for process in self._processes.values():

@@ -194,5 +194,5 @@ def _record(index: int, line: Mapping[str, Any]) -> RequestRecord:
         output_tokens=num_tokens,
         prompt_tokens=int(value("usage_prompt_tokens") or value("input_sequence_length") or 0),
         cached_tokens=int(value("usage_prompt_cache_read_tokens") or 0),
-        gaps_s=array("d", (each / 1e3 for each in gaps_ms)),
+        gaps_s=array("d", (gap_ms / 1e3 for gap_ms in gaps_ms)),
     )

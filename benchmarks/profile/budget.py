@@ -38,13 +38,13 @@ def limit(text: str, *, is_floor: bool) -> Limit:
 def missed(limits: Sequence[Limit], found: Summary) -> list[str]:
     """Return a line for each missed limit. A metric without values misses its limit."""
     lines = []
-    for each in limits:
+    for bound in limits:
         for level, row in found.items():
-            spread = row.get(each.metric)
-            what = f"{each.metric} at {level}"
+            spread = row.get(bound.metric)
+            what = f"{bound.metric} at {level}"
             if spread is None:
                 lines.append(f"{what} was not measured")
-            elif (spread.median < each.value) if each.is_floor else (spread.median > each.value):
-                side = "under" if each.is_floor else "over"
-                lines.append(f"{what} is {spread.median:.6g}, {side} {each.value:.6g}")
+            elif (spread.median < bound.value) if bound.is_floor else (spread.median > bound.value):
+                side = "under" if bound.is_floor else "over"
+                lines.append(f"{what} is {spread.median:.6g}, {side} {bound.value:.6g}")
     return lines

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     misses = missed(limits, summary(run))
     for line in misses:
         log.error("limit missed: %s", line)
-    succeeded = sum(each.figures["ok"] for each in run.points)
+    succeeded = sum(point.figures["ok"] for point in run.points)
     if not succeeded:
         log.error("no request succeeded")
     if misses or not succeeded or not is_complete:

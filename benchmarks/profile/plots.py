@@ -61,16 +61,16 @@ def throughput(series: Sequence[Series]) -> str:
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        for index, each in enumerate(series):
-            values = summary(each.run)
+        for index, measured in enumerate(series):
+            values = summary(measured.run)
             style = {
                 "color": _COLORS[index],
                 "ls": _DASHES[index % 4],
                 "marker": _MARKERS[index],
-                "label": each.name,
+                "label": measured.name,
             }
             _with_spread(left, values, "output_tokens_per_s", style)
-            scale = each.run.gpus or 1
+            scale = measured.run.gpus or 1
             users = [
                 row["output_tokens_per_s_per_user"].median
                 for row in values.values()
@@ -84,9 +84,9 @@ def throughput(series: Sequence[Series]) -> str:
             right.plot(users, rates, **style)
         left.set(xlabel=_level_name(series), ylabel="output tokens/s", ylim=(0, None))
         left.set_xscale("log", base=2)
-        left.set_xticks([level.value for each in series for level in summary(each.run)])
+        left.set_xticks([level.value for measured in series for level in summary(measured.run)])
         left.xaxis.set_major_formatter("{x:g}")
-        per = "per GPU" if all(each.run.gpus for each in series) else "in all"
+        per = "per GPU" if all(measured.run.gpus for measured in series) else "in all"
         right.set(
             xlabel="output tokens/s per user",
             ylabel=f"output tokens/s {per}",
@@ -116,12 +116,16 @@ def latency(series: Sequence[Series]) -> str:
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        for index, each in enumerate(series):
-            for place, level in enumerate(sorted({line.level for line in each.lines})):
+        for index, measured in enumerate(series):
+            for place, level in enumerate(sorted({line.level for line in measured.lines})):
                 records = [
-                    line.record for line in each.lines if line.level == level and line.record.is_ok
+                    line.record
+                    for line in measured.lines
+                    if line.level == level and line.record.is_ok
                 ]
-                name = f"{each.name}, {level.value:g}" if len(series) > 1 else f"{level.value:g}"
+                name = (
+                    f"{measured.name}, {level.value:g}" if len(series) > 1 else f"{level.value:g}"
+                )
                 style = {
                     "color": _COLORS[place % len(_COLORS)],
                     "ls": _DASHES[(place + index) % 4],
@@ -171,11 +175,11 @@ def phases(series: Sequence[Series]) -> str | None:
     """
     bars = [
         (
-            f"{each.name}\n{level.value:g}" if len(series) > 1 else f"{level.value:g}",
-            _mean_phases(each.run, level),
+            f"{measured.name}\n{level.value:g}" if len(series) > 1 else f"{level.value:g}",
+            _mean_phases(measured.run, level),
         )
-        for each in series
-        for level in summary(each.run)
+        for measured in series
+        for level in summary(measured.run)
     ]
     names = list(dict.fromkeys(name for _, values in bars for name in values))
     if not names:
@@ -215,13 +219,13 @@ def _mean_phases(run: Run, level: Level) -> dict[str, float]:
     )
 
 
-def timeline(each: Series) -> str:
+def timeline(measured: Series) -> str:
     """Plot output tokens per second and running requests over time, at the highest level."""
-    top = max(point.level for point in each.run.points)
-    point = next(point for point in each.run.points if point.level == top)
+    top = max(point.level for point in measured.run.points)
+    point = next(point for point in measured.run.points if point.level == top)
     records = [
         line.record
-        for line in each.lines
+        for line in measured.lines
         if (line.level, line.repetition) == (top, point.repetition)
     ]
 

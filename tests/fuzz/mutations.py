@@ -91,7 +91,9 @@ def _repeated(value: Any, times: int) -> Any:
     if not isinstance(value, str | bytes | list | dict):
         return [value] * times
     if isinstance(value, dict):
-        copies = {f"{key}{number}": each for number in range(times) for key, each in value.items()}
+        copies = {
+            f"{key}{number}": inner for number in range(times) for key, inner in value.items()
+        }
         return copies or {f"k{number}": number for number in range(times)}
     if not value:
         filling = {str: "a", bytes: b"a", list: [None]}
@@ -104,9 +106,9 @@ def _places(value: Any) -> list[_Place]:
     found = [_Place(None, None, value)]
     for place in found:
         if isinstance(place.value, dict):
-            found += [_Place(place.value, key, each) for key, each in place.value.items()]
+            found += [_Place(place.value, key, inner) for key, inner in place.value.items()]
         elif isinstance(place.value, list):
-            found += [_Place(place.value, index, each) for index, each in enumerate(place.value)]
+            found += [_Place(place.value, index, inner) for index, inner in enumerate(place.value)]
     return found
 
 
@@ -142,8 +144,8 @@ def _other(words: Sequence[Any], draw: random.Random, root: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _changed_dict(

@@ -496,7 +496,7 @@ async def test_rejected_client_tries_less_often_and_leaks_nothing(own_servers: S
         del client, frontend
         gc.collect()
     assert waits == [0.1, 0.2, 0.4, 0.8]
-    assert [each for each in caught if each.category is ResourceWarning] == []
+    assert [warning for warning in caught if warning.category is ResourceWarning] == []
 
 
 def reject_frontend(servers: Servers) -> None:

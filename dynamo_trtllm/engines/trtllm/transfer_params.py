@@ -175,7 +175,7 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     if isinstance(value, _Logprob) and logprob is not None:
         return logprob(logprob=value.logprob, rank=value.rank)
     if isinstance(value, dict):
-        return {key: _rebuilt(each, logprob) for key, each in value.items()}
+        return {key: _rebuilt(field, logprob) for key, field in value.items()}
     return value
 
 

@@ -410,7 +410,7 @@ class CompletionFields(SamplingFields):
         formats = {f"guided_{kind}": output for kind, output in guided.items()}
         if self.structured_outputs is not None:
             formats |= {
-                f"structured_outputs.{kind}": each
-                for kind, each in self.structured_outputs.formats().items()
+                f"structured_outputs.{kind}": output
+                for kind, output in self.structured_outputs.formats().items()
             }
         return formats

@@ -245,12 +245,12 @@ def _flag_words() -> tuple[bytes, ...]:
 
 def _keys_of(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, inner in value.items():
             yield str(key)
-            yield from _keys_of(each)
+            yield from _keys_of(inner)
     elif isinstance(value, list):
-        for each in value:
-            yield from _keys_of(each)
+        for inner in value:
+            yield from _keys_of(inner)
 
 
 @functools.cache

@@ -35,8 +35,8 @@ def check_limits(data: bytes) -> None:
             alternatives.append(make(orjson.dumps(value).decode()))
         elif isinstance(value, str) and value:  # an empty one means another form
             alternatives.append(make(value))
-    for each in (*alternatives, None):
-        chosen = tuple(alternatives) if each is None else (each,)
+    for alternative in (*alternatives, None):
+        chosen = tuple(alternatives) if alternative is None else (alternative,)
         try:
             check_formats(StructuredOutput(alternatives=chosen), "response_format")
         except InvalidRequest as exc:

@@ -264,8 +264,8 @@ def _records() -> Iterator[bytes]:
             kv_addresses=("127.0.0.1:5",),
             supported_features=("priority",),
         )
-        for each in (instance, full):
-            key, record = written(each)
+        for sent in (instance, full):
+            key, record = written(sent)
             yield key.encode() + _KEY_END + record
 
 

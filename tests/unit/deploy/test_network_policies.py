@@ -109,7 +109,7 @@ def is_allowed(of: Peer, direction: str, other: Peer, port: int, protocol: str) 
             and entry.get("protocol", "TCP") == protocol
             for entry in listed
         )
-        if fits and (key not in rule or any(is_peer(each, other) for each in rule[key])):
+        if fits and (key not in rule or any(is_peer(peer, other) for peer in rule[key])):
             return True
     return False
 

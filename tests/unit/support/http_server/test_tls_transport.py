@@ -161,6 +161,6 @@ async def test_lost_connection_leaves_no_garbage() -> None:
         connected.raw.abort()
         await turns()
         del connected
-        assert [each() for each in lost] == [None, None]
+        assert [reference() for reference in lost] == [None, None]
     finally:
         gc.enable()
