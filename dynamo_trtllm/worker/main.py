@@ -116,7 +116,7 @@ def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
     Raises:
         ConfigError: the engine is another one than trtllm, or the kernel profile can't be chosen.
     """
-    from dynamo_trtllm.engines.trtllm.args import rank_environment
+    from dynamo_trtllm.engines.trtllm.kernel_profiles import rank_environment
 
     if config.engine not in (None, "trtllm"):
         raise ConfigError(

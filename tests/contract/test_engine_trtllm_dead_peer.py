@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm import transfer_params
+from dynamo_trtllm.engines.trtllm import endpoint_probe
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.protocol.messages import Phase, Role
 from dynamo_trtllm.testing.engine_requests import (
@@ -51,7 +51,7 @@ async def test_decode_when_prefill_worker_is_gone_then_transfer_failed(gpt_oss: 
         async with started(prefill):
             expected = await prefill_then_decode(prefill, decode, PROMPT)
             kv_params = await prefill_params(prefill, PROMPT)
-        await asyncio.sleep(transfer_params._PROBE_VALID_S)  # the last probe is valid for so long
+        await asyncio.sleep(endpoint_probe._PROBE_VALID_S)  # the last probe is valid for so long
         for _ in range(2):
             with pytest.raises(TransferFailed, match="unreachable"):
                 await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
@@ -72,7 +72,7 @@ async def test_decode_canceled_during_peer_probe_is_still_submitted(
         probing.set()
         await answers.wait()
 
-    monkeypatch.setattr(transfer_params, "_connect", connect)
+    monkeypatch.setattr(endpoint_probe, "_connect", connect)
     prefill = engine(gpt_oss, Role.PREFILL)
     decode = engine(gpt_oss, Role.DECODE)
     async with started(prefill, decode):
@@ -111,8 +111,8 @@ async def test_probe_connects_once_for_many_calls(monkeypatch: pytest.MonkeyPatc
     async def connect(host: str, port: int) -> None:
         connected.append((host, port))
 
-    monkeypatch.setattr(transfer_params, "_connect", connect)
-    probe = transfer_params.EndpointProbe()
+    monkeypatch.setattr(endpoint_probe, "_connect", connect)
+    probe = endpoint_probe.EndpointProbe()
     await asyncio.gather(*(probe.check("tcp://[::1]:5") for _ in range(10)))
     await probe.check("tcp://host:6")
     await probe.check("ipc:///tmp/x")
@@ -147,14 +147,14 @@ def listener(answer: bytes | None) -> Iterator[str]:
 async def test_probe_when_address_is_no_transceiver_then_fails(
     answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_params, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
+    monkeypatch.setattr(endpoint_probe, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
     with (
         listener(answer) as address,
         pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"),
     ):
-        await transfer_params.EndpointProbe().check(address)
+        await endpoint_probe.EndpointProbe().check(address)
 
 
 async def test_probe_accepts_a_zeromq_greeting() -> None:
     with listener(bytes.fromhex("ff00000000000000017f03")) as address:  # of libzmq 4.3.5
-        await transfer_params.EndpointProbe().check(address)
+        await endpoint_probe.EndpointProbe().check(address)

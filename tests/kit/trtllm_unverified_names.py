@@ -14,7 +14,7 @@ from dynamo_trtllm.config.layers import Source, read_yaml
 from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.args import translate
+from dynamo_trtllm.engines.trtllm.deprecated_arguments import translate
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trtllm-not-read.md"

@@ -11,7 +11,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, choose_profile, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.kernel_profiles import choose_profile
 from tests.kit import trtllm_unverified_names
 
 RELEASES = {release.name: release for release in LIBRARY.releases}

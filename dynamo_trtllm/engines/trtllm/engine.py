@@ -36,12 +36,9 @@ from dynamo_trtllm.engines.engine_interface import EngineInfo, EngineStats, Find
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.args import (
-    apply_profile,
-    statistics_note,
-    trtllm_args,
-)
+from dynamo_trtllm.engines.trtllm.args import statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
+from dynamo_trtllm.engines.trtllm.kernel_profiles import apply_profile
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.model_limits import (
     PENALTIES_SINCE,

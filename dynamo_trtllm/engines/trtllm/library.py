@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.external.engine import run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import Counts, ResultReceiver, token_logprob
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.endpoint_probe import EndpointProbe
 from dynamo_trtllm.engines.trtllm.model_limits import TrtllmModelLimits
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
@@ -28,7 +29,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmRequest,
     reported_phases,
 )
-from dynamo_trtllm.engines.trtllm.transfer_params import EndpointProbe, context_params, pack, unpack
+from dynamo_trtllm.engines.trtllm.transfer_params import context_params, pack, unpack
 from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
 from dynamo_trtllm.observability.logging import log_thread_stacks
 from dynamo_trtllm.protocol.errors import (

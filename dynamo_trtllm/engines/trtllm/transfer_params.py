@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +12,6 @@ from dynamo_trtllm.engines.external.external_transfers import EngineState, decod
 from dynamo_trtllm.protocol.errors import (
     ConfigError,
     RequestRejected,
-    TransferFailed,
     TransferMismatch,
 )
 from dynamo_trtllm.protocol.messages import KvTransferParams, encode
@@ -179,13 +176,6 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     return value
 
 
-# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are
-# below 2**40 (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
-_GLOBAL = 1 << 62
-_COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
-_WORKER_BITS = 32  # bits of the random instance id
-
-
 NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
 
 
@@ -217,6 +207,13 @@ def check_retries(variable: Callable[[str], str]) -> None:
         )
 
 
+# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are
+# below 2**40 (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
+_GLOBAL = 1 << 62
+_COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
+_WORKER_BITS = 32  # bits of the random instance id
+
+
 def context_params(
     prefill_instance_id: int, number: int, *, known: Iterable[str]
 ) -> dict[str, Any]:
@@ -233,67 +230,3 @@ def context_params(
         count = number % (1 << _COUNTER_BITS)
         params["disagg_request_id"] = _GLOBAL | (worker << _COUNTER_BITS) | count
     return params
-
-
-_PROBE_TIMEOUT_S = 2.0
-_PROBE_VALID_S = 1.0
-# ZeroMQ's signature, which libzmq sends before it has read anything.
-_GREETING_BYTES = 10
-_SIGNATURE = (0xFF, 0x7F)  # the first and the last byte of a signature
-
-
-class EndpointProbe:
-    """Checks that Python transceivers of prefill workers are alive, before a decode call uses them.
-
-    A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer
-    that is gone stops the whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes
-    the endpoint for the same reason). The endpoint is a ROUTER socket of ZeroMQ
-    (_torch/disaggregation/native/messenger.py, 0825635c), which greets each connection from a
-    thread of its process: a frozen process accepts connections, but is silent. Discovery is not
-    asked, because a worker that drains is not registered, and its KV is still fetched.
-    """
-
-    def __init__(self) -> None:
-        self._probes: dict[str, asyncio.Task[None]] = {}
-
-    async def check(self, endpoint: str) -> None:
-        """Connect to an endpoint and wait for its greeting, unless that was done within the last
-        second.
-
-        Raises:
-            TransferFailed: the endpoint does not accept a connection, or does not greet.
-        """
-        address = urlsplit(endpoint)
-        if address.scheme != "tcp" or not address.hostname or not address.port:
-            # It is not an address of TCP.
-            return
-        probe = self._probes.get(endpoint)
-        if probe is None:
-            probe = asyncio.create_task(_connect(address.hostname, address.port))
-            self._probes[endpoint] = probe
-            probe.add_done_callback(lambda _: self._forget_later(endpoint))
-        try:
-            await asyncio.shield(probe)
-        except OSError as exc:
-            reason = (
-                f"no answer within {_PROBE_TIMEOUT_S:g} s" if isinstance(exc, TimeoutError) else exc
-            )
-            raise TransferFailed(
-                f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}"
-            ) from exc
-
-    def _forget_later(self, endpoint: str) -> None:
-        asyncio.get_running_loop().call_later(_PROBE_VALID_S, self._probes.pop, endpoint, None)
-
-
-async def _connect(host: str, port: int) -> None:
-    async with asyncio.timeout(_PROBE_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
-            greeting = await reader.readexactly(_GREETING_BYTES)
-        except asyncio.IncompleteReadError as exc:
-            raise ConnectionError("it closed the connection") from exc
-        finally:
-            writer.close()
-    if (greeting[0], greeting[-1]) != _SIGNATURE:
-        raise ConnectionError("another program listens there")

@@ -284,6 +284,8 @@ TARGETS = {
             "engines/arguments.py",
             "engines/argument_schema.py",
             "engines/trtllm/args.py",
+            "engines/trtllm/deprecated_arguments.py",
+            "engines/trtllm/kernel_profiles.py",
             "engines/vllm/args.py",
         ),
         seeds=_engine_files,

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.trtllm.args import load_profile
+from dynamo_trtllm.engines.trtllm.kernel_profiles import load_profile
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker_main
@@ -60,7 +60,7 @@ def test_exports_without_profile_warn_unless_chosen(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.trtllm.args.visible_gpus", list)
+    monkeypatch.setattr("dynamo_trtllm.engines.trtllm.kernel_profiles.visible_gpus", list)
     first, *_ = exports(worker(*flags), {}).splitlines()
     assert first == "# kernel profile fallback"
     assert ("no kernel profile is for the GPUs of this host" in caplog.text) == warns

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.external import runner
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.trtllm import args
+from dynamo_trtllm.engines.trtllm import kernel_profiles
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
 
@@ -20,7 +20,8 @@ def profiles_read_once() -> Iterator[None]:
     again.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(args, "load_profile", functools.cache(args.load_profile))
+        load = functools.cache(kernel_profiles.load_profile)
+        patch.setattr(kernel_profiles, "load_profile", load)
         yield
 
 

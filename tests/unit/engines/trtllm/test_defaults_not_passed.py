@@ -15,7 +15,8 @@ from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
-from dynamo_trtllm.engines.trtllm.args import ADAPTER, BY_GPU, FALLBACK, TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.kernel_profiles import BY_GPU, FALLBACK
 from dynamo_trtllm.protocol.messages import Role
 from tests.kit import trtllm_unverified_names
 

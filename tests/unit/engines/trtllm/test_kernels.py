@@ -9,12 +9,12 @@ import pytest
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm import args
+from dynamo_trtllm.engines.trtllm import kernel_profiles
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.args import KernelProfile, choose_profile
+from dynamo_trtllm.engines.trtllm.kernel_profiles import KernelProfile, choose_profile
 from dynamo_trtllm.protocol.errors import ConfigError
 
-SHIPPED = (*args.BY_GPU, args.FALLBACK)
+SHIPPED = (*kernel_profiles.BY_GPU, kernel_profiles.FALLBACK)
 
 
 def gpus(*sms: int) -> list[Gpu]:
@@ -93,7 +93,7 @@ def test_choose_finds_shipped_profiles_from_any_folder(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_profile_fits_the_newest_release(name: str) -> None:
-    profile = args.load_profile(name)
+    profile = kernel_profiles.load_profile(name)
     assert schema.check(profile.engine_args, LIBRARY.newest, name) == []
     assert schema.check(profile.mxfp4_args, LIBRARY.newest, name) == []
     backend = profile.mxfp4_args.get("moe_config", {}).get("backend")
@@ -101,9 +101,9 @@ def test_shipped_profile_fits_the_newest_release(name: str) -> None:
 
 
 def test_profiles_have_one_file_per_gpu() -> None:
-    folder = layers.find_file(args.FOLDER)
+    folder = layers.find_file(kernel_profiles.FOLDER)
     assert {path.stem for path in folder.glob("*.yaml")} == set(SHIPPED)
-    sms = [sm for name in SHIPPED for sm in args.load_profile(name).sm]
+    sms = [sm for name in SHIPPED for sm in kernel_profiles.load_profile(name).sm]
     assert len(sms) == len(set(sms))
 
 
@@ -118,7 +118,7 @@ def test_apply_keeps_an_exported_variable(
         name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment
     )
     with caplog.at_level(logging.INFO):
-        args.apply_profile(profile)
+        kernel_profiles.apply_profile(profile)
     assert os.environ["UCX_MEMTYPE_CACHE"] == "y"
     assert os.environ["TRTLLM_ENABLE_PDL"] == "1"
     assert (
