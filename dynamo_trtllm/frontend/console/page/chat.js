@@ -1,7 +1,7 @@
 // The chat: sends requests like any client, and shows reasoning, tool calls and its own timeline.
 
 import { byId, make } from "./dom.js";
-import { errorText } from "./event_feed.js";
+import { errorText, readEvents } from "./event_feed.js";
 import { number, seconds } from "./format.js";
 import { phaseBar } from "./phases.js";
 import { fetchTimeline } from "./requests.js";
@@ -14,22 +14,6 @@ const EXAMPLE_TOOLS = [{
     parameters: { type: "object", properties: {} },
   },
 }];
-
-/** Yield the objects of a streamed response. */
-async function* readChunks(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    buffer += value;
-    const lines = buffer.split("\n");
-    buffer = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-    }
-  }
-}
 
 /** One answer of the model, as it grows. */
 class AnswerView {
@@ -203,7 +187,7 @@ export class Chat {
         if (response.status === 401) this.askForKey(sentence);
         throw new Error(sentence);
       }
-      for await (const chunk of readChunks(response.body)) view.add(chunk);
+      for await (const [, chunk] of readEvents(response.body)) view.add(chunk);
       this.messages.push(view.message);
       view.end();
     } catch (error) {

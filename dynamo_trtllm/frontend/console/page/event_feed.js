@@ -6,8 +6,8 @@ const SILENT_MS = 8000; // without an event, the connection counts as lost
 const CONNECT_MS = 20_000; // until the first event
 const MAX_WAIT_S = 10;
 
-/** Yield [name, data] for each event of a body. */
-async function* readEvents(body) {
+/** Yield [name, data] for each event of a body. An event without a name is a "message". */
+export async function* readEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
@@ -19,7 +19,8 @@ async function* readEvents(body) {
       buffer = buffer.slice(end + 2);
       const name = lines.find(line => line.startsWith("event: "));
       const data = lines.find(line => line.startsWith("data: "));
-      if (name && data) yield [name.slice(7), JSON.parse(data.slice(6))];
+      if (!data || data === "data: [DONE]") continue;
+      yield [name ? name.slice(7) : "message", JSON.parse(data.slice(6))];
     }
   }
 }
