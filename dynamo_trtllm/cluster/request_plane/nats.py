@@ -1,11 +1,15 @@
 """Implement the request plane over NATS, and translate errors of nats-py.
 
-The module works around these traps of nats-py 2.16: an oversized message closes the client for
-good; only pings detect a frozen server; a slow consumer loses messages silently; a `flush` that is
-cancelled or times out stops the read loop when its reply arrives, so it is never called; its
-`request` may return the reply to a caller that was cancelled (and takes twice the CPU time of an
-inbox for all replies), so it is not called either; its `publish` waits while `pending_size` bytes
-are unsent, and drops cancels meanwhile, so `pending_size` is set to more than is ever unsent.
+The module works around these traps of nats-py 2.16:
+
+* An oversized message closes the client for good.
+* Only pings detect a frozen server.
+* A slow consumer loses messages silently.
+* After a `flush` was cancelled or timed out, its reply stops the read loop. It is never called.
+* `request` may return a reply that was for a cancelled caller, and takes twice the CPU time of one
+  inbox for all replies. It is not called either.
+* `publish` waits while `pending_size` bytes are unsent, and drops cancels meanwhile. `pending_size`
+  is more than is ever unsent.
 """
 
 from __future__ import annotations
@@ -122,16 +126,17 @@ class NatsTransport:
         self._tasks = tasks or BackgroundTasks()
         self._url = url
         self._address = mask_address(url)
-        self._lacking = f"no connection to NATS at {self._address}; check that NATS runs"
+        self._no_connection = f"no connection to NATS at {self._address}; check that NATS runs"
         self._client = NatsClient(access)
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
-        self._num_published_by_report = 0  # of the first messages of `_outgoing`
+        # The first so many messages of `_outgoing` were published while a loss was reported.
+        self._num_from_callbacks = 0
         self._is_waiting_logged = False
         self._rejection = ""  # of the last attempt to connect, by the server
-        self._denied_subscription = ""  # last error of the server about one
-        self._num_denied = 0  # messages and subscriptions that the user may not send or make
+        self._denied_subscription = ""  # last error of the server about a subscription
+        self._num_denied = 0  # messages and subscriptions that the server has denied to this user
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
@@ -155,7 +160,7 @@ class NatsTransport:
                 reconnected_cb=self._on_reconnected,
                 closed_cb=self._on_closed,
             )
-            # It does not wait.
+            # This returns at once: the server does not confirm subscriptions.
             self._replies_subscription = await self._client.subscribe(
                 f"{self._replies_to}*", cb=self._on_reply
             )
@@ -190,7 +195,7 @@ class NatsTransport:
 
     def _why_down(self) -> str:
         """Return why there is no connection, and what to do."""
-        return self.rejection() or self._lacking
+        return self.rejection() or self._no_connection
 
     def rejection(self) -> str | None:
         if not self._rejection:
@@ -207,10 +212,10 @@ class NatsTransport:
         burst = Burst()
 
         async def take(message: Msg) -> None:
-            needs_pause = False
             try:
                 receive(message.data, message.reply)
             finally:
+                # `subscription` is set below, before its first message arrives.
                 num_pending = subscription.pending_msgs
                 needs_pause = burst.needs_pause(num_pending)
                 if needs_pause or not num_pending:
@@ -266,7 +271,7 @@ class NatsTransport:
                 f"the subject has {len(subject)} characters; the limit is {_MAX_SUBJECT}"
             )
         if not self._up.is_set():
-            await self._connected(timeout_s)
+            await self._wait_for_connection(timeout_s)
         if self._client.pending_data_size >= _UNSENT_BYTES:
             raise self._has_too_much_unsent()
         reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
@@ -310,9 +315,12 @@ class NatsTransport:
         if self._reply_burst.needs_pause(self._replies_subscription.pending_msgs):
             await asyncio.sleep(0)
 
-    async def _connected(self, timeout_s: float) -> None:
+    async def _wait_for_connection(self, timeout_s: float) -> None:
+        """Raise Disconnected if there is no connection in time."""
+        if self._client.is_closed:
+            raise Disconnected(self._why_down())
         try:
-            async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._up.wait()
         except TimeoutError as exc:
             raise Disconnected(self._why_down()) from exc
@@ -323,7 +331,8 @@ class NatsTransport:
         if len(subject) > _MAX_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
-        # Not sent within this call: an error ends all streams, which publish cancels.
+        # It is sent after this call: an error while sending ends all streams, and each of these
+        # publishes a cancel, maybe while its caller is in this function.
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
         self._outgoing.append((subject, data))
@@ -331,12 +340,13 @@ class NatsTransport:
     def _send_outgoing(self) -> None:
         outgoing = self._outgoing
         self._outgoing = []
-        num_reported = self._num_published_by_report
-        self._num_published_by_report = 0
+        num_from_callbacks = self._num_from_callbacks
+        self._num_from_callbacks = 0
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
             if self._client.pending_data_size >= _UNSENT_BYTES:
-                if number >= num_reported:
+                # Those of callbacks are dropped silently: a report would publish more of them.
+                if number >= num_from_callbacks:
                     lost = self._has_too_much_unsent()
                 continue
             try:
@@ -346,10 +356,10 @@ class NatsTransport:
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 lost = Disconnected(f"sending to {subject} failed: {exc!r}")
-        # It is reported once, and after all messages: a callback that raises must not lose them.
+        # The loss is reported once, and after all messages are sent: a callback may raise.
         if lost is not None:
             self._report_disconnect(lost)
-            self._num_published_by_report = len(self._outgoing)
+            self._num_from_callbacks = len(self._outgoing)
 
     def _has_too_much_unsent(self) -> Disconnected:
         size_mib = self._client.pending_data_size >> 20
@@ -358,11 +368,8 @@ class NatsTransport:
         )
 
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
-        """Pass a message to the client.
-
-        Its `publish` does not wait with so large a `pending_size`.
-        """
-        # The coroutine runs here until it would wait: a task would run an iteration later.
+        """Pass a message to the client, which takes it without waiting."""
+        # The coroutine runs up to its first wait within this call. A task would begin it later.
         sending = self._client.publish(subject, data, reply_to)
         try:
             sending.send(None)
@@ -371,7 +378,8 @@ class NatsTransport:
         sending.close()  # the client has the message, and would only wait until it is written
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        if not self._up.is_set() or 2 * self._client.pending_data_size > _UNSENT_BYTES:
+        is_half_full = self._client.pending_data_size > _UNSENT_BYTES // 2
+        if is_half_full or not self._up.is_set():
             return False
         if len(data) > self.max_message_bytes:
             log.warning(

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 # The workers can take choices whose costs add up to this. Costs are integers, because rounding
 # errors of their sum would stay for ever.
@@ -50,7 +51,7 @@ class _Limit(NamedTuple):
         cost = max(1, WINDOW // self.num_choices) if self.num_choices else 0
         if not self.tokens:
             return cost
-        tokens = _rounded_up(prompt_tokens, self.block_tokens) * self.block_tokens
+        tokens = ceil_div(prompt_tokens, self.block_tokens) * self.block_tokens
         tokens_cost = WINDOW * tokens // self.tokens
         return max(cost, min(tokens_cost, WINDOW // self.num_prompts))
 
@@ -143,8 +144,3 @@ def _block_tokens(workers: Sequence[Instance]) -> int:
 def _sum_if_known(numbers: Sequence[int]) -> int:
     """Return the sum of what the workers report; 0 if one of them does not report it."""
     return sum(numbers) if all(numbers) else 0
-
-
-def _rounded_up(dividend: int, divisor: int) -> int:
-    """Return the quotient of two numbers, rounded up."""
-    return -(-dividend // divisor)
