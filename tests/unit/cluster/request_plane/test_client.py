@@ -163,7 +163,7 @@ async def test_publish_with_too_much_unsent_is_reported_once() -> None:
     transport._client = Client()
     transport._client._pending_data_size = nats._UNSENT_BYTES
     transport._outgoing = []
-    transport._num_published_by_report = 0
+    transport._num_from_callbacks = 0
     transport._is_open = True
     transport._address = "n"
     reports: list[DynamoError] = []
