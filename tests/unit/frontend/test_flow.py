@@ -279,7 +279,7 @@ def test_request_charged_with_two_late_deaths_awaits_its_turn() -> None:
     played.timeline.suspicion.deaths = {Death(8, set(), set(), set()): late}
     played.on(WorkerDied("gone"), ALONE)
     is_turn_awaited = [played.flow.awaits_turn]
-    played.timeline.suspicion.deaths[Death(9, set(), set())] = late
+    played.timeline.suspicion.deaths[Death(9, set(), set(), set())] = late
     played.on(WorkerDied("gone"), ALONE)
     is_turn_awaited.append(played.flow.awaits_turn)
     assert is_turn_awaited == [False, True]
