@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/getting-started.md")}
+TYPED = ("README.md", "docs/getting-started.md", "docs/serve-a-model.md")
+PAGES = {name: (ROOT / name).read_text() for name in TYPED}
 ACTIVATE = "source .venv/bin/activate"
 
 

@@ -1,4 +1,4 @@
-"""The commands of README and getting-started, typed in the order of the page into a shell that
+"""The commands of README, Quickstart and "Serve a model", typed in the order of the page into a shell that
 knows nothing else.
 
 They run as printed but for ports, folders in /tmp and the size of the benchmark. The servers that
@@ -26,6 +26,12 @@ SHORT = (
     (r"^python3 -m venv .*|^pip install .*", ""),
     (r"^dynamo-trtllm serve .*", "dynamo-trtllm serve --help"),
 )
+# What one of the shortened commands of a page prints.
+PRINTED = {
+    "README.md": "usage: scripts/demo",
+    "docs/getting-started.md": "usage: scripts/demo",
+    "docs/serve-a-model.md": "tensor_parallel_size",
+}
 
 
 def shortened(block: str) -> str:
@@ -41,9 +47,9 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(240)
 def test_printed_commands_that_serve_answer(clone: Path) -> None:
-    started = blocks("docs/getting-started.md")
-    (by_hand,) = [block for block in started if END in block]
-    (measure,) = [block for block in started if "benchmarks.profile" in block]
+    (by_hand,) = [block for block in blocks("docs/serve-a-model.md") if END in block]
+    quickstart = blocks("docs/getting-started.md")
+    (measure,) = [block for block in quickstart if "benchmarks.profile" in block]
     serve, _, stop = by_hand.partition(END)
     workers = re.findall(r"^(dynamo-trtllm worker .*) &$", serve, re.MULTILINE)
     assert len(workers) == 2
@@ -80,5 +86,4 @@ def test_printed_commands_without_server_succeed(page: str, clone: Path) -> None
     served = re.compile(r"curl|benchmarks\.profile")
     others = [shortened(block) for block in blocks(page) if not served.search(block)]
     said = typed("\n".join([ACTIVATE, *others]), clone)
-    assert "usage: scripts/demo" in said
-    assert ("tensor_parallel_size" in said) == (page != "README.md")
+    assert PRINTED[page] in said

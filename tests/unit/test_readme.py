@@ -1,5 +1,5 @@
-"""What getting started, the example of embedding and the shipped files promise: lines and files
-that are accepted.
+"""What Quickstart, "Serve a model", the example of embedding and the shipped files promise: lines
+and files that are accepted.
 """
 
 import re
@@ -27,7 +27,10 @@ from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from scripts.config_reference import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-START = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+START = "".join(
+    (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for page in ("getting-started.md", "serve-a-model.md")
+)
 EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
 CONFIGS = {
     name: program.model for program in PROGRAMS for name in (program.module, program.command)
@@ -40,7 +43,7 @@ LINES = sorted(
 FLAGS = {"mock": MockArgs, "torch": TorchArgs}
 
 
-def test_getting_started_has_a_line_per_process() -> None:
+def test_first_pages_have_a_line_per_process() -> None:
     started = {CONFIGS[name] for name, _ in LINES}
     assert started >= {
         WorkerConfig,

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 def test_printed_clients_get_the_answers_of_the_model(
     torch_cluster: TorchCluster, tmp_path: Path
 ) -> None:
-    started = blocks("docs/getting-started.md")
-    (by_hand,) = [block for block in started if "kill $(jobs -p)" in block]
-    (ask,) = [block for block in started if "dynamo-trtllm chat" in block]
+    (by_hand,) = [block for block in blocks("docs/serve-a-model.md") if "kill $(jobs" in block]
+    quickstart = blocks("docs/getting-started.md")
+    (ask,) = [block for block in quickstart if "dynamo-trtllm chat" in block]
     (first_chat,) = re.findall(
         r"^curl \S+/v1/chat/completions .*?'$", by_hand, re.DOTALL | re.MULTILINE
     )
