@@ -156,7 +156,10 @@ _MAX_FIELDS = 100  # ignored fields that are counted by their name
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row of metrics.json. The exported name is PREFIX plus `name`; `help` is its help text."""
+    """One row of metrics.json. The exported name is PREFIX plus `name`; `help` is its help text.
+
+    `meaning` is Markdown that docs/reference-metrics.md has in place of `help`, if it says more.
+    """
 
     process: Process
     name: str
@@ -164,6 +167,7 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     help: str
     labels: tuple[str, ...] = ()
     buckets: Literal["seconds", "ratios", "step_seconds", "bytes", "rates"] = "seconds"
+    meaning: str = ""
 
 
 TABLE = msgspec.json.decode(
