@@ -84,6 +84,9 @@ BARS_OF_GOODPUT = {
     "1P1D, blocks of 16": ("1P1D-block16", "1P1D"),
     "1P1D, blocks of 128": ("1P1D-block128", "1P1D"),
 }
+# The same runs on four GPUs, by load.
+BARS_OF_RATIO = {"4 aggregated": "4A", "2 prefill, 2 decode": "2P2D", "1 prefill, 3 decode": "1P3D"}
+LOADS_OF_RATIO = ((8192, 256, 8.0), (1000, 1000, 6.0))
 Colors = dict[str, str]
 
 
@@ -174,11 +177,44 @@ def recorded_pause_s() -> float:
     return float(pause_s)
 
 
+def results_figures() -> dict[str, str]:
+    """Return the text of each marked place of the page of results."""
+    readme = readme_figures()
+    names = ("cpu", "cpu-run", "goodput", "goodput-aggregated", "ttft", "ttft-aggregated")
+    figures = {name: readme[name] for name in names}
+    long_prompts, short_prompts = LOADS_OF_RATIO
+    for name, topology, load in (
+        ("short-split", "2P2D", short_prompts),
+        ("short-aggregated", "4A", short_prompts),
+        ("long-split", "2P2D", long_prompts),
+        ("long-one-prefill", "1P3D", long_prompts),
+    ):
+        figures[name] = f"{mean_goodput(four_gpus_cell(topology, *load)):.0f} %"
+    return figures
+
+
 def open_loop_run(name: str) -> dict[str, Any]:
     """Return an open-loop run on two GPUs."""
     (path,) = RESULTS.glob(f"open-loop-*-2gpu-{name}.json")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def four_gpus_cell(
+    topology: str, input_tokens: int, output_tokens: int, rate: float
+) -> dict[str, Any]:
+    """Return what the open-loop run on four GPUs measured with a load.
+
+    Raises:
+        KeyError: the run has no such load.
+    """
+    run = json.loads((RESULTS / "open-loop-2026-11-22.json").read_text(encoding="utf-8"))
+    wanted = (topology, input_tokens, output_tokens, rate)
+    names = ("topology", "input_tokens", "output_tokens", "requests_per_s")
+    for cell in run["cells"]:
+        if tuple(cell[name] for name in names) == wanted:
+            return dict(cell)
+    raise KeyError(wanted)
 
 
 def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
@@ -202,6 +238,11 @@ def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
 def goodput(cell: dict[str, Any]) -> float:
     """Return the percentage of requests with a first token within 2 s and no gap above 100 ms."""
     return float(cell["goodput_percent"]["ttft_2s_gap_100ms"])
+
+
+def mean_goodput(cell: dict[str, Any]) -> float:
+    """Return the percentage of requests with a first token within 2 s and 20 ms per token."""
+    return float(cell["goodput_percent"]["ttft_2s_tpot_20ms"])
 
 
 def open_loop_rows() -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -392,24 +433,71 @@ def draw_cpu(theme: str) -> None:
         head(axes, colors, title, subtitle, columns=2)
 
 
+def draw_bars(axes: Axes, colors: Colors, series: dict[str, list[float]], form: str) -> None:
+    """Draw a group of three bars for each load.
+
+    Args:
+        axes: where to draw.
+        colors: the colors of the theme.
+        series: the values of each label, one for each load.
+        form: format of the values.
+    """
+    for column, (label, heights) in enumerate(series.items()):
+        color = colors[("soft", "line", "accent")[column]]
+        places = [place + column * 0.26 for place in range(len(heights))]
+        bars = axes.bar(places, heights, 0.24, color=color, label=label)
+        axes.bar_label(bars, fmt=form, padding=2, color=colors["ink"])
+    axes.set_yticks([])
+    axes.margins(y=0.12)
+
+
 def draw_goodput(theme: str) -> None:
     """Draw how many requests keep the limits, by deployment and rate, on two GPUs."""
-    rates = (2.0, 4.0)
-    colors_of_bars = dict(zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True))
-    with chart("goodput", theme, 3.5) as (axes, colors):
-        for column, (label, color) in enumerate(colors_of_bars.items()):
-            name, topology = BARS_OF_GOODPUT[label]
-            heights = [goodput(open_loop_cell(name, topology, rate)) for rate in rates]
-            places = [place + column * 0.26 for place in range(len(rates))]
-            bars = axes.bar(places, heights, 0.24, color=colors[color], label=label)
-            axes.bar_label(bars, fmt="%.0f", padding=2, color=colors["ink"])
-        names = [f"8,192 / 256 tokens\n{rate:g} requests/s" for rate in rates]
-        axes.set_xticks([place + 0.26 for place in range(len(rates))], names)
-        axes.set_yticks([])
-        axes.set_ylim(0, 112)
-        title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
+    series = {
+        label: [goodput(open_loop_cell(name, topology, rate)) for rate in (2.0, 4.0)]
+        for label, (name, topology) in BARS_OF_GOODPUT.items()
+    }
+    title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
+    draw_two_gpus("goodput", theme, series, title)
+
+
+def draw_ttft(theme: str) -> None:
+    """Draw the time to first token, by deployment and rate, on two GPUs."""
+    series = {
+        label: [open_loop_cell(name, topology, rate)["ttft_ms"]["p50"] for rate in (2.0, 4.0)]
+        for label, (name, topology) in BARS_OF_GOODPUT.items()
+    }
+    draw_two_gpus("ttft", theme, series, "Median time to first token, in ms: less is better")
+
+
+def draw_two_gpus(name: str, theme: str, series: dict[str, list[float]], title: str) -> None:
+    """Draw a chart of the open-loop runs on two GPUs, with a group of bars for each rate."""
+    with chart(name, theme, 3.5) as (axes, colors):
+        draw_bars(axes, colors, series, "%.0f")
+        loads = [f"8,192 / 256 tokens\n{rate} requests/s" for rate in (2, 4)]
+        axes.set_xticks([place + 0.26 for place in range(len(loads))], loads)
         subtitle = (
             "two H200, vLLM 0.24, gpt-oss-120b's architecture with random weights, one run each"
+        )
+        head(axes, colors, title, subtitle, columns=3)
+
+
+def draw_ratio(theme: str) -> None:
+    """Draw how many requests keep a mean time per token, by deployment and load, on four GPUs."""
+    series = {
+        label: [mean_goodput(four_gpus_cell(topology, *load)) for load in LOADS_OF_RATIO]
+        for label, topology in BARS_OF_RATIO.items()
+    }
+    with chart("ratio", theme, 3.5) as (axes, colors):
+        draw_bars(axes, colors, series, "%.0f")
+        names = [
+            f"{tokens_in:,} / {tokens_out:,} tokens\n{rate:g} requests/s"
+            for tokens_in, tokens_out, rate in LOADS_OF_RATIO
+        ]
+        axes.set_xticks([place + 0.26 for place in range(len(names))], names)
+        title = "Requests with a first token within 2 s and at most 20 ms per token, in %"
+        subtitle = (
+            "four H200, vLLM 0.24 with blocks of 16, the same model, one run each, 2026-11-22"
         )
         head(axes, colors, title, subtitle, columns=3)
 
@@ -464,6 +552,7 @@ def pages() -> dict[Path, dict[str, str]]:
     """Return the figures of each page, by the names of their marked places."""
     return {
         README: readme_figures(),
+        ROOT / "docs" / "results.md": results_figures(),
         ROOT / "docs" / "performance-gpu.md": {
             "open-loop": open_loop_table(),
             "kv-transfer": kv_transfer_table(),
@@ -475,11 +564,14 @@ def pages() -> dict[Path, dict[str, str]]:
     }
 
 
+DRAWINGS = (draw_architecture, draw_cpu, draw_goodput, draw_ttft, draw_ratio, draw_failover)
+
+
 def main() -> None:
     """Write all pictures, and the figures of README and docs."""
     IMAGES.mkdir(exist_ok=True)
     for theme in THEMES:
-        for draw in (draw_architecture, draw_cpu, draw_goodput, draw_failover):
+        for draw in DRAWINGS:
             draw(theme)
     for page, figures in pages().items():
         text = page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes the tables of preflight rules in docs/preflight.md and docs/vllm.md.
+"""Writes the tables of preflight rules in docs/preflight.md and docs/preflight-vllm.md.
 
 `python -m scripts.preflight_reference` runs it. A test compares the pages with this output.
 """
@@ -18,7 +18,7 @@ from scripts.config_reference import table
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES: Mapping[str, Sequence[RuleSection[Any]]] = {
     "preflight.md": (*checks.WORKER_SECTIONS, *checks.PAIR_SECTIONS, *checks.PEER_SECTIONS),
-    "vllm.md": (vllm.WORKER, vllm.PEERS),
+    "preflight-vllm.md": (vllm.WORKER, vllm.PEERS),
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of rejected fields in docs/api-fields.md.
+"""Writes the table in docs/reference-rejected-fields.md.
 
 `python -m scripts.rejected_fields_reference` runs it. A test compares the page with this output.
 """
@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.sampling import NvExt
 from scripts.config_reference import table
 
-PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference-rejected-fields.md"
 _ENDPOINTS = 4
 PLACES: dict[str, tuple[type[RequestModel], str]] = {
     "chat": (ChatRequest, ""),

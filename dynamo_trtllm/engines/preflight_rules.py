@@ -2,7 +2,7 @@
 live peer.
 
 A rule is a function that receives the facts and returns what it found. Its name, severity and texts
-are in its decorator. docs/preflight.md and docs/vllm.md are printed from them.
+are in its decorator. docs/preflight.md and docs/preflight-vllm.md are printed from them.
 """
 
 from __future__ import annotations

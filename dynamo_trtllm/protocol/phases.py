@@ -1,4 +1,4 @@
-"""Measure where the time of a request goes: its phases, which docs/timing.md lists.
+"""Measure where the time of a request goes: its phases, which docs/request-time.md lists.
 
 | process | measures | with |
 |---|---|---|
@@ -48,7 +48,7 @@ PHASES = (
     "migration",
     "respond",
 )
-"""All phases, about in their order. docs/timing.md describes them."""
+"""All phases, about in their order. docs/request-time.md describes them."""
 
 AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
 

@@ -161,7 +161,7 @@ class TestEngines(EngineContract):
                 assert tokens(await collect(engine, rest)) == undisturbed[made:]
                 assert tokens(await run_both(prefill, decode, rest)) == undisturbed[made:]
 
-    @EMBEDDED  # the transports of others have no checksums: see docs/failures.md
+    @EMBEDDED  # the transports of others have no checksums: see docs/faults.md
     async def test_decode_with_changed_kv_fails_and_next_answer_is_right(
         self, pool: EnginePool
     ) -> None:

@@ -1,5 +1,5 @@
-"""The table of releases and transceivers in docs/trtllm.md says what the rules and the stand-in do,
-cell by cell.
+"""The table of releases and transceivers in docs/trtllm-verification.md says what the rules and the
+stand-in do, cell by cell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dynamo_trtllm.worker import startup
 from tests.kit.engines import answer, make, prefill_then_decode
 from tests.kit.fake_packages import fake_tensorrt_llm
 
-PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trtllm-verification.md"
 HEADING = "## Releases and transceivers"
 RELEASES = {
     "1.1.0": "1.1.0",

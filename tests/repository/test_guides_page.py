@@ -1,4 +1,4 @@
-"""docs/guides.md has a row for each command of the guides, and tests/data/guide_tests.txt has the
+"""docs/guide-commands.md has a row for each command of the guides, and tests/data/guide_tests.txt has the
 tests of each row.
 """
 
@@ -45,7 +45,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def rows() -> list[Row]:
-    lines = (ROOT / "docs/guides.md").read_text().splitlines()
+    lines = (ROOT / "docs/guide-commands.md").read_text().splitlines()
     split = [
         [cell.strip() for cell in line.strip("|").split(" | ")]
         for line in lines

@@ -1,5 +1,5 @@
-"""The tables of docs/preflight.md and docs/vllm.md have every rule as it is in the code, and no
-other.
+"""The tables of docs/preflight.md and docs/preflight-vllm.md have every rule as it is in the code,
+and no other.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def test_page_when_a_section_has_no_table_then_an_error_names_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight_reference, "DOCS", tmp_path)
-    (tmp_path / "vllm.md").write_text("## Preflight\n")
+    (tmp_path / "preflight-vllm.md").write_text("## Preflight\n")
     with pytest.raises(ValueError, match="no table under a heading 'One worker'"):
-        preflight_reference.page("vllm.md")
+        preflight_reference.page("preflight-vllm.md")

@@ -1,4 +1,6 @@
-"""The table of docs/api-fields.md has every rejected field as it is in the code, and no other."""
+"""The table of docs/reference-rejected-fields.md has every rejected field as it is in the code, and no
+other.
+"""
 
 from __future__ import annotations
 

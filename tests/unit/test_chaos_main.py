@@ -23,8 +23,8 @@ def test_command_when_asked_for_the_faults_then_they_are_listed(
     ]
 
 
-def test_page_of_failures_has_exactly_the_faults() -> None:
-    page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+def test_page_of_faults_has_exactly_the_faults() -> None:
+    page = (Path(__file__).parents[2] / "docs/faults.md").read_text()
     tables = [part.split("\n\n")[0] for part in page.split("| `scripts/chaos` |\n")[1:]]
     rows = [line.split("|") for table in tables for line in table.splitlines()]
     cases = {name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])}

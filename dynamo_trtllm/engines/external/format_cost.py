@@ -22,7 +22,7 @@ from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 COMPILE_TIME: Final = "estimated milliseconds to compile"
 LENGTHS: Final = "characters of different bounded lengths"
 LIMITS: Final = {COMPILE_TIME: 2_000, LENGTHS: 1_280}
-"""The limits by name. Errors and docs/api-fields.md use these names."""
+"""The limits by name. Errors and docs/request-limits.md use these names."""
 
 
 class Width(Enum):

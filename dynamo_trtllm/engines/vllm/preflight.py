@@ -318,7 +318,7 @@ def tp_ratio(facts: PeerFacts[VllmFacts]) -> Violation | None:
     field="block_size",
     why=_NO_TRANSFER,
     fix=(
-        "set the same --kv-block-size for both workers (docs/updates.md says how to change it while"
+        "set the same --kv-block-size for both workers (docs/scaling.md says how to change it while"
         " they serve)"
     ),
 )

@@ -46,7 +46,7 @@ LIMITS: Final = {
     _COUNT: 10_000,
     "multipleOf": 1_000,
 }
-"""The limits by name. Errors and docs/api-fields.md use these names."""
+"""The limits by name. Errors and docs/request-limits.md use these names."""
 
 _HUGE: Final = 10**12  # sizes are computed up to this value
 _COUNTS: Final = (

@@ -146,7 +146,7 @@ def test_check_of_odd_long_text_takes_linear_time(kind: str, piece: str) -> None
 
 
 def test_documentation_then_it_lists_each_limit_with_its_value() -> None:
-    page = Path("docs/api-fields.md").read_text(encoding="utf-8")
-    section = page.partition("#### Limits of vllm and trtllm")[2].partition("\n\n| part")[0]
+    page = Path("docs/request-limits.md").read_text(encoding="utf-8")
+    section = page.partition("## Formats with vllm and trtllm\n")[2].partition("\n\n| part")[0]
     rows = dict(re.findall(r"^\| (.+?) \| ([\d,]+) \|", section, re.MULTILINE))
     assert {name: f"{most:,}" for name, most in LIMITS.items()} == rows

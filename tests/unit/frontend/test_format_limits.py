@@ -258,8 +258,8 @@ def test_strict_tool_schemas_have_limits(harmony: ServedModel) -> None:
 
 
 def test_documentation_then_it_lists_each_limit_with_its_value() -> None:
-    page = Path("docs/api-fields.md").read_text(encoding="utf-8")
-    section = page.partition("### Limits of formats")[2].partition("#### ")[0]
+    page = Path("docs/request-limits.md").read_text(encoding="utf-8")
+    section = page.partition("## Formats\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| (.+?) \| ([\d,]+) \|", section, re.MULTILINE))
     assert {name: f"{most:,}" for name, most in LIMITS.items()} == {
         name.replace("`", ""): most for name, most in rows.items()
