@@ -28,13 +28,14 @@ def page() -> str:
     """Return the page."""
     parts = [_HEAD]
     for process in get_args(Process):
-        rows = [_row(metric) for metric in TABLE if metric.process == process]
+        rows = [row(metric) for metric in TABLE if metric.process == process]
         head = (f"{process} metric", "type", "labels", "meaning")
         parts.append(f"## Metrics of a {process}\n\n{table(head, rows)}")
     return "\n".join(parts)
 
 
-def _row(metric: Metric) -> tuple[str, str, str, str]:
+def row(metric: Metric) -> tuple[str, str, str, str]:
+    """Return the row of a metric: name, type, labels, meaning."""
     labels = ", ".join(f"`{name}`" for name in metric.labels)
     meaning = metric.meaning or metric.help
     return f"`{PREFIX}{metric.name}`", metric.kind, labels, meaning[0].upper() + meaning[1:]

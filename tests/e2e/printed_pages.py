@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TYPED = ("README.md", "docs/getting-started.md", "docs/serve-a-model.md")
-PAGES = {name: (ROOT / name).read_text() for name in TYPED}
+# Their requests are sent to the demo model.
+REQUESTED = ("docs/api.md", "docs/request-time.md", "docs/responses-and-messages.md")
+PAGES = {name: (ROOT / name).read_text() for name in (*TYPED, *REQUESTED)}
 ACTIVATE = "source .venv/bin/activate"
 
 

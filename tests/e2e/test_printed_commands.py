@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.support.network.addresses import free_ports
-from tests.e2e.printed_pages import ACTIVATE, PAGES, blocks, make_clone, typed
+from tests.e2e.printed_pages import ACTIVATE, TYPED, blocks, make_clone, typed
 
 END = "kill $(jobs -p)"
 SHORT = (
@@ -81,7 +81,7 @@ def test_printed_commands_that_serve_answer(clone: Path) -> None:
     assert "report: benchmark-results/laptop-" in said
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", TYPED)
 def test_printed_commands_without_server_succeed(page: str, clone: Path) -> None:
     served = re.compile(r"curl|benchmarks\.profile")
     others = [shortened(block) for block in blocks(page) if not served.search(block)]

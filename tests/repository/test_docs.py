@@ -9,15 +9,27 @@ import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
-from dynamo_trtllm.observability.metrics import PREFIX, TABLE
+from dynamo_trtllm.observability.metrics import PREFIX, TABLE, Metric
 from dynamo_trtllm.protocol.errors import DynamoError
+from scripts import metrics_reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "dynamo_trtllm"
+MAX_PAGES = 27
+MAX_WORDS = 2500
+WRITTEN_BY_SCRIPTS = {
+    "preflight.md",
+    "preflight-vllm.md",
+    "reference-configuration.md",
+    "reference-metrics.md",
+    "reference-python.md",
+    "reference-rejected-fields.md",
+}
 HISTOGRAM_ENDS = ("", "_bucket", "_sum", "_count")
 
 
@@ -70,12 +82,28 @@ def test_navigation_when_read_then_it_has_each_page_once() -> None:
     assert sorted(named + for_contributors) == pages
 
 
+def pages_of_users() -> list[Path]:
+    """Return the pages in the navigation, without those that a script writes."""
+    nav = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    named = re.findall(r"[\w-]+\.md", nav)
+    return [DOCS / name for name in named if name not in WRITTEN_BY_SCRIPTS]
+
+
+def test_navigation_has_few_pages_that_users_read() -> None:
+    assert len(pages_of_users()) <= MAX_PAGES
+
+
+@pytest.mark.parametrize("page", pages_of_users(), ids=lambda path: path.stem)
+def test_page_that_users_read_is_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= MAX_WORDS
+
+
 def codes(of: type[DynamoError] = DynamoError) -> set[str]:
     return {of.code}.union(*(codes(error) for error in of.__subclasses__()))
 
 
 def test_troubleshooting_names_existing_findings_and_codes() -> None:
-    text = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ")
+    text = " ".join((DOCS / "troubleshooting.md").read_text().split())
     rules = set(
         re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE)
     )
@@ -92,6 +120,7 @@ def test_troubleshooting_names_existing_findings_and_codes() -> None:
 
 # What Dynamo's guides say under troubleshooting, by the words in which the page says it.
 GUIDES_ADVICE = {
+    "Questions": (),
     "CUDA out of memory": ("lower `--max-num-tokens`", "`free_gpu_memory_fraction` is too high"),
     "The worker does not start": (
         "expected format",
@@ -118,8 +147,9 @@ GUIDES_ADVICE = {
 
 
 def test_troubleshooting_has_every_row_of_the_guides() -> None:
-    sections = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ").split("\n## ")[1:]
-    texts = {title: text for title, _, text in (section.partition("\n") for section in sections)}
+    sections = (DOCS / "troubleshooting.md").read_text().split("\n## ")[1:]
+    parts = (section.partition("\n") for section in sections)
+    texts = {title: " ".join(text.split()) for title, _, text in parts}
     assert list(texts) == list(GUIDES_ADVICE)
     assert [
         line
@@ -137,17 +167,15 @@ def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
     assert {name for name in named if not name.endswith("_")} <= known
 
 
-def test_metrics_tables_equal_the_code() -> None:
-    tables = (DOCS / "monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
-    listed = []
-    for process in ("frontend", "worker"):
-        rows = tables.split(f"| {process} metric |")[1].split("\n\n")[0]
-        for name, kind, labels in re.findall(
-            r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE
-        ):
-            listed.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
-    known = [(row.process, PREFIX + row.name, row.kind, row.labels) for row in TABLE]
-    assert listed == known
+def test_page_of_metrics_when_written_again_then_as_committed() -> None:
+    page = (DOCS / "reference-metrics.md").read_text(encoding="utf-8")
+    assert metrics_reference.page() == page, "run scripts/docs"
+
+
+def test_page_of_metrics_prefers_the_meaning_to_the_help_text() -> None:
+    metric = Metric(process="worker", name="x", kind="gauge", help="Long", meaning="more [x](a.md)")
+    assert metrics_reference.row(metric) == ("`dynamo_trtllm_x`", "gauge", "", "More [x](a.md)")
+    assert metrics_reference.row(msgspec.structs.replace(metric, meaning=""))[-1] == "Long"
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)

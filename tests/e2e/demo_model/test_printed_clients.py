@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.demo_model.conftest import TorchCluster
-from tests.e2e.printed_pages import ACTIVATE, PAGES, ROOT, blocks, make_clone, typed
+from tests.e2e.printed_pages import ACTIVATE, PAGES, REQUESTED, blocks, make_clone, typed
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -24,7 +24,8 @@ def test_printed_clients_get_the_answers_of_the_model(
     (first_chat,) = re.findall(
         r"^curl \S+/v1/chat/completions .*?'$", by_hand, re.DOTALL | re.MULTILINE
     )
-    pages = [PAGES["README.md"], (ROOT / "docs/api.md").read_text(encoding="utf-8")]
+    requests = [block for page in REQUESTED for block in blocks(page) if "curl" in block]
+    pages = [PAGES["README.md"], PAGES["docs/api.md"]]
     clients = [
         client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ]
@@ -34,15 +35,18 @@ def test_printed_clients_get_the_answers_of_the_model(
         f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__':"
         " '__main__'})\nEND"
     )
-    script = "\n".join([ACTIVATE, first_chat, ask, with_sdk])
+    script = "\n".join([ACTIVATE, first_chat, ask, *requests, with_sdk])
     # The cluster serves another model beside that of the page.
     script = script.replace("dynamo-trtllm chat", "dynamo-trtllm chat --model tiny-gpt-oss")
     _, _, port = torch_cluster.cluster.frontend.url().rpartition(":")
-    assert script.count("8000") >= 7
+    assert script.count("8000") >= 13
     names = ("ETCD_ENDPOINTS", "NATS_SERVER", "DYN_NAMESPACE")
     environment = {name: torch_cluster.cluster.env[name] for name in names}
     said = typed(script.replace("8000", port), make_clone(tmp_path), **environment)
-    assert said.count('"finish_reason":"stop"') == 2
+    assert said.count('"finish_reason":"stop"') >= 3
+    # of tokens, a response, a message, and statistics
+    for field in ('"token_strs":', '"object":"response"', '"type":"message"', '"phase_s":'):
+        assert field in said
     assert said.count("Disaggregated serving") >= 2  # of curl and of the SDK
     assert "get_system_health {" in said
     assert re.search(r'\{\s*"state":\s*"(healthy|failing)"\s*\}', said)
