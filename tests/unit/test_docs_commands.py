@@ -27,8 +27,10 @@ def launch_lines() -> list[tuple[str, str, str]]:
     """(page, module or subcommand, flags) of every line in a block of code that starts a program of
     ours.
     """
+    # tests/repository/test_page_commands.py has the benchmarks
     start = re.compile(
-        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm )(\S+) ?([^#&>\n]*)", re.MULTILINE
+        r"^\s*(?:python3? -m (?=dynamo_trtllm)|dynamo-trtllm (?!bench))(\S+) ?([^#&>\n]*)",
+        re.MULTILINE,
     )
     blocks = [
         (page.stem, block.replace("\\\n", " "))
