@@ -58,8 +58,8 @@ class Outputs:
 
         From now on, no write to stdout or stderr waits for a reader, a disk or a terminal.
 
-        If the relay is killed, it is started again. If it can't be started now, a warning is
-        logged, and the outputs stay as they are.
+        If the relay is killed or stopped, it is started again. If it can't be started now, a
+        warning is logged, and the outputs stay as they are.
 
         Args:
             process_name: name of the process on the line that says how many lines were dropped.
@@ -134,7 +134,7 @@ class Outputs:
         counters: mmap.mmap,
         read_ends: Sequence[int],
     ) -> None:
-        """Start the relay again whenever it is killed, at most once in RESTART_S.
+        """Start the relay again whenever it is killed or stopped, at most once in RESTART_S.
 
         In between, drop what comes.
 
@@ -148,7 +148,7 @@ class Outputs:
         """
         for number in itertools.count(1):
             begun_s = time.monotonic()
-            status = relay.wait()
+            status = _end_of(relay)
             if status == 0:
                 return
             dropped_before, queued = _numbers_of_lines(counters)
@@ -167,6 +167,17 @@ class Outputs:
                 " lines are lost"
             )
             log.warning(text, status, number, num_lost)
+
+
+def _end_of(relay: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of the relay, and return its status. A stopped relay is killed.
+
+    Writers would wait for a stopped relay (SIGSTOP) as soon as its pipe is full.
+    """
+    change = os.waitid(os.P_PID, relay.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    if change is not None and change.si_code == os.CLD_STOPPED:
+        relay.kill()
+    return relay.wait()
 
 
 def _numbers_of_lines(counters: mmap.mmap) -> tuple[int, int]:

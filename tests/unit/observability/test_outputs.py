@@ -252,7 +252,8 @@ sys.stdin.readline()
 """
 
 
-def test_process_with_killed_relay_logs_the_restart() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_process_with_dead_or_stopped_relay_restarts_it(sent: signal.Signals) -> None:
     code = f"{WRITER}\nlog.info('later')\nchild.communicate()"
     with program(
         code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -260,7 +261,7 @@ def test_process_with_killed_relay_logs_the_restart() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
-        os.kill(relay_of(process.pid), signal.SIGKILL)
+        os.kill(relay_of(process.pid), sent)
         restarted = process.stderr.readline()
         _, rest = process.communicate(b"\n", timeout=SOON_S)
     assert (
