@@ -205,16 +205,17 @@ class RequestAdmission:
         request = plan.choices[0].request
         num_choices = len(plan.choices)
         window = self._limits.start_windows.window(request.model)
-        places = window.request(num_choices, plan.longest_prompt)
         tenant = self._timeline.facts.tenant
         # Without an API key, a client may not place itself before others.
         key_priority = 0 if tenant is None else tenant.key.priority
+        rank = max(request.priority, key_priority)
+        places = window.request(num_choices, plan.longest_prompt, rank)
         claim = Claim(
             client=self._client,
             num_choices=num_choices,
             prompt_tokens=sum(len(choice.request.token_ids) for choice in plan.choices),
             places=places,
-            rank=max(request.priority, key_priority),
+            rank=rank,
             priority=request.priority,
         )
         within_s = plan.deadline - time.time()

@@ -30,6 +30,7 @@ from dynamo_trtllm.frontend.routing.generation_flow import GenerationFlow
 from dynamo_trtllm.frontend.routing.kv_collection import KvCollector
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.start_window import StartPlace
 from dynamo_trtllm.frontend.routing.suspects import Suspects, TrackedCall
 from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
@@ -328,8 +329,8 @@ class RoutedRequest(Stream):
             self._timeline.prompt_logprobs.clear()
         phase = request.phase
         place = self._timeline.place
-        if place is not None and place.share is not ClientShare.EVEN:
-            request = msgspec.structs.replace(request, client_share=place.share)
+        if place is not None:
+            request = _among_clients(request, place)
         self._timeline.calling(request, worker)
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, time.monotonic())
@@ -466,3 +467,15 @@ async def _wait(changed: asyncio.Event, limit_s: float) -> Signal:
     except TimeoutError:
         return Signal.WAIT_TIMED_OUT
     return Signal.WORKERS_CHANGED
+
+
+def _among_clients(request: GenerateRequest, place: StartPlace) -> GenerateRequest:
+    """Return a call with the share and the priority that it has among the calls of all clients.
+
+    Workers order all calls by these. A priority that is only for the order of the requests of one
+    client has had its effect in the queue of the frontend.
+    """
+    priority = max(request.priority, place.rank)
+    if place.share is ClientShare.EVEN and priority == request.priority:
+        return request
+    return msgspec.structs.replace(request, client_share=place.share, priority=priority)

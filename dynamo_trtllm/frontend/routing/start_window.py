@@ -76,6 +76,11 @@ class StartPlace:
         """What the client of the choice has got."""
         return ClientShare.EVEN if self._request is None else self._request.share
 
+    @property
+    def rank(self) -> int:
+        """The priority of the choice among those of all clients. Lower values first."""
+        return 0 if self._request is None else self._request.rank
+
     def called(self, worker: Instance, phase: Phase) -> None:
         """Note that a worker is called with the choice."""
         if self._has_token:
@@ -131,6 +136,7 @@ class RequestPlaces:
         costs: of one choice.
         num_choices: of the request.
         prompt_tokens: of its longest prompt.
+        rank: its priority among the requests of all clients.
     """
 
     __slots__ = (
@@ -141,16 +147,23 @@ class RequestPlaces:
         "_waiting",
         "costs",
         "prompt_tokens",
+        "rank",
         "share",
         "window",
     )
 
     def __init__(
-        self, window: StartWindow, costs: ChoiceCosts, num_choices: int, prompt_tokens: int
+        self,
+        window: StartWindow,
+        costs: ChoiceCosts,
+        num_choices: int,
+        prompt_tokens: int,
+        rank: int = 0,
     ) -> None:
         self.window = window
         self.costs = costs
         self.prompt_tokens = prompt_tokens
+        self.rank = rank
         self.share = ClientShare.EVEN  # known when the request begins
         self._num_left = num_choices  # choices without a place
         self._num_reserved = 0  # places that no choice has taken yet
@@ -284,19 +297,20 @@ class StartWindow:
         self._prompt_tokens = 0.0
         self._cached_tokens = 0.0
 
-    def request(self, num_choices: int, prompt_tokens: int) -> RequestPlaces:
+    def request(self, num_choices: int, prompt_tokens: int, rank: int = 0) -> RequestPlaces:
         """Return the places of a request, which takes none yet.
 
         Args:
             num_choices: of the request.
             prompt_tokens: of its longest prompt.
+            rank: its priority among the requests of all clients.
         """
         workers = capacity(self._view.model(self.model))
         costs = FREE
         if workers is not None:
             cached = self._cached_tokens / max(1.0, self._prompt_tokens)
             costs = workers.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
-        return RequestPlaces(self, costs, num_choices, prompt_tokens)
+        return RequestPlaces(self, costs, num_choices, prompt_tokens, rank)
 
     def computed(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""

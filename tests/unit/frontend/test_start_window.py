@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import aclosing
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from dynamo_trtllm.protocol.errors import InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Limits, Phase, Role
 from tests.kit.admission import acquire, left, wait_until_loaded
 from tests.kit.instances import make_instance
-from tests.kit.routing import FINISHED, Cluster, kv_chunk
+from tests.kit.routing import FINISHED, Cluster, kv_chunk, request, routed_stream
 from tests.kit.waiting import SOON_S
 
 MODEL = "mock"
@@ -176,6 +177,25 @@ async def test_share_of_a_client_reaches_the_worker() -> None:
     timeline.place = places.take()
     await cluster.tokens(timeline)
     assert [call.client_share for call in prefill.requests] == [ClientShare.BELOW]
+
+
+@pytest.mark.parametrize(("priority", "expected"), [(-5, -2), (-1, -1), (3, 3)])
+async def test_worker_gets_no_priority_above_the_rank(priority: int, expected: int) -> None:
+    cluster = Cluster()
+    prefill = await cluster.add(
+        PREFILL, Role.PREFILL, [kv_chunk("t1")], supported_features=("priority",)
+    )
+    decode = await cluster.add(DECODE, Role.DECODE, FINISHED, supported_features=("priority",))
+    window = StartWindow("tiny", cluster.router.view, lambda: None)
+    places = window.request(1, 3, rank=-2)
+    places.begin(ClientShare.EVEN)
+    timeline = ChoiceTimeline()
+    timeline.place = places.take()
+    asked = msgspec.structs.replace(request(), priority=priority)
+    async with aclosing(routed_stream(cluster.router, asked, timeline)) as stream:
+        async for _ in stream:
+            pass
+    assert [call.priority for call in (*prefill.requests, *decode.requests)] == [expected] * 2
 
 
 async def test_computed_prompt_lets_the_next_request_begin() -> None:
