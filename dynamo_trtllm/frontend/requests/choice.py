@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,7 @@ NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 _REASONING = Channel.REASONING
 _CALL = Channel.CALL
 _ANSWER = (Channel.FINAL, Channel.CONTENT)
+MAX_SUSPICIONS: Final = 2  # of one request, and so the pairs of workers that run its choices
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -479,13 +480,23 @@ def pick_best_of(
 def share_suspicions(choices: Sequence[Choice], candidates: int) -> None:
     """Give all choices of a prompt one suspicion: each death of a worker is charged to all of them.
 
+    A request has MAX_SUSPICIONS suspicions at most, which its prompts share. All choices of one
+    suspicion run on the same workers. So a request with many deadly prompts can't end all workers.
+
     Args:
         choices: the choices of one request.
         candidates: how many consecutive choices have the same prompt. Prompts may repeat.
     """
     by_prompt: dict[bytes, Suspicion] = {}
+    suspicions: list[Suspicion] = []
     for first in range(0, len(choices), candidates):
         prompt = choices[first].prompt_bytes()
-        suspicion = by_prompt.setdefault(prompt, Suspicion(is_shared=True))
+        suspicion = by_prompt.get(prompt)
+        if suspicion is None:
+            if len(by_prompt) < MAX_SUSPICIONS:
+                suspicions.append(Suspicion(is_shared=True))
+            suspicion = suspicions[len(by_prompt) % MAX_SUSPICIONS]
+            suspicion.num_prompts += 1
+            by_prompt[prompt] = suspicion
         for choice in choices[first : first + candidates]:
             choice.timeline.suspicion = suspicion

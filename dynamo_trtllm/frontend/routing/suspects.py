@@ -119,17 +119,19 @@ class Death:
 
 
 class Suspicion:
-    """The deaths with which one prompt of a request is charged.
+    """The deaths with which prompts of a request are charged; nearly all requests have only one.
 
-    The choices of the prompt share this object.
+    The choices of these prompts share this object.
     """
 
-    __slots__ = ("deaths", "is_given_up", "is_shared", "selection")
+    __slots__ = ("deaths", "is_shared", "noted_keys", "num_prompts", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.deaths: dict[Death, RequestProgress] = {}
-        self.is_given_up = False
-        self.is_shared = is_shared  # the prompt has several choices
+        self.num_prompts = 0  # 0: the only prompt of its request
+        # The keys of its prompts that are noted as given up.
+        self.noted_keys: set[Key] = set()
+        self.is_shared = is_shared  # several choices have it
         # The workers of the latest attempt. All choices run on them: otherwise one request could
         # end all workers at once.
         self.selection: WorkerSelection | None = None
@@ -347,10 +349,15 @@ class Suspects:
             return None
         names = " and ".join(f"{earlier.instance_id:x}" for earlier in suspicion.deaths)
         # Another choice of the prompt may have been given up before.
-        if not suspicion.is_given_up:
-            suspicion.is_given_up = True
+        key = _key(request)
+        if key not in suspicion.noted_keys:
+            is_first = not suspicion.noted_keys
+            suspicion.noted_keys.add(key)
             is_only_one = is_singled_out and len(death.given_up) == 1
-            self._note_given_up(request, names, is_certain=is_only_one)
+            is_certain = is_only_one and suspicion.num_prompts <= 1
+            is_rejected = self._note_given_up(key, is_certain=is_certain)
+            if is_first:
+                self._report_given_up(request, names, is_rejected=is_rejected)
         return QueryOfDeath(
             f"{len(suspicion.deaths)} workers ended while they ran this request ({names}), so it is"
             " not tried on another one; change the request"
@@ -419,14 +426,20 @@ class Suspects:
         is_only_suspect = len({call.suspicion for call in suspects}) == 1 and not new
         return suspects if is_only_suspect else set()
 
-    def _note_given_up(self, request: GenerateRequest, names: str, *, is_certain: bool) -> None:
-        """Record that a request is given up. Reject similar ones if it is probably the cause."""
-        key = _key(request)
+    def _note_given_up(self, key: Key, *, is_certain: bool) -> bool:
+        """Note that a request is given up.
+
+        Reject similar ones if it is probably the cause. Return whether they are rejected.
+        """
         now = self._clock()
         is_rejected = is_certain or self._given_up.get(key, now) > now
         self._remember(self._given_up, key, now)
         if is_rejected:
             self._remember(self._rejected, key, now)
+        return is_rejected
+
+    def _report_given_up(self, request: GenerateRequest, names: str, *, is_rejected: bool) -> None:
+        """Count and log that a request is given up."""
         self._count("given_up")
         consequence = f"; its prompt is rejected for {REJECTED_S:g} s" if is_rejected else ""
         log.error(

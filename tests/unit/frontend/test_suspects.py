@@ -239,6 +239,33 @@ def test_choices_with_equal_prompts_share_one_suspicion() -> None:
     assert [shared.index(suspicion) for suspicion in shared] == [0, 0, 2, 2, 0, 0]
 
 
+def test_prompts_of_a_request_run_on_two_pairs_at_most() -> None:
+    plan = text(harmony_model(), prompt=["a", "b", "c", "a", "d", "e"])
+    choices = [Choice(choice_request) for choice_request in plan.choices]
+    share_suspicions(choices, plan.candidates)
+    shared = [choice.timeline.suspicion for choice in choices]
+    assert [shared.index(suspicion) for suspicion in shared] == [0, 1, 0, 0, 1, 0]
+    assert [shared[0].num_prompts, shared[1].num_prompts] == [3, 2]
+
+
+def test_prompts_given_up_together_are_rejected_the_second_time() -> None:
+    """Only one of them may have ended the workers."""
+    fleet = Fleet()
+    asked = [prompt(1), prompt(2)]
+    is_rejected = []
+    for worker in (1, 3):
+        suspicion = Suspicion(is_shared=True)
+        suspicion.num_prompts = 2
+        requests = [fleet.start(worker, one, suspicion) for one in asked]
+        fleet.die(worker, dict.fromkeys(requests, 0))
+        for failed in requests:
+            fleet.retry(failed, worker + 1, is_prime=True)
+        assert fleet.die(worker + 1, dict.fromkeys(requests, 0)) == requests
+        is_rejected.append([fleet.is_rejected(one) for one in asked])
+    assert is_rejected == [[False, False], [True, True]]
+    assert fleet.counted.count("given_up") == 2
+
+
 def test_rejections_over_limit_drop_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "MAX_REJECTED", 2)
     fleet = Fleet()
