@@ -42,6 +42,7 @@ CASES = (
     Case("abort", "decode", "0"),
     Case("out-of-memory", "decode", "4"),
     Case("exit", "decode", "1"),
+    Case("system-exit", "decode", "0"),
     Case("engine-failed", "decode", "4"),
     Case("segmentation-fault", "prefill", KV_READ),
 )

@@ -299,7 +299,15 @@ class Worker(Lifecycle):
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 if not self._health.failure:
                     self._health.failure = exc.message
+                started.server.failure = exc.message
                 await self._drain(started)
+                raise
+            except asyncio.CancelledError:
+                # Nobody has asked for it: something that ran in the event loop has raised
+                # SystemExit, maybe because of a request. Frontends should not take this for a
+                # drain, and try the request on one worker after the other.
+                if self._owns_process and not self._stop_event.is_set():
+                    started.server.failure = "its event loop was stopped"
                 raise
             await self._drain(started)
 

@@ -14,6 +14,8 @@ from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     Draining,
+    DynamoError,
+    EngineFailed,
     InternalError,
     NoListener,
     PayloadTooLarge,
@@ -253,15 +255,19 @@ async def test_stop_accepting_keeps_streams_and_verbs_running(bench: PlanePair) 
     assert len(await running) == 2
 
 
-async def test_aclose_with_running_streams_drains_them(bench: PlanePair) -> None:
+@pytest.mark.parametrize(("failure", "expected"), [("", Draining), ("a bug", EngineFailed)])
+async def test_aclose_ends_running_streams(
+    bench: PlanePair, failure: str, expected: type[DynamoError]
+) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
+    serving.failure = failure
     running = asyncio.create_task(collect(bench.caller, make_request()))
     await asyncio.wait_for(service.started.wait(), SOON_S)
     await serving.aclose()
     await serving.aclose()
     assert service.open == 0
-    await check_fails(running, Draining)
+    await check_fails(running, expected)
     await check_fails(collect(bench.caller, make_request()), NoListener)
 
 

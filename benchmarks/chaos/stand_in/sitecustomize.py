@@ -46,6 +46,8 @@ def die(service: WorkerService, cause: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(1)
+        case "system-exit":  # a library that calls sys.exit in the event loop
+            raise SystemExit(1)
         case "engine-failed":  # an engine in processes of its own: this one outlives it
             _fail_engine(service.engine, "the engine has died")
 

@@ -146,6 +146,7 @@ class PlaneServer:
         self._subject = ""
         # False: new requests get `Draining`; running streams and control verbs continue
         self.is_accepting = True
+        self.failure = ""  # why the worker has failed; "": it has not
         self._is_closed = False
         self.transport.on_disconnect(self.on_disconnect)
 
@@ -166,14 +167,17 @@ class PlaneServer:
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
+        """Stop serving and end running streams. Idempotent.
+
+        Their callers get EngineFailed if the worker has failed, and else Draining.
+        """
         self.is_accepting = False
         self._is_closed = True
         for unsubscribe in self._subscriptions:
             await unsubscribe()
         for stream in self._streams():
             if not stream.has_ended:
-                self._end(stream, errors.Draining("the worker is shutting down"))
+                self._end(stream, self._end_of_worker())
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
@@ -223,6 +227,12 @@ class PlaneServer:
         # Otherwise, the transport has repeated the message.
         if is_new:
             self._open(body)
+
+    def _end_of_worker(self) -> DynamoError:
+        """Return the error of the streams that still run when the worker ends."""
+        if self.failure:
+            return errors.EngineFailed(f"the worker failed: {self.failure}")
+        return errors.Draining("the worker is shutting down")
 
     def _on_control(self, data: bytes, reply: str) -> None:
         task = asyncio.create_task(self._control(data, reply), name="plane-control")
