@@ -1,0 +1,172 @@
+"""Define the settings of the commands that use a running deployment: chat, status and explain."""
+
+from __future__ import annotations
+
+import urllib.parse
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from dynamo_trtllm.config.config_base import (
+    ConnectionConfig,
+    NonEmpty,
+    PositiveFloat,
+    PositiveInt,
+    option,
+)
+from dynamo_trtllm.config.http_access import HttpClientConfig
+from dynamo_trtllm.protocol.number_types import MAX_SECONDS
+
+
+def _server_url(value: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(value)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError("expected an address like http://localhost:8000")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+
+
+class ChatConfig(HttpClientConfig):
+    """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT
+    and speed.
+
+    examples:
+      %(prog)s
+      %(prog)s --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
+      echo "What is KV?" | %(prog)s
+    """
+
+    # None selects the server's own default.
+    url: ServerUrl = option(
+        "HTTP and routing", "http://localhost:8000", is_address=True, help="Address of a frontend."
+    )
+    model: NonEmpty | None = option(
+        "model", None, help="Model name. Default: the only model of the frontend."
+    )
+    system: str | None = option(
+        "model", None, help="System message, sent before the first question."
+    )
+    reasoning_effort: Literal["low", "medium", "high"] | None = option(
+        "model", None, help="Reasoning effort of the model."
+    )
+    max_tokens: PositiveInt | None = option(
+        "model", None, help="Maximum tokens of an answer, reasoning included."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = option(
+        "model",
+        None,
+        help="Sampling temperature. 0 selects the most likely token; higher values vary more.",
+    )
+
+
+class StatusConfig(ConnectionConfig, HttpClientConfig):
+    """Show the processes of a running deployment, their health and their load.
+
+    examples:
+      %(prog)s
+      %(prog)s --watch
+      %(prog)s --url http://gpu-host:8000 --json
+    exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command
+    line
+    """
+
+    url: ServerUrl | None = option(
+        "HTTP and routing",
+        None,
+        is_address=True,
+        help="Address of a frontend. Default: the deployments that were launched on this machine,"
+        " otherwise the frontend at http://localhost:8000 and the workers registered in etcd.",
+    )
+    watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
+    interval_s: PositiveFloat = option(
+        "process", 2.0, help="Seconds between two outputs of --watch."
+    )
+    timeout_s: PositiveFloat = option(
+        "process", 3.0, help="Maximum seconds to wait for the answers of all processes."
+    )
+    json_output: bool = option(
+        "process", False, aliases=("--json",), help="Print JSON, with --watch one line each time."
+    )
+
+
+class ExplainConfig(ConnectionConfig):
+    """Show the life of a request across the processes of all machines, or the requests that are
+    stuck.
+
+    examples:
+      %(prog)s                                  the latest requests
+      %(prog)s chatcmpl-5f0c1d2e3a4b5c6d7e8f90a1b2c3d4e5
+      %(prog)s --stuck --older-than-s 5
+      %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
+      %(prog)s --trace requests.jsonl           to replay with a benchmark
+    exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found
+    something; 2 for a bad command line
+    """
+
+    request: NonEmpty | None = option(
+        "process",
+        None,
+        positional=True,
+        help="Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header"
+        " X-Request-Id, or of a log line. Default: list the latest requests.",
+    )
+    stuck: bool = option(
+        "process",
+        False,
+        help="List requests that have not ended and are silent, with the process that holds each.",
+    )
+    older_than_s: Annotated[float, Field(ge=1.5, le=MAX_SECONDS)] = option(
+        "process",
+        10.0,
+        help="Seconds of silence after which a request counts as stuck, at least 1.5: the progress"
+        " of a stream is recorded once a second.",
+    )
+    perfetto: Path | None = option(
+        "process",
+        None,
+        help="Write the events to this file as a Chrome trace (JSON), for Perfetto.",
+    )
+    trace: Path | None = option(
+        "process",
+        None,
+        help="Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's"
+        " format (JSONL).",
+    )
+    json_output: bool = option(
+        "process", False, aliases=("--json",), help="With --stuck: print JSON."
+    )
+    recorder_dir: NonEmpty | None = option(
+        "process",
+        None,
+        help="Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR,"
+        " otherwise /dev/shm/dynamo_trtllm-UID.",
+    )
+    local: bool = option(
+        "process",
+        False,
+        help="Read only the files of this machine. Default: the running processes of other"
+        " machines and containers are asked, too, over etcd and NATS.",
+    )
+    timeout_s: PositiveFloat = option(
+        "process",
+        2.0,
+        help="Maximum seconds to wait for etcd, for NATS, and for the answers of all processes.",
+    )
+
+    @model_validator(mode="after")
+    def _one_question(self) -> ExplainConfig:
+        if self.stuck and (self.request or self.perfetto or self.trace):
+            raise ValueError(
+                "--stuck can't be combined with a request, --perfetto or --trace; run them"
+                " separately"
+            )
+        if self.json_output and not self.stuck:
+            raise ValueError("--json needs --stuck; add it, or export the events with --perfetto")
+        return self
