@@ -27,8 +27,10 @@ from typing import TypeVar
 
 import msgspec
 
+from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND
 from dynamo_trtllm.config.load import program
-from dynamo_trtllm.protocol.errors import install_hint
+from dynamo_trtllm.launch.running_deployments import frontend_here
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 from ..client import choose_model
 from ..client_shards import AllRequestsFailed
@@ -59,15 +61,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
         )
         draw = _load_report()
+        url = args.url or frontend_here(args.deployment_name)[0]
     except ValueError as exc:
         parser().error(str(exc))
-    model, longest = choose_model(args.url, args.model)
+    except ConfigError as exc:
+        parser().error(exc.message)
+    model, longest = choose_model(url, args.model)
     try:
         shape.check_fits(model, longest)
     except ValueError as exc:
         log.error("%s: %s", PROG, exc)
         raise SystemExit(2) from exc
-    target = Target(url=args.url, model=model, timeout_s=args.timeout_s, goals_ms=goals_ms)
+    target = Target(url=url, model=model, timeout_s=args.timeout_s, goals_ms=goals_ms)
     run, lines, is_complete = _run(args, shape, target)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
@@ -272,8 +277,12 @@ def _add_load(made: argparse.ArgumentParser) -> None:
     add(
         "--url",
         type=_url,
-        default="http://localhost:8000",
-        help="address of the server (default: http://localhost:8000)",
+        help="address of the server; default: the deployment that was launched on this machine,"
+        f" otherwise {DEFAULT_FRONTEND}",
+    )
+    add(
+        "--deployment-name",
+        help="name of a deployment of this machine, as status shows it; default: the only one",
     )
     add("--model", help="name of the model; default: the only served model")
     levels = made.add_mutually_exclusive_group()

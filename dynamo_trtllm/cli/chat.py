@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import re
+import ssl
 import sys
 import time
 from collections.abc import (
@@ -25,15 +26,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Literal, TextIO, TypeAlias
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command, is_color_disabled
+from dynamo_trtllm.launch.running_deployments import frontend_here
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address
 from dynamo_trtllm.support import http_client
-from dynamo_trtllm.support.tls import client_context
+from dynamo_trtllm.support.tls import client_context, own_server_context
 
 _PROMPT: Final = "> "
 HELP: Final = """\
@@ -66,12 +69,40 @@ def main(config: ChatConfig) -> int:
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer,
     and with 2 for a bad command line.
     """
-    model = config.model or only_model(models(config), config.url)
-    num_failures = _converse(config.model_copy(update={"model": model}))
+    server = ChatServer.of(config)
+    model = config.model or only_model(models(server), server.url)
+    num_failures = _converse(config.model_copy(update={"model": model}), server)
     return 1 if num_failures else 0
 
 
-def _converse(config: ChatConfig) -> int:
+class ChatServer(NamedTuple):
+    """A frontend, and how this client proves to it who it is."""
+
+    url: str
+    api_key: str | None = None
+    tls: ssl.SSLContext | None = None  # None: that of other https:// servers
+
+    @classmethod
+    def of(cls, config: ChatConfig) -> ChatServer:
+        """Return the frontend that the settings mean.
+
+        Raises:
+            ConfigError: several deployments run here, or the client certificate can't be used.
+        """
+        url = config.url
+        certificate = ""
+        if url is None:
+            url, certificate = frontend_here(config.deployment_name)
+        if certificate:
+            tls: ssl.SSLContext | None = own_server_context(
+                Path(certificate), config.client_tls_files
+            )
+        else:
+            tls = client_context(url, config.client_tls_files)
+        return cls(url, config.api_key, tls)
+
+
+def _converse(config: ChatConfig, server: ChatServer) -> int:
     """Chat until the input ends; return how many questions from a pipe failed."""
     is_terminal = sys.stdin.isatty()
     has_colors = is_terminal and sys.stdout.isatty() and not is_color_disabled()
@@ -80,14 +111,14 @@ def _converse(config: ChatConfig) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
-        partial(stream_chat, config),
+        partial(stream_chat, server),
         LiveOutput(sys.stdout, has_colors=has_colors),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if not is_terminal:
         chat.run(sys.stdin)
         return chat.failures
-    address = mask_address(config.url)
+    address = mask_address(server.url)
     chat.say(f"Connected to {config.model} at {address}. Type /help for commands.")
     chat.run(_typed_lines())
     return 0
@@ -206,29 +237,29 @@ def _typed_lines() -> Iterator[str]:
             return
 
 
-def models(config: ChatConfig) -> list[str]:
+def models(server: ChatServer) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with closing(_iterate(_response_lines(config, "/v1/models"))) as lines:
+    with closing(_iterate(_response_lines(server, "/v1/models"))) as lines:
         body = _json(b"\n".join(lines))
     return [str(model.get("id")) for model in body.get("data") or ()]
 
 
 def stream_chat(
-    config: ChatConfig, body: Mapping[str, Any]
+    server: ChatServer, body: Mapping[str, Any]
 ) -> Generator[dict[str, Any], None, None]:
     """Send a chat completion request and yield the events of its stream.
 
     Close the generator to stop the answer.
 
     Args:
-        config: has the address of the frontend, and the API key and certificate to send.
+        server: the frontend.
         body: request body, with `stream` set.
 
     Raises:
         ChatFailed: there is no connection, the server returns an error, or the stream breaks.
     """
     content = json.dumps(body).encode()
-    response = _response_lines(config, "/v1/chat/completions", content)
+    response = _response_lines(server, "/v1/chat/completions", content)
     with closing(_iterate(response)) as lines:
         yield from events(lines)
 
@@ -260,7 +291,7 @@ def error_text(body: Mapping[str, Any]) -> str:
 
 
 async def _response_lines(
-    config: ChatConfig, path: str, content: bytes | None = None
+    server: ChatServer, path: str, content: bytes | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Send a request, and yield the lines of the response.
 
@@ -268,12 +299,10 @@ async def _response_lines(
 
     Raises:
         ChatFailed: there is no connection, it is lost, or the status is not 200.
-        ConfigError: the client certificate can't be used.
     """
-    shown = mask_address(config.url)
-    tls = client_context(config.url, config.client_tls_files)
+    shown = mask_address(server.url)
     try:
-        connection = await http_client.connect(config.url + path, tls)
+        connection = await http_client.connect(server.url + path, server.tls)
     except OSError as exc:
         raise ChatFailed(
             f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address"
@@ -281,7 +310,7 @@ async def _response_lines(
         ) from exc
     try:
         async with connection:
-            headers = http_client.bearer(config.api_key)
+            headers = http_client.bearer(server.api_key)
             if content is None:
                 response = await connection.request("GET", headers=headers)
             else:

@@ -9,17 +9,24 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from dynamo_trtllm.cli.stuck_requests import StuckReport
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.config.commands import ExplainConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.observability.recorder import check_owner, recorder_folder
-from dynamo_trtllm.observability.recordings import Recordings, RequestRecording
+from dynamo_trtllm.launch.running_deployments import (
+    LaunchRecord,
+    running_deployment,
+    running_deployments,
+)
+from dynamo_trtllm.observability.recorder import boot_id, check_owner, recorder_folder
+from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings, RequestRecording
 from dynamo_trtllm.observability.request_timeline import (
     outcome,
     timeline_notes,
@@ -71,6 +78,42 @@ def main(config: ExplainConfig) -> int:
     return 0
 
 
+def _deployment(config: ExplainConfig) -> LaunchRecord | None:
+    """Return the deployment that was launched here, unless the settings name another one.
+
+    Raises:
+        ConfigError: several run, and none is chosen.
+    """
+    addresses = ("namespace", "etcd_endpoints", "nats_server", "recorder_dir")
+    if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
+        return None
+    record = running_deployment(config.deployment_name, "with --deployment-name")
+    return record if record is not None and record.nats else None
+
+
+def of_deployment(
+    recordings: Recordings, record: LaunchRecord, others: Sequence[LaunchRecord]
+) -> Recordings:
+    """Return the recordings of one deployment.
+
+    Args:
+        recordings: those of all deployments of this machine, and of other machines.
+        record: the deployment.
+        others: other deployments that run here, which may have the same namespace.
+    """
+    pids = {process.pid for other in others for process in other.processes}
+
+    def belongs(process: ProcessRecording) -> bool:
+        if process.host:
+            return True  # only the processes of the deployment were asked
+        header = process.header
+        if process.namespace != record.namespace or header.boot_id != boot_id():
+            return False
+        return header.start_ticks >= record.start_ticks and header.pid not in pids
+
+    return replace(recordings, processes=list(filter(belongs, recordings.processes)))
+
+
 def _read(config: ExplainConfig) -> Recordings:
     folder = recorder_folder(config.recorder_dir, process_environment())
     if folder is None:
@@ -84,11 +127,16 @@ def _read(config: ExplainConfig) -> Recordings:
         local = Recordings([])
         reason = f"{folder} can't be read ({exc.strerror or exc})"
     recordings = local
+    record = _deployment(config)
     if not config.local:
         # Imported here, because it loads the clients of etcd and NATS.
         from dynamo_trtllm.cli.remote_recordings import with_other_machines
 
-        recordings = with_other_machines(config, local)
+        recordings = with_other_machines(config, record, local)
+    # A request whose id is given may be one of a deployment that has ended.
+    if record is not None and config.request is None:
+        others = [other for other in running_deployments() if other.pid != record.pid]
+        recordings = of_deployment(recordings, record, others)
     if not recordings.processes and not recordings.unanswered and not local.problems:
         others = "".join(f"; {problem}" for problem in recordings.problems)
         raise NotExplained(

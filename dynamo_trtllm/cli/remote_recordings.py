@@ -16,8 +16,7 @@ from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix,
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
 from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
-from dynamo_trtllm.launch.launcher import launch_records
+from dynamo_trtllm.launch.running_deployments import LaunchRecord
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recording_queries import RecordingQueries
 from dynamo_trtllm.observability.recording_server import (
@@ -38,14 +37,22 @@ _SUBSCRIBED_S: Final = 2.0
 _MAX_KEYS: Final = 50_000  # as many keys fit into one message
 
 
-def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
+def with_other_machines(
+    config: ExplainConfig, record: LaunchRecord | None, local: Recordings
+) -> Recordings:
     """Return the recordings of this machine, and those that other machines and containers send.
 
     If etcd or NATS can't be reached or rejects this process, the result has only those of this
     machine, and a line that says so.
+
+    Args:
+        config: the settings.
+        record: the deployment to ask; None: that of the settings.
+        local: the recordings of this machine.
     """
     observe_logging.setup(config.log_level, "explain", config.log_format)
-    config = _connection(config)
+    if record is not None:
+        config = _connection(config, record)
     try:
         return asyncio.run(_gather(config, local))
     except UserRejected as exc:
@@ -67,22 +74,13 @@ def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
         return Recordings(local.processes, [*local.problems, line])
 
 
-def _connection(config: ExplainConfig) -> ExplainConfig:
-    """Return the settings with the addresses of the deployment that was launched here.
-
-    They are unchanged if it is not exactly one, or if an address is set.
-    """
-    records = [record for record in launch_records() if record.etcd and record.nats]
-    if len(records) != 1:
-        return config
-    record = records[0]
+def _connection(config: ExplainConfig, record: LaunchRecord) -> ExplainConfig:
+    """Return the settings with the addresses of a deployment that was launched here."""
     launched: dict[str, object] = {
         "namespace": record.namespace,
         "etcd_endpoints": record.etcd,
         "nats_server": record.nats,
     }
-    if any(config.source_of(name) != DEFAULT_SOURCE for name in launched):
-        return config
     if record.etcd_credentials_file:
         launched["etcd_credentials_file"] = Path(record.etcd_credentials_file)
     if record.nats_credentials_file:

@@ -1,8 +1,8 @@
 """Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
 
-It finds the deployments that were launched on this machine by the record of their launcher, and
-otherwise asks a frontend, or etcd. It asks all processes at once, and ends when all have answered
-or the time is over.
+It shows all deployments that were launched on this machine (`running_deployments`), and otherwise
+asks a frontend, or etcd. It asks all processes at once, and ends when all have answered or the time
+is over.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table, keys_of
-from dynamo_trtllm.config.commands import StatusConfig
+from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND, StatusConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.launch.running_deployments import (
+    LaunchRecord,
+    ProcessRecord,
+    running_deployment,
+    running_deployments,
+)
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
@@ -41,7 +46,6 @@ from dynamo_trtllm.support.tls_files import ClientTlsFiles
 if TYPE_CHECKING:
     from rich.console import Group
 
-_DEFAULT_URL = "http://localhost:8000"
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
@@ -86,6 +90,7 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
     """The processes of one deployment."""
 
     namespace: str
+    name: str = ""  # of a deployment that was launched on this machine
     url: str = ""  # of its first frontend
     processes: list[ProcessStatus]
     # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
@@ -203,7 +208,11 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             ) from exc
     has_namespace = config.source_of("namespace") != DEFAULT_SOURCE
     has_etcd = config.source_of("etcd_endpoints") != DEFAULT_SOURCE
-    launched = launch_records()
+    if config.deployment_name is not None:
+        record = running_deployment(config.deployment_name, "with --deployment-name")
+        launched = [] if record is None else [record]
+    else:
+        launched = running_deployments()
     records = launched
     if has_namespace:
         records = [record for record in launched if record.namespace == config.namespace]
@@ -219,11 +228,11 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     if not has_namespace and not has_etcd:
         half = now + config.timeout_s / 2  # the other half is for etcd
         try:
-            return [await _of_frontend(_DEFAULT_URL, client._replace(deadline=half))]
+            return [await _of_frontend(DEFAULT_FRONTEND, client._replace(deadline=half))]
         except _RequestRejected as exc:
             looked.append(str(exc))
         except OSError as exc:
-            looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
+            looked.append(f"no frontend answers at {DEFAULT_FRONTEND} ({_text(exc)})")
     try:
         async with asyncio.timeout_at(deadline):
             report, namespaces = await _of_etcd(config)
@@ -252,12 +261,15 @@ class _StatusClient(NamedTuple):
 
 async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> DeploymentReport:
     """Ask the processes that a launcher of this machine has started."""
+    report = DeploymentReport(namespace=record.namespace, name=record.name, processes=[])
+    if not record.processes:
+        report.not_ready.append("etcd and NATS are starting")
+        return report
     asked: list[Awaitable[ProcessStatus]] = [
         _of_server("etcd", record.etcd, check_etcd, client.deadline),
         _of_server("nats", record.nats, check_nats, client.deadline),
         *(_of_process(process, client) for process in record.processes),
     ]
-    report = DeploymentReport(namespace=record.namespace, processes=[])
     health = None
     frontend = record.frontend
     if frontend is not None:
@@ -508,7 +520,7 @@ def as_text(reports: Iterable[DeploymentReport]) -> str:
 
 def _title(report: DeploymentReport) -> str:
     state = "ready" if report.is_ready else "NOT READY"
-    title = f"deployment {report.namespace or '-'}: {state}"
+    title = f"deployment {report.name or report.namespace or '-'}: {state}"
     if report.url:
         title += f", {report.url}"
     lines = [title]

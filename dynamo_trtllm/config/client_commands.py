@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.config_base import (
+    Config,
     ConnectionConfig,
     NonEmpty,
     PositiveFloat,
@@ -31,9 +32,21 @@ def _server_url(value: str) -> str:
 
 
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
+DEFAULT_FRONTEND = "http://localhost:8000"
 
 
-class ChatConfig(HttpClientConfig):
+class DeploymentChoiceConfig(Config):
+    """The setting with which a command chooses among the deployments that run on this machine."""
+
+    deployment_name: NonEmpty | None = option(
+        "process",
+        None,
+        help="Name of a deployment that was launched on this machine, as status shows it. Default:"
+        " the only one.",
+    )
+
+
+class ChatConfig(HttpClientConfig, DeploymentChoiceConfig):
     """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT
     and speed.
 
@@ -44,8 +57,12 @@ class ChatConfig(HttpClientConfig):
     """
 
     # None selects the server's own default.
-    url: ServerUrl = option(
-        "HTTP and routing", "http://localhost:8000", is_address=True, help="Address of a frontend."
+    url: ServerUrl | None = option(
+        "HTTP and routing",
+        None,
+        is_address=True,
+        help="Address of a frontend. Default: that of the deployment that was launched on this"
+        f" machine, otherwise {DEFAULT_FRONTEND}.",
     )
     model: NonEmpty | None = option(
         "model", None, help="Model name. Default: the only model of the frontend."
@@ -66,8 +83,8 @@ class ChatConfig(HttpClientConfig):
     )
 
 
-class StatusConfig(ConnectionConfig, HttpClientConfig):
-    """Show the processes of a running deployment, their health and their load.
+class StatusConfig(ConnectionConfig, HttpClientConfig, DeploymentChoiceConfig):
+    """Show the processes of running deployments, their health and their load.
 
     examples:
       %(prog)s
@@ -81,8 +98,13 @@ class StatusConfig(ConnectionConfig, HttpClientConfig):
         "HTTP and routing",
         None,
         is_address=True,
-        help="Address of a frontend. Default: the deployments that were launched on this machine,"
-        " otherwise the frontend at http://localhost:8000 and the workers registered in etcd.",
+        help="Address of a frontend. Default: all deployments that were launched on this machine,"
+        f" otherwise the frontend at {DEFAULT_FRONTEND} and the workers registered in etcd.",
+    )
+    deployment_name: NonEmpty | None = option(
+        "process",
+        None,
+        help="Show only the deployment of this name, of those launched on this machine.",
     )
     watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
     interval_s: PositiveFloat = option(
@@ -96,7 +118,7 @@ class StatusConfig(ConnectionConfig, HttpClientConfig):
     )
 
 
-class ExplainConfig(ConnectionConfig):
+class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
     """Show the life of a request across the processes of all machines, or the requests that are
     stuck.
 

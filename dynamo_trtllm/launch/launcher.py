@@ -7,16 +7,13 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
@@ -25,12 +22,11 @@ from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import (
     ADDRESS_VARIABLES,
-    FRONTEND,
     ProcessSpec,
-    reachable,
     without_other_servers,
 )
 from dynamo_trtllm.launch.process_output import ProcessOutput, next_line
+from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord, recorded
 from dynamo_trtllm.launch.servers import (
     JETSTREAM,
     LocalServer,
@@ -42,7 +38,6 @@ from dynamo_trtllm.launch.servers import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.protocol.number_types import Port, PositiveCount
 from dynamo_trtllm.support.background import wait_for_first
 from dynamo_trtllm.support.network.addresses import reserved_ports
 from dynamo_trtllm.support.network.listening import bind
@@ -52,7 +47,6 @@ if TYPE_CHECKING:
     from dynamo_trtllm.launch.server_users import PasswordFolder
 
 _FOLDER = "dynamo-launch-"
-_RECORD = "deployment.json"
 _NATS_USERS = "nats-users.conf"
 _MAX_LINE_BYTES = 1 << 20
 _KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
@@ -63,51 +57,6 @@ _LAST_LINES_S = 1.0
 # busy machine needs longer than at the first start. No limit is more than _MAX_LIMIT_FACTOR times
 # ready_timeout_s.
 _MAX_LIMIT_FACTOR = 8
-
-
-class ProcessRecord(msgspec.Struct, kw_only=True):
-    """One frontend or worker of a launched deployment, as it runs now."""
-
-    name: str
-    role: str  # frontend, or the role of a worker
-    engine: str = ""
-    model: str = ""
-    host: str
-    port: Port  # the port of /ready, /health and /metrics
-    pid: PositiveCount
-    instance_id: str = ""  # id of a worker that has been ready, hexadecimal
-    uses_tls: bool = False
-    certificate: str = ""  # file with the certificate of the process; "": trust those of a CA
-
-    @property
-    def address(self) -> str:
-        """Return HOST:PORT for connections from this machine."""
-        return reachable(f"{self.host}:{self.port}")
-
-    @property
-    def url(self) -> str:
-        """Return the URL for connections from this machine."""
-        return f"{'https' if self.uses_tls else 'http'}://{self.address}"
-
-
-class LaunchRecord(msgspec.Struct, kw_only=True):
-    """What a running launcher has started. `dynamo-trtllm status` reads it."""
-
-    pid: PositiveCount
-    namespace: str
-    etcd: str = ""
-    nats: str = ""
-    # Files with credentials, for servers that the launcher has started. {role} stands for the role
-    # of a process.
-    etcd_credentials_file: str = ""
-    nats_credentials_file: str = ""
-    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    # Ids of earlier runs, whose leases may still last.
-    ended_instances: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def frontend(self) -> ProcessRecord | None:
-        return next((process for process in self.processes if process.role == FRONTEND), None)
 
 
 class ManagedProcess(Child):
@@ -172,22 +121,6 @@ class ManagedProcess(Child):
         return status
 
 
-def launch_records() -> list[LaunchRecord]:
-    """Return the records of this user's launchers that run on this machine, oldest first."""
-    records = []
-    folders = Path(tempfile.gettempdir()).glob(f"{_FOLDER}*")
-    for folder in sorted(folders, key=lambda path: path.name):
-        # The launcher may end just now, or the folder may contain no record.
-        with suppress(OSError, msgspec.DecodeError):
-            # `lstat` shows the owner of a link, which may be another user.
-            if folder.lstat().st_uid == os.geteuid():
-                record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
-                # This raises OSError if the launcher does not run.
-                os.kill(record.pid, 0)
-                records.append(record)
-    return sorted(records, key=lambda record: record.pid)
-
-
 # Engines whose prefill workers leave GPU memory in use until their decode workers end.
 KEEP_MAPPED = frozenset(name for name, engine in BUILT_IN.items() if engine.keeps_kv_mapped)
 
@@ -244,7 +177,7 @@ class Launcher:
         self._supervisor = Supervisor(self.deployment.restart, self.output.say)
         self.output.on_failure(self._supervisor.stop)
         self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
-        self._record_path: Path
+        self._write_record: Callable[[], None]
 
     async def run(self, on_ready: OnReady) -> None:
         """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True.
@@ -261,8 +194,8 @@ class Launcher:
         """
         for spec in self.specs:
             _check_port(spec)
-        with scratch_folder(_FOLDER) as folder:
-            self._record_path = folder / _RECORD
+        with scratch_folder(_FOLDER) as folder, recorded(self.record, self.output.say) as write:
+            self._write_record = write
             await self._supervisor.run(self._start_all(folder, on_ready))
         self.output.say("stopped")
 
@@ -367,19 +300,6 @@ class Launcher:
         self._processes[name] = process
         self.record.processes = [process.record for process in self._processes.values()]
         self._write_record()
-
-    def _write_record(self) -> None:
-        """Write the record of this deployment, for `launch_records`.
-
-        It is deleted with its folder.
-        """
-        written = self._record_path.with_suffix(".new")
-        try:
-            written.write_bytes(msgspec.json.encode(self.record))
-            written.replace(self._record_path)
-        except OSError as exc:
-            # The disk may be full. The deployment does not need the record.
-            self.output.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
     async def _before_restart(
         self, spec: ProcessSpec, process: ManagedProcess, status: int

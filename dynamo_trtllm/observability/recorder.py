@@ -383,6 +383,15 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
     """
     if setting is not None:
         return None if setting == "off" else Path(setting)
+    return runtime_folder(environ)
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder in memory for files of this user's running processes.
+
+    Args:
+        environ: environment of the process; XDG_RUNTIME_DIR is read.
+    """
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime, "dynamo_trtllm")

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cli import status
-from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord
+from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
+from dynamo_trtllm.observability.recorder import start_ticks
 from dynamo_trtllm.support.network.addresses import free_ports
 from tests.kit.cluster import Cluster
 from tests.kit.waiting import SOON_S
@@ -35,7 +35,7 @@ def show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Status:
     """Run the command where no launcher runs. Return its exit status and what it says."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     def run(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -109,7 +109,7 @@ def test_status_of_namespace_shows_workers_or_suggestions(
 def test_status_when_nothing_runs_then_names_the_address(
     show: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "_DEFAULT_URL", f"http://localhost:{free_ports()}")
+    monkeypatch.setattr(status, "DEFAULT_FRONTEND", f"http://localhost:{free_ports()}")
     monkeypatch.setenv("DYN_TRTLLM_ETCD_ENDPOINTS", f"http://localhost:{free_ports()}")
     code, said, error = show("--timeout-s", "1")
     assert (code, said) == (1, "")
@@ -201,16 +201,17 @@ def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **
     ]
     content = LaunchRecord(
         pid=pid,
+        start_ticks=start_ticks(pid) if pid == os.getpid() else 1,
         namespace=namespace,
+        name=namespace,
         etcd="https://etcd:2379",
         nats="",
         processes=processes,
         ended_instances=[*ended],
     )
-    (folder / f"dynamo-launch-{namespace}").mkdir()
-    (folder / f"dynamo-launch-{namespace}" / "deployment.json").write_bytes(
-        msgspec.json.encode(content)
-    )
+    records = folder / "dynamo_trtllm" / "deployments"
+    records.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (records / f"{pid}.json").write_bytes(msgspec.json.encode(content))
 
 
 def test_status_of_unready_workers_exits_with_1(
@@ -218,7 +219,6 @@ def test_status_of_unready_workers_exits_with_1(
 ) -> None:
     record(tmp_path, os.getpid(), "here", loads=loading, hangs=silent, starts=free_ports())
     record(tmp_path, 2**22 + 1, "gone", dead=1)  # a process id that no process can have
-    (tmp_path / "dynamo-launch-empty").mkdir()
     code, said, _ = show("--timeout-s", "0.5")
     assert code == 1
     assert said.splitlines()[:2] == [

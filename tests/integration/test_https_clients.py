@@ -115,7 +115,7 @@ def test_clients_without_a_certificate_say_what_to_set(deployment: EmbeddedDeplo
     with pytest.raises(
         chat.ChatFailed, match=r"403: .*needs a client certificate.*--tls-client-cert"
     ):
-        chat.models(ChatConfig(url=deployment.url))
+        chat.models(chat.ChatServer(deployment.url))
     with pytest.raises(NothingRuns, match=r"needs a client certificate.*--tls-client-cert-file"):
         asyncio.run(collect(StatusConfig(url=deployment.url)))
     with pytest.raises(SystemExit, match=r"needs a client certificate.*_TLS_CLIENT_CERT_FILE"):

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, TextIO
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
-from dynamo_trtllm.launch.launcher import Launcher, ProcessRecord
+from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.running_deployments import ProcessRecord
 from dynamo_trtllm.launch.servers import ReadyAnswer
 
 HOST = "127.0.0.1"

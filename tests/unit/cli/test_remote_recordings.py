@@ -16,7 +16,7 @@ import pytest
 from dynamo_trtllm.cli import remote_recordings
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, InprocTransport
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.launch.launcher import LaunchRecord
+from dynamo_trtllm.launch.running_deployments import LaunchRecord
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
 from dynamo_trtllm.observability.recording_queries import RecordingQueries
@@ -194,9 +194,7 @@ async def test_answers_to_consecutive_queries_pause_between(
     assert [part.is_last for part in parts] == [False, False, True]
 
 
-def test_explain_has_the_credentials_of_the_launched_deployment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_explain_has_the_credentials_of_the_launched_deployment() -> None:
     path = "/tmp/d/{role}.credentials"
     record = LaunchRecord(
         pid=1,
@@ -206,10 +204,7 @@ def test_explain_has_the_credentials_of_the_launched_deployment(
         etcd_credentials_file=path,
         nats_credentials_file=path,
     )
-    monkeypatch.setattr(remote_recordings, "launch_records", lambda: [record])
-    config = remote_recordings._connection(ExplainConfig())
+    config = remote_recordings._connection(ExplainConfig(), record)
     assert (config.namespace, config.nats_server) == ("n", "nats://127.0.0.1:2")
     files = (config.etcd_credentials_file, config.nats_credentials_file)
     assert [config.file_of_role(file) for file in files] == 2 * [Path("/tmp/d/tool.credentials")]
-    other = ExplainConfig(nats_server="nats://h:1")
-    assert remote_recordings._connection(other) == other

@@ -6,11 +6,9 @@ import asyncio
 import io
 import os
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from dynamo_trtllm.config.commands import LaunchConfig
@@ -19,6 +17,7 @@ from dynamo_trtllm.kv_transfer.keys import read_keys
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.process_output import ProcessOutput
+from dynamo_trtllm.launch.running_deployments import running_deployments
 from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
@@ -109,30 +108,6 @@ def test_launcher_makes_a_transfer_key_for_its_own_servers(
     assert given is not None
     assert len(read_keys(Path(given))) == 1
     assert Path(given).stat().st_mode & 0o777 == 0o600
-
-
-def test_records_of_other_users_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "dynamo-launch-a"
-    folder.mkdir()
-    record = launcher.LaunchRecord(pid=os.getpid(), namespace="n")
-    (folder / "deployment.json").write_bytes(msgspec.json.encode(record))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launcher.launch_records() == [record]
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert launcher.launch_records() == []
-
-
-@pytest.mark.parametrize("pid", ["0", "-1", str(1 << 63), "9" * 5000, "1e999", "1.5"])
-def test_record_with_bad_process_id_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: str
-) -> None:
-    folder = tmp_path / "dynamo-launch-a"
-    folder.mkdir()
-    (folder / "deployment.json").write_text(f'{{"pid": {pid}, "namespace": "n"}}')
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launcher.launch_records() == []
 
 
 @pytest.mark.parametrize(
@@ -237,11 +212,9 @@ async def test_slow_restart_is_tried_again_with_more_time(
         ) in made.out.getvalue()
 
 
-async def test_record_distinguishes_a_restarted_worker(tmp_path: Path) -> None:
+async def test_record_distinguishes_a_restarted_worker() -> None:
     def recorded() -> tuple[list[str], list[str]]:
-        record = msgspec.json.decode(
-            (tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord
-        )
+        (record,) = running_deployments()
         return [process.instance_id for process in record.processes], record.ended_instances
 
     async with run_launcher(WORKER):
