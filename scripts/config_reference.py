@@ -25,10 +25,12 @@ from dynamo_trtllm.config.commands import (
     ExplainConfig,
     KeysConfig,
     LaunchConfig,
+    LogsConfig,
     PreflightConfig,
     RolesConfig,
     ServeConfig,
     StatusConfig,
+    StopConfig,
     VersionConfig,
 )
 from dynamo_trtllm.config.config_base import GROUPS, Config
@@ -69,6 +71,8 @@ PROGRAMS = (
     Program("Preflight", "preflight", PreflightConfig, "dynamo_trtllm.preflight"),
     Program("Terminal client", "chat", ChatConfig, "dynamo_trtllm.chat"),
     Program("Status", "status", StatusConfig),
+    Program("Logs", "logs", LogsConfig),
+    Program("Stop", "stop", StopConfig),
     Program("Explain", "explain", ExplainConfig),
     Program(
         "Clear a namespace",

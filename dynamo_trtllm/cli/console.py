@@ -24,11 +24,9 @@ _OTHER_PROGRAMS = {
     "run": "serve MODEL serves a model, worker runs one worker",
     "start": "serve MODEL serves a model, launch starts a deployment file",
     "up": "launch starts a deployment file, serve MODEL a model",
-    "down": "Ctrl-C ends serve, launch and demo, where they run",
-    "stop": "Ctrl-C ends serve, launch and demo, where they run",
+    "down": "stop ends a deployment of this machine",
     "ps": "status shows the processes of a deployment",
     "list": "status shows the processes of a deployment",
-    "logs": "serve, launch and demo print the lines of all processes",
     "benchmark": "bench sends a load and writes a report",
 }
 _BENCH = "bench."
@@ -61,6 +59,8 @@ GROUPS = {
     "use and watch a deployment": (
         Command("chat", "Chat with a running deployment.", "cli.chat"),
         Command("status", "Show processes, health and load of a deployment.", "cli.status"),
+        Command("logs", "Show the output of a deployment's processes.", "cli.logs"),
+        Command("stop", "Stop a deployment of this machine.", "cli.stop"),
         Command("explain", "Show the life of a request, or what is stuck.", "cli.explain"),
         Command(
             "clear-namespace",

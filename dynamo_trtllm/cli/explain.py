@@ -135,8 +135,8 @@ def _read(config: ExplainConfig) -> Recordings:
         recordings = with_other_machines(config, record, local)
     # A request whose id is given may be one of a deployment that has ended.
     if record is not None and config.request is None:
-        others = [other for other in running_deployments() if other.pid != record.pid]
-        recordings = of_deployment(recordings, record, others)
+        neighbors = [other for other in running_deployments() if other.pid != record.pid]
+        recordings = of_deployment(recordings, record, neighbors)
     if not recordings.processes and not recordings.unanswered and not local.problems:
         others = "".join(f"; {problem}" for problem in recordings.problems)
         raise NotExplained(

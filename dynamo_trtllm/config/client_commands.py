@@ -1,4 +1,4 @@
-"""Define the settings of the commands that use a running deployment: chat, status and explain."""
+"""Define the settings of the commands that use a running deployment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dynamo_trtllm.config.config_base import (
     Config,
     ConnectionConfig,
     NonEmpty,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     option,
@@ -192,3 +193,57 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
         if self.json_output and not self.stuck:
             raise ValueError("--json needs --stuck; add it, or export the events with --perfetto")
         return self
+
+
+class StopConfig(Config):
+    """Stop a deployment that was launched on this machine, and wait until its processes have ended.
+
+    Running requests may finish for the time that the deployment's processes give them. Ctrl-C ends
+    all processes at once.
+
+    examples:
+      %(prog)s
+      %(prog)s dynamo-2 --kill
+    exit status: 0 if it has ended, also if none runs; 1 if it still runs; 2 for a bad command line
+    or a name that does not run
+    """
+
+    deployment_name: NonEmpty | None = option(
+        "process",
+        None,
+        positional=True,
+        help="Name of the deployment, as status shows it. Default: the only one.",
+    )
+    kill: bool = option("process", False, help="End all processes at once. Running requests fail.")
+    timeout_s: PositiveFloat = option(
+        "process", 120.0, help="Maximum seconds to wait for the end of all processes."
+    )
+
+
+class LogsConfig(DeploymentChoiceConfig):
+    """Show the latest output of the processes of a deployment that was launched on this machine.
+
+    The launcher keeps 8 to 16 MiB of lines of all processes, until its end.
+
+    examples:
+      %(prog)s
+      %(prog)s decode --tail 100 --follow
+    exit status: 0; 1 if no deployment runs or it keeps no lines; 2 for a bad command line
+    """
+
+    process: NonEmpty | None = option(
+        "process",
+        None,
+        positional=True,
+        help="Name of a process, as status shows it, or launch for the launcher. Default: all, each"
+        " line with the name of its process.",
+    )
+    follow: bool = option(
+        "process",
+        False,
+        aliases=("-f",),
+        help="Also show new lines, until Ctrl-C or the end of the deployment.",
+    )
+    tail: NonNegativeInt | None = option(
+        "process", None, aliases=("-n",), help="Number of lines to begin with. Default: all."
+    )

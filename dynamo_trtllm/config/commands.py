@@ -12,7 +12,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.client_commands import ChatConfig as ChatConfig
 from dynamo_trtllm.config.client_commands import ExplainConfig as ExplainConfig
+from dynamo_trtllm.config.client_commands import LogsConfig as LogsConfig
 from dynamo_trtllm.config.client_commands import StatusConfig as StatusConfig
+from dynamo_trtllm.config.client_commands import StopConfig as StopConfig
 from dynamo_trtllm.config.config_base import (
     LOG_FORMAT,
     LOG_LEVEL,

@@ -54,7 +54,8 @@ class Flag:
 
     def variables(self) -> list[str]:
         """Return the names of its DYN_TRTLLM_ variables, one for each name of the flag."""
-        return [variable(name) for name in (self.field, *self.names[1:])]
+        long_names = [name for name in self.names[1:] if name.startswith("--")]
+        return [variable(name) for name in (self.field, *long_names)]
 
     def convert(self, text: str, source: str) -> Any:
         """Convert a text to a value for the model.

@@ -484,7 +484,7 @@ def reject_unknown(
     """
     positional = next((flag for flag in flags_of(model) if flag.positional), None)
     words = list(unknown)
-    if positional is not None:
+    if issubclass(model, LaunchConfig | ServeConfig) and positional is not None:
         # The parser has taken the first word, which may be a subcommand of another server.
         taken = getattr(given, positional.field, {})
         words = [typed.value for typed in taken.values()] + words

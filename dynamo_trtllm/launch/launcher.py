@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "dynamo-launch-"
 _NATS_USERS = "nats-users.conf"
+_LOG = "lines.log"
 _MAX_LINE_BYTES = 1 << 20
 _KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
 _KEY_BYTES = 32
@@ -194,8 +195,11 @@ class Launcher:
         """
         for spec in self.specs:
             _check_port(spec)
-        with scratch_folder(_FOLDER) as folder, recorded(self.record, self.output.say) as write:
-            self._write_record = write
+        with (
+            scratch_folder(_FOLDER) as folder,
+            self.output.keeping_lines(folder / _LOG) as self.record.log_file,
+            recorded(self.record, self.output.say) as self._write_record,
+        ):
             await self._supervisor.run(self._start_all(folder, on_ready))
         self.output.say("stopped")
 
@@ -269,6 +273,7 @@ class Launcher:
             server = await start()
             # The next run has the port and the data of this one.
             start = server.restart
+            self.record.server_logs[name] = str(server.log_path)
             self.output.report_ready(name, time.monotonic() - began, f"at {server.address}")
             if not address.done():
                 address.set_result(server.address)

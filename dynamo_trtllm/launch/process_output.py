@@ -14,12 +14,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dynamo_trtllm.config.load import is_color_disabled
 from dynamo_trtllm.config.parser import is_installed
+from dynamo_trtllm.launch.log_file import log_file
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
 from dynamo_trtllm.protocol.sanitize import shorten
 
@@ -68,12 +70,29 @@ class ProcessOutput:
         self._panel: StartPanel | None = None
         self._hidden: deque[tuple[str, str]] | None = None  # None: lines are written
         self._is_full = False
+        self._add_to_file: Callable[[str, str], None] | None = None
         self.failure: OSError | None = None
         self._on_failure: Callable[[], None] | None = None
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """Call `call` once, when the reader of the output has exited."""
         self._on_failure = call
+
+    @contextmanager
+    def keeping_lines(self, path: Path) -> Iterator[str]:
+        """Also write all lines to a file, hidden ones as well.
+
+        Yield the path; "" if the file can't be created, which a line says.
+        """
+        with ExitStack() as stack:
+            try:
+                self._add_to_file = stack.enter_context(log_file(path, LAUNCHER))
+            except OSError as exc:
+                self.say(f"dynamo-trtllm logs has no lines of this deployment: {exc}")
+            try:
+                yield "" if self._add_to_file is None else str(path)
+            finally:
+                self._add_to_file = None
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -94,7 +113,7 @@ class ProcessOutput:
         except BaseException:
             if self.end_start() and panel is not None:
                 for name, text in panel.hidden:
-                    self.line(name, text)
+                    self._show(name, text)
             raise
         finally:
             self.end_start()
@@ -112,7 +131,7 @@ class ProcessOutput:
         except BaseException:
             self._hidden = None
             for name, text in hidden:
-                self.line(name, text)
+                self._show(name, text)
             raise
         finally:
             self._hidden = None
@@ -154,6 +173,11 @@ class ProcessOutput:
 
     def line(self, name: str, text: str) -> None:
         """Write one line of one process."""
+        if self._add_to_file is not None:
+            self._add_to_file(name, text)
+        self._show(name, text)
+
+    def _show(self, name: str, text: str) -> None:
         if self._hidden is not None:
             self._hidden.append((name, text))
         else:

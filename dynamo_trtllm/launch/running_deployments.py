@@ -69,6 +69,8 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
+    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is none
+    server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Ids of earlier runs, whose leases may still last.
     ended_instances: list[str] = msgspec.field(default_factory=list)

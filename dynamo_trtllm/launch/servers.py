@@ -210,7 +210,7 @@ class LocalServer(Child):
         self.address = address
         self._argv = argv
         self._port = port
-        self._log_path = log_path
+        self.log_path = log_path
         self._check = check
 
     async def restart(self) -> LocalServer:
@@ -223,7 +223,7 @@ class LocalServer(Child):
             raise ConfigError(
                 f"{self._program}: port {self._port} is in use; stop the process that uses it"
             )
-        server = LocalServer(self._argv, self.address, self._port, self._log_path, self._check)
+        server = LocalServer(self._argv, self.address, self._port, self.log_path, self._check)
         return await server.until_up()
 
     async def until_up(self) -> LocalServer:
@@ -253,7 +253,7 @@ class LocalServer(Child):
         if not failure:
             return self
         raise ConfigError(
-            f"{self._program} {failure}; end of {self._log_path}:\n{self._last_lines()}"
+            f"{self._program} {failure}; end of {self.log_path}:\n{self._last_lines()}"
         )
 
     @property
@@ -262,7 +262,7 @@ class LocalServer(Child):
 
     def _last_lines(self) -> str:
         """Return the last log lines of this run."""
-        with self._log_path.open("rb") as log:
+        with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_from, end - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()

@@ -63,6 +63,7 @@ class RelayedOutput:
         on_queued: called with the change in the number of queued lines.
         on_failed: called with the reason when a write fails, once per series of failed writes.
         on_idle: called when everything is written.
+        on_written: called with the number of bytes after each chunk that is written.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RelayedOutput:
         on_queued: Callable[[int], None] = lambda count: None,
         on_failed: Callable[[str], None] = lambda reason: None,
         on_idle: Callable[[], None] = lambda: None,
+        on_written: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._file = file
         self._notice = notice
@@ -80,6 +82,7 @@ class RelayedOutput:
         self._on_queued = on_queued
         self._on_failed = on_failed
         self._on_idle = on_idle
+        self._on_written = on_written
         self._changed = threading.Condition()
         self._chunks: deque[bytes] = deque()
         self._num_bytes = 0  # size of the chunks, with the one that is being written
@@ -143,7 +146,9 @@ class RelayedOutput:
                     self._count(left.count(b"\n"))
                 if self.is_closed:
                     self._drop_queued()
-            if not is_written and not had_failed and not self.is_closed:
+            if is_written:
+                self._on_written(len(data))
+            elif not had_failed and not self.is_closed:
                 self._on_failed(self._failure)
         self._on_idle()
 

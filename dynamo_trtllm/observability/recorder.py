@@ -483,11 +483,13 @@ def start_ticks(pid: int | str) -> int:
     This tells the process from a later one with its id.
 
     Raises:
-        OSError: there is no such process.
+        OSError: there is no such process, or it has ended and its parent has not noticed.
     """
     status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     # The name of the program, in parentheses, may contain spaces. `starttime` is the 22nd field.
     fields_after_name = status.rpartition(")")[2].split()
+    if fields_after_name[0] == "Z":
+        raise ProcessLookupError(f"process {pid} has ended")
     return int(fields_after_name[19])
 
 

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.cli import logs, stop
 from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
@@ -82,10 +82,9 @@ def launch(temporary: Path) -> Iterator[Launch]:
 
 @pytest.fixture
 def status(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[[], Any]:
     """Return a function that returns what `dynamo-trtllm status --json` says, once all is ready."""
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def show() -> Any:
         deadline = time.monotonic() + WAIT_S
@@ -130,8 +129,18 @@ async def check_strangers(etcd: str, nats: str) -> None:
 
 
 def test_launch_when_all_is_well_then_it_serves_until_sigterm(
-    launch: Launch, deployment: Path, port: int, temporary: Path, status: Callable[[], Any]
+    launch: Launch,
+    deployment: Path,
+    port: int,
+    temporary: Path,
+    status: Callable[[], Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def run(command: Callable[[list[str]], None], *words: str) -> str:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            command([*words])
+        return capsys.readouterr().out
+
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
     assert list(temporary.iterdir())
@@ -156,7 +165,11 @@ def test_launch_when_all_is_well_then_it_serves_until_sigterm(
     addresses = {process["name"]: process["address"] for process in report["processes"]}
     asyncio.run(check_strangers(addresses["etcd"], addresses["nats"]))
     serve_while_stopped(launched, port)
-    launched.process.terminate()
+    assert re.search(r"^[^|]* INFO .*request-199-x", run(logs.main, "frontend"), re.MULTILINE)
+    assert "launch   | Ready" in run(logs.main, "--tail", "1000")
+    stopped = run(stop.main)
+    assert re.search(r"^(prefill|decode) ended after .*\n(.*\n)*frontend ended", stopped, re.M)
+    assert re.search(rf"^launch-{port} stopped after \d", stopped, re.MULTILINE)
     assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
     drained = [
