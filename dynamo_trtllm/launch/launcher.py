@@ -94,6 +94,17 @@ class ManagedProcess(Child):
         self._on_line = on_line
         self._pumping = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
+    async def stop(self) -> None:
+        """Send SIGTERM, then kill after the stop time-out. See `Child.stop`.
+
+        A process that was never ready is killed at once: it has no requests to finish, and reacts
+        late while it imports libraries or loads.
+        """
+        if not self.is_ready:
+            self.is_terminating = True
+            self.kill()
+        await super().stop()
+
     async def _pump(self) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

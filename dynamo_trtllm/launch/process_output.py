@@ -32,6 +32,11 @@ LAUNCHER = "launch"
 _SERVERS = ("etcd", "nats")
 _HIDDEN_LINES = 200  # kept for a start that fails
 _ROUTINE = re.compile(r"\S+ (INFO|DEBUG) ")  # log lines that the live lines replace
+# A log line: time, level, process, logger and message.
+_LOG_LINE = re.compile(
+    r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ \S+: (?P<message>.*)"
+)
+_MAX_TERMINAL_CHARS = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
@@ -221,6 +226,8 @@ class ProcessOutput:
         if self._panel is not None:
             self._panel.write_above(f"{prefix} {text}")
             return
+        if self.has_terminal:
+            text = _short(text, _MAX_TERMINAL_CHARS - self._width - len(" | "))
         self._write(f"{prefix} {text}\n")
 
 
@@ -284,6 +291,18 @@ class StartPanel:
                 shown_s = ready_after_s
             table.add_row(mark, name, f"{shown_s:5.1f} s", Text(phase, overflow="ellipsis"))
         return table
+
+
+def _short(text: str, max_chars: int) -> str:
+    """Return an INFO line as a terminal shows it: one row. `dynamo-trtllm logs` has all of it.
+
+    Other lines, such as errors, stay as they are.
+    """
+    found = _LOG_LINE.fullmatch(text)
+    if found is None:
+        return text
+    line = f"{found['time']} {found['message']}"
+    return line if len(line) <= max_chars else f"{line[: max_chars - 1]}…"
 
 
 def _json_entry(name: str, text: str) -> str:

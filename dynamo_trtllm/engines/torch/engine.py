@@ -39,6 +39,7 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar_compiler import GrammarCompiler
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
+from dynamo_trtllm.engines.torch.loading_progress import IMPORTING, LoadingProgress
 from dynamo_trtllm.engines.torch.logits_processor import logits_processor_for
 from dynamo_trtllm.engines.torch.model_runner import ModelRunner
 from dynamo_trtllm.engines.torch.random_numbers import MASK_64
@@ -104,6 +105,7 @@ class TorchEngine(
         self._args = args
         self._model_path = config.model_path
         self._model_name = config.model_name
+        self._loading = LoadingProgress()
         self._warming = WarmUp(config.warm_up_budget_s)
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.transfer_backend == "auto" else args.transfer_backend
@@ -150,9 +152,13 @@ class TorchEngine(
         self._transfer_guard = guard
 
     def _load(self) -> LoadedModel:
+        self._loading.text = IMPORTING
         from dynamo_trtllm.engines.torch.load import load  # importing transformers takes seconds
 
-        return load(self._model_path, self._args)
+        try:
+            return load(self._model_path, self._args, self._loading)
+        finally:
+            self._loading.text = ""
 
     def _prepare(self, model: LoadedModel) -> _Prepared:
         from dynamo_trtllm.engines.torch import load
@@ -194,7 +200,7 @@ class TorchEngine(
 
     def progress(self) -> str:
         """See `ReportsProgress.progress`."""
-        return self._warming.progress()
+        return self._loading.text or self._warming.progress()
 
     async def _warm_up(self, info: EngineInfo, *, is_gpu: bool) -> None:
         try:

@@ -31,6 +31,7 @@ from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
+from dynamo_trtllm.engines.torch.loading_progress import LoadingProgress
 from dynamo_trtllm.models.checkpoint import (
     TOKENIZER,
     model_file,
@@ -59,8 +60,13 @@ class LoadedModel:
     info: EngineInfo
 
 
-def load(model_path: str, args: TorchArgs) -> LoadedModel:
+def load(model_path: str, args: TorchArgs, progress: LoadingProgress | None = None) -> LoadedModel:
     """Load the model. Blocks the caller.
+
+    Args:
+        model_path: the folder of the model, or a GGUF file.
+        args: arguments of the engine.
+        progress: follows the load.
 
     Raises:
         ConfigError: the folder, the device or an argument can't work.
@@ -90,9 +96,10 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         if args.load_format == "dummy":
             loaded: Any = _dummy_weights(config, device, options)
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, local_files_only=True, **options
-            )
+            with (progress or LoadingProgress()).following(vendor_logging):
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, local_files_only=True, **options
+                )
         module = loaded.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ConfigError(

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,39 @@ def test_line_with_no_color_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     ProcessOutput(stream, ["a"]).line("a", "x")
     assert stream.getvalue() == "a      | x\n"
+
+
+def test_info_line_on_a_terminal_has_at_most_100_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    output = ProcessOutput(stream, ["frontend"])
+    begin = "2026-11-29T16:40:01.123Z {} frontend frontend.requests: request 1 "
+    output.line("frontend", begin.format("INFO") + "x" * 400)
+    output.line("frontend", begin.format("INFO") + "ended")
+    output.line("frontend", begin.format("ERROR") + "x" * 400)
+    long, short, error = stream.getvalue().splitlines()
+    assert len(long) == 100
+    assert long.startswith("frontend | 16:40:01 request 1 xxx")
+    assert long.endswith("x…")
+    assert short == "frontend | 16:40:01 request 1 ended"
+    assert error.endswith("x" * 400)
+
+
+def test_lines_are_kept_in_a_file_whole_and_once(tmp_path: Path) -> None:
+    stream = Terminal()
+    output = ProcessOutput(stream, ["a"])
+    path = tmp_path / "lines.log"
+    line = "2026-11-29T16:40:01Z INFO a x.y: " + "x" * 400
+    with output.keeping_lines(path) as kept:
+        assert kept == str(path)
+        with output.hiding_lines():
+            output.line("a", line)
+    assert path.read_text() == f"a | {line}\n"
+    with output.keeping_lines(tmp_path / "no" / "folder") as kept:
+        assert kept == ""
+    assert "dynamo-trtllm logs has no lines of this deployment" in stream.getvalue()
 
 
 def test_hidden_lines_are_written_if_the_run_fails() -> None:
