@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,14 @@ from dynamo_trtllm.support.network.addresses import is_loopback
 
 # Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
-# The page of the console asks for a key, which its data need.
+# The pages of the console and of the API ask for a key, which their data need.
 CONSOLE_PAGE: Final = "/"
+DOCS_PAGE: Final = "/docs"
 CONSOLE_FILES: Final = "/console/files/"
 _CONSOLE: Final = "/console/"
-_STATUS_PATHS: Final = frozenset({"/health", "/metrics", "/docs", "/openapi.json"})
+_STATUS_PATHS: Final = frozenset({"/health", "/metrics"})
+_OPEN_TO_ALL_KEYS: Final = frozenset({"/openapi.json"})
+_ALL_SCOPES: Final = ("api", "status", "all")
 _BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
 
@@ -142,12 +145,12 @@ class AccessControl:
         is_open = not (self.needs_api_key or self._needs_certificate)
         if is_open or request.path in PUBLIC_PATHS:
             return
-        needed = _needed_scope(request.path)
+        scopes = _scopes(request.path)
         try:
             self._check_certificate(request)
             if not self.needs_api_key or self._is_page(request.path):
                 return
-            tenant = self._authorized(request, needed)
+            tenant = self._authorized(request, scopes)
             if tenant.usage is not None:
                 tenant.usage.count_request()
         except (InvalidApiKey, PermissionDenied, RateLimitExceeded) as error:
@@ -156,6 +159,8 @@ class AccessControl:
         request.sender = tenant
 
     def _is_page(self, path: str) -> bool:
+        if path == DOCS_PAGE:
+            return True
         return self.has_console and (path == CONSOLE_PAGE or path.startswith(CONSOLE_FILES))
 
     def check_again(self, request: HttpRequest) -> None:
@@ -166,7 +171,7 @@ class AccessControl:
             PermissionDenied: its key has got another scope.
         """
         if self.needs_api_key:
-            self._authorized(request, _needed_scope(request.path))
+            self._authorized(request, _scopes(request.path))
 
     def check_status(self, request: HttpRequest, response: HttpResponse) -> None:
         """Check a request to a worker's system port, and note its sender if it has a key.
@@ -207,18 +212,18 @@ class AccessControl:
                 " one"
             )
 
-    def _authorized(self, request: HttpRequest, needed: str) -> Tenant:
-        """Return the sender of a request whose path needs a key with this scope.
+    def _authorized(self, request: HttpRequest, scopes: Sequence[str]) -> Tenant:
+        """Return the sender of a request whose path needs a key with one of these scopes.
 
         Raises:
             InvalidApiKey: it has no key, or not one that is valid now.
             PermissionDenied: the key has another scope.
         """
         tenant = self._tenant(request)
-        if tenant.key.scope not in (needed, "all"):
+        if tenant.key.scope not in scopes:
             raise PermissionDenied(
-                f"this API key is not for {request.path}, which needs one with scope {needed} or"
-                " all"
+                f"this API key is not for {request.path}, which needs one with scope"
+                f" {' or '.join(scopes)}"
             )
         return tenant
 
@@ -264,9 +269,13 @@ class AccessControl:
         self._tenants = tenants
 
 
-def _needed_scope(path: str) -> str:
-    """Return the scope that a key needs for a path of a frontend."""
-    return "status" if path in _STATUS_PATHS or path.startswith(_CONSOLE) else "api"
+def _scopes(path: str) -> Sequence[str]:
+    """Return the scopes of keys that are for a path of a frontend."""
+    if path in _OPEN_TO_ALL_KEYS:
+        return _ALL_SCOPES
+    if path in _STATUS_PATHS or path.startswith(_CONSOLE):
+        return ("status", "all")
+    return ("api", "all")
 
 
 def _do_nothing(metric: str, label: str) -> None: ...

@@ -59,6 +59,7 @@ class Operation(NamedTuple):
     query: Mapping[str, Schema] = {}
     is_503_answer: bool = False  # the body of a 503 is `answer` and no error
     error: str = "Error"  # schema of errors
+    example: Mapping[str, Any] = {}  # a body, which `/docs` sends with the name of a model
 
 
 _BODY_HEADERS: Final = {
@@ -100,6 +101,12 @@ _DETOKENIZE = "Return the text of token ids, as vLLM does."
 _CREATE_MESSAGE = "Create the next message of a conversation, as Anthropic's API does."
 _COUNT_MESSAGES = "Count the tokens of the prompt that a request for a message would have."
 _COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
+_QUESTION: Final = "Why is the sky blue?"
+_CONVERSATION: Final = {
+    "model": "MODEL",
+    "messages": [{"role": "user", "content": _QUESTION}],
+}
+_INPUT: Final = {"model": "MODEL", "input": _QUESTION}
 _NOT_FOUND: Final = frozenset({404})
 _KEY_ERRORS: Final = frozenset({401, 403, 429})
 # Errors of an operation that tokenizes its body.
@@ -114,6 +121,7 @@ OPERATIONS: Final = (
         answer="ChatCompletion",
         body="ChatRequest",
         event="ChatCompletionChunk",
+        example=_CONVERSATION | {"max_tokens": 100, "stream": True},
     ),
     Operation(
         method="post",
@@ -123,6 +131,7 @@ OPERATIONS: Final = (
         answer="TextCompletion",
         body="CompletionRequest",
         event="TextCompletion",
+        example={"model": "MODEL", "prompt": "The sky is", "max_tokens": 20},
     ),
     Operation(
         method="post",
@@ -132,6 +141,7 @@ OPERATIONS: Final = (
         answer="Response",
         body="ResponseRequest",
         event="ResponseEvent",
+        example=_INPUT | {"max_output_tokens": 100},
     ),
     Operation(
         method="post",
@@ -141,6 +151,7 @@ OPERATIONS: Final = (
         answer="InputTokens",
         body="ResponseRequest",
         errors=_RECEIVED | LOOKED_UP,
+        example=_INPUT,
     ),
     Operation(
         method="get",
@@ -184,6 +195,7 @@ OPERATIONS: Final = (
         body="MessagesRequest",
         event="MessageEvent",
         error="MessagesError",
+        example=_CONVERSATION | {"max_tokens": 100},
     ),
     Operation(
         method="post",
@@ -194,6 +206,7 @@ OPERATIONS: Final = (
         body="CountTokensRequest",
         errors=_RECEIVED,
         error="MessagesError",
+        example=_CONVERSATION,
     ),
     Operation(
         method="post",
@@ -203,6 +216,7 @@ OPERATIONS: Final = (
         answer="Tokenization",
         body="TokenizeRequest",
         errors=_RECEIVED,
+        example={"model": "MODEL", "prompt": _QUESTION},
     ),
     Operation(
         method="post",
@@ -212,6 +226,7 @@ OPERATIONS: Final = (
         answer="Detokenization",
         body="DetokenizeRequest",
         errors=_RECEIVED,
+        example={"model": "MODEL", "tokens": [1, 2, 3]},
     ),
     Operation(
         method="get",
@@ -331,7 +346,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {JSON: {"schema": ref(operation.body)}},
+            "content": {JSON: {"schema": ref(operation.body), "example": operation.example}},
         }
     return described
 

@@ -109,7 +109,6 @@ async def test_request_with_a_valid_key_is_served(headers: Any) -> None:
         ("GET", "/version"),
         ("GET", "/health"),
         ("GET", "/metrics"),
-        ("GET", "/docs"),
         ("GET", "/openapi.json"),
         ("GET", "/no/such/path"),
         ("GET", "/live/"),
@@ -120,6 +119,18 @@ async def test_every_other_path_needs_a_key(method: str, path: str) -> None:
     response = await ask(front(api_key=(KEY,)), method, path)
     assert response.status_code == 401
     assert (await ask(front(api_key=(KEY,)), method, path, headers=bearer())).status_code != 401
+
+
+async def test_page_of_the_api_needs_no_key_and_has_no_data() -> None:
+    response = await ask(front(api_key=(KEY,)), "GET", "/docs")
+    assert response.status_code == 200
+    assert MODEL not in response.text
+
+
+@pytest.mark.parametrize("scope", ["api", "status", "all"])
+async def test_description_of_the_api_is_for_every_key(with_key: Serve, scope: str) -> None:
+    response = await ask(with_key(scope=scope), "GET", "/openapi.json", headers=bearer())
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready"])

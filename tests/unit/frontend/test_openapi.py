@@ -277,12 +277,26 @@ def test_request_that_is_refused_then_its_schema_refuses_it(
     assert not schema(name).is_valid(body)
 
 
+def test_every_body_has_an_example_that_its_schema_accepts() -> None:
+    bodies = [
+        operation["requestBody"]["content"]["application/json"]
+        for methods in described()["paths"].values()
+        for operation in methods.values()
+        if "requestBody" in operation
+    ]
+    assert bodies
+    for body in bodies:
+        name = body["schema"]["$ref"].rpartition("/")[2]
+        assert body["example"]["model"] == "MODEL"
+        assert schema(name).is_valid(body["example"]), body
+
+
 async def test_docs_then_a_page_that_loads_nothing_else() -> None:
     response = await ask(front(), "GET", "/docs")
     assert response.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in response.headers["content-security-policy"]
     assert not re.search(r"https?:|//\w+\.|<script src|<link rel=\"stylesheet", response.text)
-    assert 'fetch("openapi.json")' in response.text
+    assert 'fetch("openapi.json",' in response.text
     assert "prefers-color-scheme: dark" in response.text
     assert len(response.content) < 20_000
 
