@@ -26,6 +26,7 @@ from dynamo_trtllm.config.config_base import (
     Namespace,
     NonEmpty,
     Port,
+    PositiveFloat,
     PositiveInt,
     matching,
     option,
@@ -194,6 +195,7 @@ class ServeConfig(Config):
       %(prog)s tiny-gpt-oss
       %(prog)s openai/gpt-oss-20b --prefill 1 --decode 1 --port 8001
       %(prog)s /models/llama --replicas 2 --max-seq-len 8192 --api-keys-file keys.jsonl
+      %(prog)s openai/gpt-oss-20b --dry-run --format kubernetes > gpt-oss-20b.yaml
     Flags of `dynamo-trtllm worker` are for every worker, those of `dynamo-trtllm frontend` for the
     frontend, and those that both have for all.
     """
@@ -269,6 +271,24 @@ class ServeConfig(Config):
         help="Print the deployment file that the launcher would run, and start nothing. For a"
         " model on the Hub, only config.json is downloaded.",
     )
+    format: Literal["launch", "kubernetes", "compose"] = option(
+        "process",
+        "launch",
+        help="What --dry-run prints: a file for `launch`, the objects of Kubernetes, or services"
+        " for Docker Compose beside deploy/docker-compose.yml.",
+    )
+    worker_image: NonEmpty | None = option(
+        "process",
+        None,
+        help="Container image of the workers, for --format kubernetes and compose. Default:"
+        " dynamo-trtllm/ENGINE of this version.",
+    )
+    gpu_memory_gib: PositiveFloat | None = option(
+        "process",
+        None,
+        help="Memory of a GPU of the cluster in GiB, for --format kubernetes. Default: that of this"
+        " machine's GPUs, otherwise 80.",
+    )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
     log_format: LogFormat = option(
         "process",
@@ -277,6 +297,16 @@ class ServeConfig(Config):
         help="Format of log lines, also of the started processes: text, or json (one object per"
         " line).",
     )
+
+    @model_validator(mode="after")
+    def _format_is_used(self) -> ServeConfig:
+        if self.format != "launch" and not self.dry_run:
+            raise ValueError(f"--format {self.format} needs --dry-run, which prints it; add it")
+        if self.format == "launch" and (self.worker_image or self.gpu_memory_gib):
+            raise ValueError(
+                "--worker-image and --gpu-memory-gib need --format kubernetes or compose; add it"
+            )
+        return self
 
 
 class DemoConfig(LaunchConfig):
@@ -346,7 +376,7 @@ class KeysConfig(Config):
     scope: Literal["api", "status", "all"] = option(
         "HTTP access",
         "api",
-        help="What the key is for: api; status (/health, /metrics, /docs, /openapi.json); all.",
+        help="What the key is for: api; status (/health, /metrics, the console); all.",
     )
     models: tuple[str, ...] = option(
         "HTTP access",

@@ -13,10 +13,15 @@ from string import Template
 from typing import Final
 
 _TEMPLATES: Final = Path(__file__).parent / "manifests"
-_FRONTEND_WORDS: Final = (
-    "--router-mode, round-robin, --http-host, 0.0.0.0, --http-port, \"8000\", --workers, \"4\","
-    " --response-store, jetstream, --sse-keep-alive-s, \"15\""
-)
+# What frontends get unless they are given another value.
+_FRONTEND_FLAGS: Final = {
+    "--router-mode": "round-robin",
+    "--http-host": "0.0.0.0",
+    "--http-port": "8000",
+    "--workers": "4",
+    "--response-store": "jetstream",
+    "--sse-keep-alive-s": "15",
+}
 _ANONYMOUS: Final = """\
             - {name: DYN_TRTLLM_ALLOW_ANONYMOUS, value: "true"} # without API keys; see the \
 NetworkPolicy
@@ -34,12 +39,13 @@ _NEIGHBORS: Final = """\
 _EVERYBODY_WITH_A_KEY: Final = """\
     - ports: [{port: http}] # clients of the whole cluster, such as an Ingress: they need an API key
 """
-_ONE_NODE: Final = """\
-        podAffinity: # one node, so that KV transfers use no network
+ONE_NODE: Final = "kubernetes.io/hostname"
+_NEAR: Final = """\
+        podAffinity: # near each other, so that KV transfers use no network
           preferredDuringSchedulingIgnoredDuringExecution:
             - weight: 100
               podAffinityTerm:
-                topologyKey: kubernetes.io/hostname
+                topologyKey: $near
                 labelSelector:
                   matchLabels: {nvidia.com/dynamo-graph-deployment-name: $name, \
 dynamo-trtllm/gpu: "true"}
@@ -70,8 +76,10 @@ class WorkerPods:
         engine_config_map: ConfigMap with the engine's arguments; "": there is none.
         engine_digest: digest of that ConfigMap's content.
         node_rules: more expressions of nodes with suitable GPUs.
-        on_one_node: workers prefer the node of the others.
+        near: label of nodes, such as ONE_NODE; workers prefer nodes with the same value of it. "":
+            any node.
         keeps_compiled: the folder of compiled kernels outlives a container.
+        grace_s: seconds between SIGTERM and SIGKILL.
     """
 
     role: str
@@ -88,8 +96,9 @@ class WorkerPods:
     engine_config_map: str = ""
     engine_digest: str = ""
     node_rules: Sequence[str] = ()
-    on_one_node: bool = False
+    near: str = ""
     keeps_compiled: bool = False
+    grace_s: int = 180
 
     @property
     def transfers_kv(self) -> bool:
@@ -105,6 +114,7 @@ class Recipe:
         namespace: DYN_NAMESPACE, which NATS and etcd have users for.
         frontend_image: image of the frontends.
         frontend_words: more flags of the frontends.
+        port: port of the Service.
         has_api_keys: frontends need the API keys of the Secret dynamo-api-keys.
         workers: the workers by role.
     """
@@ -114,6 +124,7 @@ class Recipe:
     frontend_image: str
     workers: Sequence[WorkerPods]
     frontend_words: Sequence[str] = ()
+    port: int = 8000
     has_api_keys: bool = False
 
 
@@ -136,7 +147,9 @@ def manifests(recipe: Recipe) -> str:
 
 def config_map(name: str, deployment: str, files: Mapping[str, str]) -> str:
     """Return a ConfigMap with the files of engines."""
-    data = "".join(f"  {file}: |\n{_indented(content)}" for file, content in files.items())
+    data = "".join(
+        f"  {file}: |\n{_indented(content.rstrip())}\n" for file, content in files.items()
+    )
     labels = (
         "{app.kubernetes.io/part-of: dynamo-trtllm,"
         f" nvidia.com/dynamo-graph-deployment-name: {deployment}}}"
@@ -153,8 +166,20 @@ def _indented(content: str) -> str:
     )
 
 
+def frontend_command(words: Sequence[str]) -> str:
+    """Return the command line of a frontend in a container, as the items of a YAML list.
+
+    Args:
+        words: more flags, each with its value.
+    """
+    command = ["python", "-m", "dynamo_trtllm.frontend"]
+    for flag, value in _FRONTEND_FLAGS.items():
+        if not any(word.startswith(f"{flag}=") for word in words):
+            command += [flag, f'"{value}"' if value.isdigit() else value]
+    return ", ".join([*command, *(quoted(_literal(word)) for word in words)])
+
+
 def _frontends(recipe: Recipe) -> str:
-    words = ["python, -m, dynamo_trtllm.frontend", _FRONTEND_WORDS, *map(quoted, recipe.frontend_words)]
     mounts = ""
     volumes = ""
     if recipe.has_api_keys:
@@ -168,7 +193,8 @@ def _frontends(recipe: Recipe) -> str:
         name=recipe.name,
         namespace=recipe.namespace,
         image=recipe.frontend_image,
-        args=", ".join(words),
+        args=frontend_command(recipe.frontend_words),
+        port=recipe.port,
         access=_API_KEYS if recipe.has_api_keys else _ANONYMOUS,
         mounts=mounts,
         volumes=volumes,
@@ -190,10 +216,11 @@ def _workers(recipe: Recipe, pods: WorkerPods) -> str:
         namespace=recipe.namespace,
         role=pods.role,
         replicas=pods.replicas,
+        grace_s=pods.grace_s,
         digest=digest,
         placement=_placement(recipe.name, pods),
         image=pods.image,
-        args="".join(f"            - {quoted(word)}\n" for word in pods.args),
+        args="".join(f"            - {quoted(_literal(word))}\n" for word in pods.args),
         variables=_variables(pods),
         cpus=pods.cpus,
         memory_gib=pods.memory_gib,
@@ -202,6 +229,11 @@ def _workers(recipe: Recipe, pods: WorkerPods) -> str:
         mounts=mounts,
         volumes=volumes,
     )
+
+
+def _literal(word: str) -> str:
+    """Return a word in which Kubernetes replaces no variable."""
+    return word.replace("$(", "$$(")
 
 
 def quoted(word: str) -> str:
@@ -215,20 +247,16 @@ def _placement(name: str, pods: WorkerPods) -> str:
     if not pods.gpus:
         return ""
     rules = "".join(f"                  - {rule}\n" for rule in pods.node_rules)
-    together = Template(_ONE_NODE).substitute(name=name) if pods.on_one_node else ""
+    together = Template(_NEAR).substitute(name=name, near=pods.near) if pods.near else ""
     return _GPU_NODES + rules + together + _GPU_TAINT
 
 
 def _variables(pods: WorkerPods) -> str:
     lines = []
     if pods.transfers_kv:
-        lines.append(
-            "{name: DYN_TRTLLM_KV_TRANSFER_KEY_FILE, value: /etc/kv-transfer-key/keys}"
-        )
+        lines.append("{name: DYN_TRTLLM_KV_TRANSFER_KEY_FILE, value: /etc/kv-transfer-key/keys}")
     if pods.model_claim:
-        lines.append(
-            '{name: HF_HUB_OFFLINE, value: "1"} # loads only what model-download fetched'
-        )
+        lines.append('{name: HF_HUB_OFFLINE, value: "1"} # loads only what model-download fetched')
     lines += [f"{{name: {name}, value: {value}}}" for name, value in pods.variables.items()]
     return "".join(f"            - {line}\n" for line in lines)
 

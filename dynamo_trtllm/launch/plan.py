@@ -214,7 +214,7 @@ def _worker(
 ) -> ProcessSpec:
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
     flags = {**flags, "disaggregation_mode": worker.disaggregation_mode}
-    env = {"CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
+    env = {"CUDA_VISIBLE_DEVICES": devices_of(worker, number), **worker.env}
     config, planned = _planned(name, WorkerConfig, "system", flags, env, environ)
     stop_timeout_s = config.drain_timeout_s + _STOP_MARGIN_S
     return ProcessSpec(
@@ -277,7 +277,7 @@ def _check_ports(specs: Sequence[ProcessSpec]) -> None:
             )
 
 
-def _devices(worker: WorkerSpec, number: int) -> str:
+def devices_of(worker: WorkerSpec, number: int) -> str:
     """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for one on the CPU."""
     if worker.devices == "cpu":
         return ""

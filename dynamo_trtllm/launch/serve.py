@@ -30,6 +30,12 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import command_streams
 from dynamo_trtllm.config.split_flags import split_words
 from dynamo_trtllm.engines.gpu import list_gpus
+from dynamo_trtllm.launch.cluster_files import (
+    ClusterDeployment,
+    cluster_facts,
+    compose_file,
+    kubernetes_file,
+)
 from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.process_output import LAUNCHER
 from dynamo_trtllm.launch.topology import (
@@ -92,12 +98,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     worker_flags = _values(WorkerConfig, of_workers, environ)
     frontend_flags = _values(FrontendConfig, of_frontend, {})
     hub_model, model = _model(config)
-    chosen = choose(machine_facts(process_environment()), model, config)
+    machine = machine_facts(process_environment())
+    if config.format != "launch":
+        machine = cluster_facts(machine, config)
+    chosen = choose(machine, model, config)
+    if config.format == "kubernetes" and chosen.gpus:
+        # Their numbers are those of an imaginary machine.
+        size_gib = machine.gpus[0].total_bytes >> 30
+        chosen.reasons["devices"] = (
+            f"{chosen.tensor_parallel_size} GPUs of {size_gib} GiB per worker (--gpu-memory-gib,"
+            " --tensor-parallel-size)"
+        )
     data = deployment_data(chosen, model, config, worker_flags, frontend_flags)
     deployment = checked_deployment(data, "flags of this command")
     lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
     if config.dry_run:
-        sys.stdout.write(_deployment_file(data, lines, words, hub_model))
+        head = [escape_controls(f"Written by {program(PROG)} {shlex.join(words)}"), *lines]
+        if config.format == "launch":
+            sys.stdout.write(_deployment_file(data, head, hub_model))
+        else:
+            made = ClusterDeployment(
+                config=config, deployment=deployment, model=model, hub_model=hub_model, head=head
+            )
+            write = kubernetes_file if config.format == "kubernetes" else compose_file
+            sys.stdout.write(write(made))
         return 0
     if hub_model is not None and hub_model.download_bytes:
         for line in lines:
@@ -236,13 +260,10 @@ def _with_weights(
 
 
 def _deployment_file(
-    data: Mapping[str, Any],
-    reasons: Sequence[str],
-    words: Sequence[str],
-    hub_model: HubModel | None,
+    data: Mapping[str, Any], head: Sequence[str], hub_model: HubModel | None
 ) -> str:
     """Return a deployment file that the launcher runs like this command."""
-    head = [f"Written by {program(PROG)} {shlex.join(words)}", *reasons]
+    head = [*head]
     if hub_model is not None and hub_model.download_bytes:
         gib = math.ceil(hub_model.download_bytes / (1 << 30))
         head.append(

@@ -2,8 +2,8 @@
 references.
 
 LeaderWorkerSet: lws.sigs.k8s.io/docs/reference, leaderworkerset.x-k8s.io/v1. ScaledObject:
-keda.sh/docs/2.17, its specification and the Prometheus scaler. PodMonitor:
-prometheus-operator.dev/docs/api-reference, v1 of it.
+keda.sh/docs/2.17, its specification and the Prometheus scaler. PodMonitor and PrometheusRule:
+prometheus-operator.dev/docs/api-reference, v1 of them.
 """
 
 from __future__ import annotations
@@ -93,10 +93,32 @@ _POD_MONITOR = _object(
     },
 )
 
+_PROMETHEUS_RULE = _object(
+    "groups",
+    groups={
+        "type": "array",
+        "items": _object(
+            "name rules",
+            name=_TEXT,
+            rules={
+                "type": "array",
+                "minItems": 1,
+                "items": _object(
+                    "alert expr",
+                    alert=_TEXT,
+                    expr=_TEXT,
+                    **{"for": {"type": "string", "pattern": "^[0-9]+[smh]$"}},
+                ),
+            },
+        ),
+    },
+)
+
 SCHEMAS: dict[str, Schema] = {
     "LeaderWorkerSet": _resource(
         "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET
     ),
     "ScaledObject": _resource("keda.sh/v1alpha1", "ScaledObject", _SCALED_OBJECT),
+    "PrometheusRule": _resource("monitoring.coreos.com/v1", "PrometheusRule", _PROMETHEUS_RULE),
     "PodMonitor": _resource("monitoring.coreos.com/v1", "PodMonitor", _POD_MONITOR),
 }

@@ -4,12 +4,22 @@ it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
+
+import yaml
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.launch import serve
+from dynamo_trtllm.launch.topology import MachineFacts
 from tests.unit.deploy.kustomize import Doc, documents, render
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +133,51 @@ def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
         if expression["key"] not in labels:
             return False
     return all(labels.get(key) == value for key, value in plain.get("matchLabels", plain).items())
+
+
+GENERATED: dict[str, tuple[str, ...]] = {
+    "serve on GPUs": ("folder", "--gpu-memory-gib", "24", "--api-keys-file", "keys.jsonl"),
+    "serve on two GPUs each": ("folder", "--engine", "trtllm", "--tp", "2", "--decode", "3"),
+    "serve aggregated": ("folder", "--replicas", "2", "--extra-engine-args", "engine.yaml"),
+    "serve without GPU": ("tiny-gpt-oss", "--engine", "mock", "--port", "8001"),
+    "serve another image": ("tiny-gpt-oss", "--engine", "torch", "--worker-image", "mine:1.2.3"),
+}
+_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@functools.cache
+def generated(name: str, output: str = "kubernetes") -> str:
+    """Return what `dynamo-trtllm serve` writes with the flags of this entry of GENERATED.
+
+    It runs where there are no GPUs and no engines.
+    """
+    machine = MachineFacts(
+        gpus=(), no_gpu_reason="none", cpus=2, memory_bytes=1 << 34, engines=frozenset()
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(serve, "machine_facts", return_value=machine),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as written,
+    ):
+        Path("folder").mkdir()
+        Path("folder/config.json").write_text(json.dumps(_CONFIG))
+        Path("engine.yaml").write_text("max_num_seqs: 7")
+        Path("keys.jsonl").touch()
+        serve.main([*GENERATED[name], "--dry-run", "--format", output])
+    return written.getvalue()
+
+
+def all_generated() -> dict[str, list[Doc]]:
+    """Return the objects that `serve` writes, by the name in GENERATED."""
+    return {name: [*yaml.safe_load_all(generated(name))] for name in GENERATED}
 
 
 def everything() -> dict[str, list[Doc]]:

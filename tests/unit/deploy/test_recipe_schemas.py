@@ -14,10 +14,10 @@ import yaml
 
 from tests.unit.deploy.custom_resources import SCHEMAS
 from tests.unit.deploy.kustomize import Doc, render
-from tests.unit.deploy.recipes import KUSTOMIZATIONS, RECIPES, everything, of_kind
+from tests.unit.deploy.recipes import KUSTOMIZATIONS, RECIPES, all_generated, everything, of_kind
 
 VERSION = "1.30"  # the oldest that the recipes are for
-SETS = everything()
+SETS = everything() | all_generated()
 
 
 def check(doc: Doc) -> None:

@@ -22,11 +22,13 @@ from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.main import described
 from tests.unit.deploy.kustomize import Doc, documents
 from tests.unit.deploy.recipes import (
+    GENERATED,
     MODEL,
     RECIPES,
     ROOT,
     TARGETS,
     Pod,
+    all_generated,
     deployed,
     environment,
     everything,
@@ -43,10 +45,13 @@ from tests.unit.deploy.recipes import (
 
 SETS = everything()
 WHOLE = [name for name in SETS if workers(SETS[name])]  # those with a deployment in them
+# with those that `serve` writes
+ALL = SETS | all_generated()
+ALL_WHOLE = [*WHOLE, *GENERATED]
 EVERY_POD = [
     pytest.param(pod, id=f"{name}:{pod.owner}:{i}")
-    for name in SETS
-    for i, pod in enumerate(pods(SETS[name]))
+    for name in ALL
+    for i, pod in enumerate(pods(ALL[name]))
 ]
 EVERY_WORKER = [
     pytest.param(pod, id=f"{target}:{pod.owner}")
@@ -60,7 +65,7 @@ MADE = {
     "dynamo-platform",
     "kv-transfer-key",
 }
-BY_HAND = {"hf-token-secret", "mpi-ssh"}
+BY_HAND = {"hf-token-secret", "mpi-ssh", "dynamo-api-keys"}
 
 
 def test_names_are_those_of_the_kubernetes_guide() -> None:
@@ -208,13 +213,13 @@ def test_quantization_override_is_on_disaggregated_only() -> None:
                 assert environment(pod)["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "True"
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ALL_WHOLE)
 def test_probes_use_existing_paths_and_ports(name: str) -> None:
     worker_paths = {route.path for route in health_app(Health(), bytes).routes}  # type: ignore[attr-defined]
     frontend_paths = set(document()["paths"])
-    for pod in workers(SETS[name]):
+    for pod in workers(ALL[name]):
         _check_probes(pod, worker_paths, worker_config(pod).system_port)
-    for pod in frontends(SETS[name]):
+    for pod in frontends(ALL[name]):
         _check_probes(pod, frontend_paths, frontend_config(pod).http_port)
         assert "/v1/models/{id}/ready" in frontend_paths  # asked by the perf Jobs
 
@@ -246,13 +251,13 @@ def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
     assert "/metrics" in paths
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ALL_WHOLE)
 def test_startup_allows_half_an_hour_to_load(name: str) -> None:
-    for pod in workers(SETS[name]):
+    for pod in workers(ALL[name]):
         probe = pod.container["startupProbe"]
         assert probe["httpGet"]["path"] == "/ready"  # 503 while it loads
         assert 30 * 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 45 * 60
-        for doc in of_kind(SETS[name], "Deployment"):
+        for doc in of_kind(ALL[name], "Deployment"):
             if name_of(doc) == pod.owner:
                 assert (
                     doc["spec"]["progressDeadlineSeconds"]
@@ -260,14 +265,14 @@ def test_startup_allows_half_an_hour_to_load(name: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ALL_WHOLE)
 def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
-    for pod in workers(SETS[name]):
+    for pod in workers(ALL[name]):
         config = worker_config(pod)
         assert pod.spec["terminationGracePeriodSeconds"] >= config.drain_timeout_s + 30
         # KV of the last prompt can still be fetched
         assert config.drain_timeout_s >= config.kv_transfer_ttl_s
-    for pod in frontends(SETS[name]):
+    for pod in frontends(ALL[name]):
         slept = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
         # 30 s: what a frontend gives its answers
         assert pod.spec["terminationGracePeriodSeconds"] >= slept + 30 + 10
@@ -334,9 +339,9 @@ def test_variables_when_put_into_others_then_defined_before_them(pod: Pod) -> No
     assert set(re.findall(r"\$\((\w+)\)", " ".join(pod.args))) <= set(known)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", ALL)
 def test_references_when_followed_then_they_are_there(name: str) -> None:
-    docs = SETS[name]
+    docs = ALL[name]
     config_maps = {name_of(doc) for doc in of_kind(docs, "ConfigMap")}
     for pod in pods(docs):
         mounted = {
@@ -351,7 +356,8 @@ def test_references_when_followed_then_they_are_there(name: str) -> None:
             if isinstance(node.get("configMap"), dict):
                 assert node["configMap"]["name"] in config_maps
             if "claimName" in node:
-                assert node["claimName"] == "model-cache"
+                claims = {name_of(doc) for doc in of_kind(docs, "PersistentVolumeClaim")}
+                assert node["claimName"] in claims | {"model-cache"}
 
 
 def _nodes(node: Any) -> list[Doc]:
@@ -360,9 +366,9 @@ def _nodes(node: Any) -> list[Doc]:
     return [below for value in node for below in _nodes(value)] if isinstance(node, list) else []
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", ALL)
 def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None:
-    docs = SETS[name]
+    docs = ALL[name]
     there = list(pods(docs))
     for doc in of_kind(docs, "Deployment", "StatefulSet"):
         assert matches(doc["spec"]["selector"], doc["spec"]["template"]["metadata"]["labels"])
@@ -380,9 +386,9 @@ def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None
         assert "replicas" not in scaled["spec"]  # else an apply would set it back
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ALL_WHOLE)
 def test_every_role_has_a_budget_and_a_policy(name: str) -> None:
-    docs = SETS[name]
+    docs = ALL[name]
     budgets = {name_of(doc) for doc in of_kind(docs, "PodDisruptionBudget")}
     for pod in [*workers(docs), *frontends(docs)]:
         assert pod.owner in budgets

@@ -1,0 +1,419 @@
+"""Write a deployment for Kubernetes or Docker Compose, from the choices of `dynamo-trtllm serve`.
+
+Images hold the engines, so the machine that writes a deployment needs none. A cluster has run none
+of these files yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.config.child_settings import to_argv
+from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config
+from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
+from dynamo_trtllm.config.flags import flags_of
+from dynamo_trtllm.config.http_access import ACCESS_FIELDS
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.gpu import GpuMemory
+from dynamo_trtllm.launch.kubernetes import (
+    ONE_NODE,
+    Recipe,
+    WorkerPods,
+    config_map,
+    frontend_command,
+    manifests,
+    quoted,
+    template,
+)
+from dynamo_trtllm.launch.plan import devices_of
+from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, reads_model
+from dynamo_trtllm.models import BUNDLED
+from dynamo_trtllm.models.hub import HubModel
+from dynamo_trtllm.protocol.errors import ConfigError
+
+_GIB: Final = 1 << 30
+_MODELS: Final = "/opt/models"
+_ENGINE_FILE: Final = "engine.yaml"
+_SYSTEM_PORT: Final = 9090
+_DRAIN_S: Final = 120.0  # longer than KV is kept for a decode worker
+_CLOSE_S: Final = 60  # time to close the engine after the drain
+_PLATFORM_NAMESPACE: Final = "dynamo"  # of which NATS and etcd of deploy/ have users
+_NUM_GPUS: Final = 1024  # of a cluster: more than a deployment of `serve` takes
+_DEFAULT_GPU_GIB: Final = 80.0
+_CPUS: Final = 4  # of a worker without GPU
+_ENOUGH_BYTES: Final = 1 << 50  # of memory: the nodes of a cluster are not known
+_MAX_NAME_CHARS: Final = 40  # Kubernetes allows 63 with what follows the name
+# /dev/shm of a worker. 80 GiB as in Dynamo's recipe.
+_SHM_GIB: Final = {"trtllm": 80, "vllm": 16}
+# Variables of the recipes for gpt-oss-120b that are not for its weights alone.
+_VARIABLES: Final = {
+    "trtllm": {
+        "TRTLLM_ENABLE_PDL": "1",
+        "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "True",
+        "NCCL_GRAPH_REGISTER": "0",
+        "OMPI_MCA_coll_ucc_enable": "0",
+    }
+}
+
+
+def cluster_facts(machine: MachineFacts, config: ServeConfig) -> MachineFacts:
+    """Return what the machines of a deployment are assumed to have.
+
+    GPUs are those of this machine, in any number for Kubernetes. Without any here, a cluster has
+    GPUs of `--gpu-memory-gib`, unless the engine runs on CPUs.
+    """
+    machine = replace(machine, engines=machine.engines | {"vllm"})
+    if config.format == "compose":
+        return machine
+    gpus: Sequence[GpuMemory] = ()
+    if machine.gpus or config.engine not in ("torch", "mock"):
+        smallest = min((gpu.total_bytes for gpu in machine.gpus), default=_DEFAULT_GPU_GIB * _GIB)
+        size = int(smallest if config.gpu_memory_gib is None else config.gpu_memory_gib * _GIB)
+        name = f"GPU of the cluster with {size / _GIB:.0f} GiB"
+        gpus = [
+            GpuMemory(number=number, name=name, total_bytes=size, free_bytes=size)
+            for number in range(_NUM_GPUS)
+        ]
+    return replace(machine, gpus=gpus, cpus=_CPUS, memory_bytes=_ENOUGH_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDeployment:
+    """A deployment to write.
+
+    Attributes:
+        config: settings of the command.
+        deployment: the deployment as the launcher would run it on one machine.
+        model: the model.
+        hub_model: the model on the Hub; None: it is elsewhere.
+        head: lines for the beginning of the file.
+    """
+
+    config: ServeConfig
+    deployment: DeploymentConfig
+    model: ModelFacts
+    hub_model: HubModel | None
+    head: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if self.config.host is not None:
+            raise self._wrong("host", "frontends listen on all addresses of their container")
+        if self.config.port == 0:
+            raise self._wrong("port", "clients need a port that does not change; pass another one")
+
+    @property
+    def engine(self) -> str:
+        return str(self.deployment.workers[0].flags["engine"])
+
+    @property
+    def name(self) -> str:
+        """Return the beginning of the names of all objects, which are labels of DNS."""
+        last = self.model.name.rpartition("/")[2].lower()
+        name = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:_MAX_NAME_CHARS].strip("-")
+        return name if name[:1].isalpha() else f"model-{name}".strip("-")
+
+    @property
+    def model_folder(self) -> str:
+        """Return the model's folder in the containers; "": its name is enough."""
+        is_named = self.config.model in BUNDLED or not reads_model(self.engine)
+        return "" if is_named else f"{_MODELS}/{self.name}"
+
+    @property
+    def worker_image(self) -> str:
+        """Return the image of the workers.
+
+        Raises:
+            ConfigError: there is none for the engine.
+        """
+        if self.config.worker_image is not None:
+            return self.config.worker_image
+        if self.engine == "mock":
+            return self.frontend_image
+        if self.engine in _SHM_GIB:
+            return f"dynamo-trtllm/{self.engine}:{__version__}"
+        raise ConfigError(
+            f"deploy/container makes no image with the engine {self.engine}; pass yours with"
+            " --worker-image, or --engine vllm"
+        )
+
+    @property
+    def frontend_image(self) -> str:
+        return f"dynamo-trtllm/frontend:{__version__}"
+
+    @property
+    def keys_file(self) -> str:
+        """Return the file of API keys on this machine; "": there is none."""
+        return str((self.deployment.frontend or {}).get("api_keys_file") or "")
+
+    def frontend_words(self) -> list[str]:
+        """Return the flags of frontends, without the address. Raises ConfigError."""
+        values = dict(self.deployment.frontend or {})
+        for field in ("http_port", "http_host", "api_keys_file", "allow_anonymous"):
+            values.pop(field, None)
+        if values.get("api_key"):
+            raise self._wrong("api_key", "pass --api-keys-file, whose keys go into a Secret")
+        self._check_files(FrontendConfig, values)
+        return to_argv(FrontendConfig, values)
+
+    def worker_words(self, worker: WorkerSpec) -> list[str]:
+        """Return the flags of workers of one role. Raises ConfigError."""
+        own = {name: value for name, value in worker.flags.items() if name not in ACCESS_FIELDS}
+        values: dict[str, Any] = {
+            "engine": self.engine,
+            "disaggregation_mode": worker.disaggregation_mode.value,
+            "system_port": _SYSTEM_PORT,
+            "drain_timeout_s": _DRAIN_S,
+        }
+        if self.engine == "vllm":
+            values["compile_cache"] = "/home/dynamo/.cache"
+        values |= own
+        if self.model_folder:
+            values["model_path"] = self.model_folder
+        if values.pop("extra_engine_args", None):
+            values["extra_engine_args"] = f"/etc/engine/{_ENGINE_FILE}"
+        self._check_files(WorkerConfig, own)
+        return to_argv(WorkerConfig, values)
+
+    def engine_file(self) -> str:
+        """Return the content of `--extra-engine-args`; "": there is none. Raises ConfigError."""
+        path = self.deployment.workers[0].flags.get("extra_engine_args")
+        if not path:
+            return ""
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"--extra-engine-args {path} can't be read: {exc}") from exc
+
+    def _check_files(self, model: type[Config], values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a setting that names another file of this machine."""
+        for flag in flags_of(model):
+            if flag.kind is Path and flag.field not in ("extra_engine_args", "model_path"):
+                if values.get(flag.field) is not None:
+                    raise self._wrong(
+                        flag.field,
+                        "it names a file of this machine; leave it out, and mount the file in the"
+                        " written deployment",
+                    )
+
+    def _wrong(self, field: str, what: str) -> ConfigError:
+        flag = f"--{field.replace('_', '-')}"
+        return ConfigError(f"{flag} can't be used with --format {self.config.format}: {what}")
+
+    def size_gib(self) -> int:
+        """Return the size of the weights."""
+        return math.ceil((self.model.weight_bytes or 0) / _GIB)
+
+    def gpus_of(self, worker: WorkerSpec) -> int:
+        """Return the number of GPUs of one worker."""
+        return 0 if worker.devices == "cpu" else len(worker.devices) // worker.count
+
+
+def kubernetes_file(made: ClusterDeployment) -> str:
+    """Return the objects of a deployment for Kubernetes.
+
+    Raises:
+        ConfigError: a setting can't be used there.
+    """
+    name = made.name
+    content = made.engine_file()
+    recipe = Recipe(
+        name=name,
+        namespace=made.config.namespace,
+        frontend_image=made.frontend_image,
+        frontend_words=made.frontend_words(),
+        port=made.config.port,
+        has_api_keys=bool(made.keys_file),
+        workers=[_pods(made, worker, content) for worker in made.deployment.workers],
+    )
+    parts = []
+    if made.model_folder:
+        # The weights, and as much again while a new revision is downloaded.
+        storage_gib = max(10, math.ceil(2 * made.size_gib()))
+        parts.append(template("model.yaml", name=name, storage_gib=storage_gib))
+    if made.hub_model is not None:
+        parts.append(
+            template(
+                "download.yaml",
+                name=name,
+                image=made.frontend_image,
+                model=made.hub_model.name,
+                revision=made.hub_model.revision,
+                folder=made.model_folder,
+            )
+        )
+    if content:
+        parts.append(config_map(f"{name}-engine", name, {_ENGINE_FILE: content}))
+    parts.append(manifests(recipe))
+    return _comments(_kubernetes_head(made)) + "---\n".join(parts)
+
+
+def _pods(made: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> WorkerPods:
+    gpus = made.gpus_of(worker)
+    size_gib = made.size_gib()
+    shm_gib = _SHM_GIB.get(made.engine, 1)
+    words = made.worker_words(worker)
+    drain_s = float(worker.flags.get("drain_timeout_s", _DRAIN_S))
+    variables = _VARIABLES.get(made.engine, {})
+    return WorkerPods(
+        role=worker.name,
+        image=made.worker_image,
+        args=words,
+        replicas=worker.count,
+        gpus=gpus,
+        cpus=max(8, 4 * gpus) if gpus else _CPUS,
+        # The weights pass through the memory of the host.
+        memory_gib=size_gib + 16 * max(1, gpus) if gpus else size_gib + 2,
+        memory_limit_gib=2 * size_gib + 32 * gpus + shm_gib if gpus else 2 * size_gib + 4 + shm_gib,
+        shm_gib=shm_gib,
+        variables={name: f'"{value}"' for name, value in variables.items()},
+        model_claim=f"{made.name}-model" if made.model_folder else "",
+        engine_config_map=f"{made.name}-engine" if engine_file else "",
+        engine_digest=_digest(engine_file),
+        near=ONE_NODE if gpus else "",
+        keeps_compiled=made.engine == "vllm",
+        grace_s=math.ceil(drain_s) + _CLOSE_S,
+    )
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:16] if content else ""
+
+
+def _kubernetes_head(made: ClusterDeployment) -> list[str]:
+    lines = [
+        *made.head,
+        "",
+        "No cluster has run this file. Put your registry before the names of the images, which"
+        " deploy/container builds.",
+        "docs/kubernetes.md explains each part. In a checkout:",
+        "  deploy/make_secrets kubernetes --namespace NAMESPACE | kubectl apply -f -",
+        "  kubectl apply -k deploy/recipes/platform/base -n NAMESPACE",
+    ]
+    if made.config.namespace != _PLATFORM_NAMESPACE:
+        lines.append(
+            f"NATS and etcd need users for DYN_NAMESPACE {made.config.namespace}:"
+            " docs/kubernetes.md, Prerequisites."
+        )
+    if made.keys_file:
+        lines.append(
+            "  kubectl create secret generic dynamo-api-keys"
+            f" --from-file=keys.jsonl={made.keys_file} -n NAMESPACE"
+        )
+    if made.model_folder:
+        lines.append(f"Set the storage class of the claim {made.name}-model.")
+    if made.model_folder and made.hub_model is None:
+        lines.append(f"Copy the model to the folder {made.name} of this claim.")
+    return [*lines, "  kubectl apply -f THIS-FILE -n NAMESPACE"]
+
+
+def compose_file(made: ClusterDeployment) -> str:
+    """Return the services of a deployment for Docker Compose, beside etcd and NATS of deploy/.
+
+    Raises:
+        ConfigError: a setting can't be used there.
+    """
+    if made.config.source_of("gpu_memory_gib") != DEFAULT_SOURCE:
+        raise ConfigError("--gpu-memory-gib needs --format kubernetes; remove it")
+    access = (
+        '      DYN_TRTLLM_ALLOW_ANONYMOUS: "true"           # its port is published on 127.0.0.1'
+    )
+    volumes = ""
+    if made.keys_file:
+        access = "      DYN_TRTLLM_API_KEYS_FILE: /etc/api-keys/keys.jsonl"
+        volumes = f"      - {quoted(f'{made.keys_file}:/etc/api-keys/keys.jsonl:ro')}\n"
+    words = made.frontend_words()
+    if not any(word.startswith("--workers=") for word in words):
+        words.append("--workers=1")
+    words = [_for_compose(word) for word in words]
+    services = [
+        _service(made, worker, number)
+        for worker in made.deployment.workers
+        for number in range(worker.count)
+    ]
+    text = template(
+        "compose.yaml",
+        namespace=made.config.namespace,
+        image=made.frontend_image,
+        args=frontend_command(words),
+        access=access,
+        port=made.config.port,
+        volumes=volumes,
+        workers="\n".join(services).rstrip(),
+    )
+    return _comments(_compose_head(made)) + text
+
+
+def _service(made: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
+    name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
+    devices = devices_of(worker, number)
+    home = "" if devices else ', "/home/dynamo:mode=1777"'
+    volumes = []
+    if made.model_folder:
+        source = f"./compose/data/models/{made.name}"
+        if made.hub_model is None:
+            source = made.model.path
+        volumes.append(f"{source}:{made.model_folder}:ro")
+    if made.engine_file():
+        volumes.append(f"{worker.flags['extra_engine_args']}:/etc/engine/{_ENGINE_FILE}:ro")
+    gpus = ""
+    if devices:
+        volumes.append(f"./compose/data/home/{name}:/home/dynamo")  # caches of the engine
+        ids = ", ".join(f'"{number}"' for number in devices.split(","))
+        device = f"{{driver: nvidia, device_ids: [{ids}], capabilities: [gpu]}}"
+        gpus = f"    deploy: {{resources: {{reservations: {{devices: [{device}]}}}}}}\n"
+    variables = _VARIABLES.get(made.engine, {})
+    words = made.worker_words(worker)
+    return template(
+        "compose-worker.yaml",
+        service=name,
+        image=made.worker_image,
+        args="".join(f"      - {quoted(_for_compose(word))}\n" for word in words),
+        variables="".join(f'      {key}: "{value}"\n' for key, value in variables.items()),
+        home=home,
+        volumes="".join(f"      - {quoted(volume)}\n" for volume in volumes),
+        shm_gib=_SHM_GIB.get(made.engine, 1),
+        gpus=gpus,
+    )
+
+
+def _for_compose(word: str) -> str:
+    """Return a word in which compose replaces no variable."""
+    return word.replace("$", "$$")
+
+
+def _compose_head(made: ClusterDeployment) -> list[str]:
+    folders = [
+        f"deploy/compose/data/home/{worker.name}"
+        for worker in made.deployment.workers
+        if worker.devices != "cpu"
+    ]
+    lines = [
+        *made.head,
+        "",
+        "No container runtime has run this file. deploy/container builds the images. In a checkout:",
+        "  deploy/make_secrets compose   # once; it prints how to set up the users of etcd",
+    ]
+    if made.hub_model is not None:
+        folder = f"deploy/compose/data/models/{made.name}"
+        lines.append(
+            f"  hf download {made.hub_model.name} --revision {made.hub_model.revision}"
+            f" --local-dir {folder}"
+        )
+    if folders:
+        lines.append(f"  mkdir -p {' '.join(folders)}  # of the user of the containers")
+    return [
+        *lines,
+        "  docker compose -f deploy/docker-compose.yml -f THIS-FILE up -d",
+    ]
+
+
+def _comments(lines: Sequence[str]) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
