@@ -398,7 +398,8 @@ def _compose_head(made: ClusterDeployment) -> list[str]:
     lines = [
         *made.head,
         "",
-        "No container runtime has run this file. deploy/container builds the images. In a checkout:",
+        "No container runtime has run this file. deploy/container builds the images.",
+        "In a checkout:",
         "  deploy/make_secrets compose   # once; it prints how to set up the users of etcd",
     ]
     if made.hub_model is not None:
