@@ -12,20 +12,28 @@ import os
 import ssl
 import sys
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table, keys_of
+from dynamo_trtllm.cli.status_keys import keys_of
+from dynamo_trtllm.cli.status_view import (
+    READY,
+    REGISTERED,
+    UNREACHABLE,
+    DeploymentReport,
+    ProcessStatus,
+    as_text,
+    colored,
+)
 from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND, StatusConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE, is_installed
-from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.launch.running_deployments import (
     LaunchRecord,
@@ -37,27 +45,19 @@ from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable, UserRejected
-from dynamo_trtllm.protocol.sanitize import escape_controls, mask_address, shorten
+from dynamo_trtllm.protocol.sanitize import mask_address, shorten
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.network.addresses import http_url
 from dynamo_trtllm.support.tls import client_context, own_server_context
 from dynamo_trtllm.support.tls_files import ClientTlsFiles
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
 _METRICS_BYTES = 8 << 20
 _MAX_WORKERS = 10_000
 _MAX_REASON_CHARS = 300
-_READY = "ready"
-_REGISTERED = "registered"
 _STARTING = "starting"
-_UNREACHABLE = "unreachable"
 _QUARANTINED = "quarantined"
-_HEAD = ("process", "role", "state", "address", "load")
-_COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
 
 
 class _RequestRejected(OSError):
@@ -66,44 +66,6 @@ class _RequestRejected(OSError):
 
 class NothingRuns(Exception):
     """No deployment was found. The message says where it was looked for, and what to do."""
-
-
-class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One process of a deployment, or an instance of which only the registration is known."""
-
-    name: str
-    role: str
-    # "ready", "registered", "starting", "unreachable", or the phase of a process that is not ready.
-    state: str = ""
-    reason: str = ""
-    address: str = ""
-    instance_id: str = ""
-    model: str = ""
-    engine: str = ""
-    # Metrics by name, summed over labels.
-    load: dict[str, float] = msgspec.field(default_factory=dict)
-    # Of a frontend: the API keys in use, those with the most tokens first.
-    keys: list[KeyStatus] = msgspec.field(default_factory=list)
-
-
-class DeploymentReport(msgspec.Struct, kw_only=True):
-    """The processes of one deployment."""
-
-    namespace: str
-    name: str = ""  # of a deployment that was launched on this machine
-    url: str = ""  # of its first frontend
-    processes: list[ProcessStatus]
-    # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
-    # same. Or why a worker is not known.
-    not_ready: list[str] = msgspec.field(default_factory=list)
-    # What needs attention while the models are served, such as a pair whose KV transfers fail.
-    problems: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def is_ready(self) -> bool:
-        if self.not_ready:
-            return False
-        return all(process.state in (_READY, _REGISTERED) for process in self.processes)
 
 
 class _Health(msgspec.Struct):
@@ -163,16 +125,16 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
     if is_on_terminal and config.watch:
         from rich.live import Live
 
-        with Live(_colored(await collect(config)), auto_refresh=False) as live:
+        with Live(colored(await collect(config)), auto_refresh=False) as live:
             while True:
-                live.update(_colored(await collect(config)), refresh=True)
+                live.update(colored(await collect(config)), refresh=True)
                 await asyncio.sleep(config.interval_s)
     while True:
         reports = await collect(config)
         if is_on_terminal:
             from rich.console import Console
 
-            Console().print(_colored(reports))
+            Console().print(colored(reports))
         elif config.json_output:
             encoded = msgspec.json.encode(reports)
             if not config.watch:
@@ -354,7 +316,7 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
     return ProcessStatus(
         name=instance_id,
         role=role,
-        state=_REGISTERED,
+        state=REGISTERED,
         instance_id=instance_id,
         model=model,
         engine=engine,
@@ -387,7 +349,7 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
         code, body = await _get(process, "/ready", client)
         answer = msgspec.json.decode(body, type=ReadyAnswer)
         is_ready = code == 200
-        status.state = _READY if is_ready else answer.status
+        status.state = READY if is_ready else answer.status
         status.reason = answer.reason
         status.instance_id = answer.instance_id
         if is_ready:  # a frontend that starts answers no other request yet
@@ -417,7 +379,7 @@ async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _Stat
 
 
 def _mark_unreachable(status: ProcessStatus, error: Exception) -> None:
-    status.state = _UNREACHABLE
+    status.state = UNREACHABLE
     status.reason = _text(error)
 
 
@@ -436,7 +398,7 @@ async def _of_server(
     name: str, addresses: str, check: Callable[[str, int], Awaitable[None]], deadline: float
 ) -> ProcessStatus:
     """Check the first address of etcd or NATS. One with TLS or without a port is not checked."""
-    status = ProcessStatus(name=name, role=name, state=_REGISTERED, address=mask_address(addresses))
+    status = ProcessStatus(name=name, role=name, state=REGISTERED, address=mask_address(addresses))
     first = addresses.split(",")[0].strip()
     parts = urllib.parse.urlsplit(first if "://" in first else f"//{first}")
     if parts.scheme in ("https", "tls") or parts.hostname is None or parts.port is None:
@@ -444,7 +406,7 @@ async def _of_server(
     try:
         async with asyncio.timeout_at(deadline):
             await check(parts.hostname, parts.port)
-        status.state = _READY
+        status.state = READY
     except (NotYet, OSError) as exc:
         _mark_unreachable(status, exc)
     return status
@@ -505,102 +467,3 @@ def _text(error: Exception) -> str:
     if number:
         return os.strerror(number)
     return str(error) or "no answer in time"
-
-
-def as_text(reports: Iterable[DeploymentReport]) -> str:
-    """Return the reports as plain lines."""
-    return "\n".join(
-        _title(report)
-        + format_table([_HEAD, *_rows(report)])
-        + "".join(key_table(process.keys) for process in report.processes)
-        + _problems(report)
-        for report in reports
-    )
-
-
-def _title(report: DeploymentReport) -> str:
-    state = "ready" if report.is_ready else "NOT READY"
-    title = f"deployment {report.name or report.namespace or '-'}: {state}"
-    if report.url:
-        title += f", {report.url}"
-    lines = [title]
-    models: dict[tuple[str, str], list[str]] = {}
-    for process in report.processes:
-        if process.model:
-            models.setdefault((process.model, process.engine), []).append(process.role)
-    for (model, engine), roles in sorted(models.items()):
-        workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
-        line = f"model {model}: {workers}"
-        if engine:
-            line += f" (engine {engine})"
-        lines.append(line)
-    return "".join(f"{escape_controls(line)}\n" for line in lines)
-
-
-def _problems(report: DeploymentReport) -> str:
-    lines = [f"not ready: {line}" for line in report.not_ready]
-    lines += [f"problem: {line}" for line in report.problems]
-    return "".join(f"{escape_controls(line)}\n" for line in lines)
-
-
-def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
-    for process in report.processes:
-        state = f"{process.state}: {process.reason}" if process.reason else process.state
-        cells = (
-            process.name,
-            process.role,
-            state,
-            process.address or "-",
-            _load(process.role, process.load),
-        )
-        yield tuple(map(escape_controls, cells))
-
-
-def _load(role: str, load: Mapping[str, float]) -> str:
-    """Return the load in a few words."""
-    if not load:
-        return "-"
-    output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
-    if role == FRONTEND:
-        words = [
-            f"{load.get('inflight', 0):.0f} in flight",
-            f"{load.get('queued', 0):.0f} queued",
-            f"{load.get('requests_total', 0):,.0f} requests",
-            output_tokens,
-        ]
-        num_first_tokens = load.get("ttft_seconds_count")
-        if num_first_tokens:
-            mean_s = load["ttft_seconds_sum"] / num_first_tokens
-            words.append(f"mean TTFT {mean_s * 1e3:.0f} ms")
-        return ", ".join(words)
-    words = [f"{load.get('running', 0):.0f} running", f"{load.get('waiting', 0):.0f} waiting"]
-    num_blocks = load.get("kv_blocks_total")
-    if num_blocks:
-        words.append(f"KV {load.get('kv_blocks_used', 0) / num_blocks:.0%}")
-    words.append(output_tokens)
-    return ", ".join(words)
-
-
-def _colored(reports: Iterable[DeploymentReport]) -> Group:
-    """Return the reports for a terminal."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    shown: list[Text | Table] = []
-    for report in reports:
-        shown.append(Text(_title(report).rstrip(), style="bold" if report.is_ready else "bold red"))
-        table = Table(*_HEAD, box=None, pad_edge=False)
-        for process, row in zip(report.processes, _rows(report), strict=True):
-            name, role, state, *others = row
-            color = _COLORS.get(process.state, "yellow")
-            table.add_row(Text(name), Text(role), Text(state, style=color), *map(Text, others))
-        shown.append(table)
-        for process in report.processes:
-            if process.keys:
-                keys = Table(*KEY_HEAD, box=None, pad_edge=False)
-                for key_row in key_rows(process.keys):
-                    keys.add_row(*map(Text, key_row))
-                shown.append(keys)
-        shown.append(Text(_problems(report), style="red"))
-    return Group(*shown)

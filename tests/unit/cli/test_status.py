@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.cli.status import DeploymentReport, ProcessStatus, as_text
+from dynamo_trtllm.cli.status_view import DeploymentReport, ProcessStatus, as_text
 from dynamo_trtllm.cli.status_keys import KeyStatus
 
 

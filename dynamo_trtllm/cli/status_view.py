@@ -1,0 +1,159 @@
+"""What `dynamo-trtllm status` knows of deployments, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table
+from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.protocol.sanitize import escape_controls
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+READY: Final = "ready"
+REGISTERED: Final = "registered"
+UNREACHABLE: Final = "unreachable"
+_HEAD: Final = ("process", "role", "state", "address", "load")
+_COLORS: Final = {READY: "green", REGISTERED: "green", UNREACHABLE: "red"}
+
+
+class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One process of a deployment, or an instance of which only the registration is known."""
+
+    name: str
+    role: str
+    # "ready", "registered", "starting", "unreachable", or the phase of a process that is not ready.
+    state: str = ""
+    reason: str = ""
+    address: str = ""
+    instance_id: str = ""
+    model: str = ""
+    engine: str = ""
+    # Metrics by name, summed over labels.
+    load: dict[str, float] = msgspec.field(default_factory=dict)
+    # Of a frontend: the API keys in use, those with the most tokens first.
+    keys: list[KeyStatus] = msgspec.field(default_factory=list)
+
+
+class DeploymentReport(msgspec.Struct, kw_only=True):
+    """The processes of one deployment."""
+
+    namespace: str
+    name: str = ""  # of a deployment that was launched on this machine
+    url: str = ""  # of its first frontend
+    processes: list[ProcessStatus]
+    # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
+    # same. Or why a worker is not known.
+    not_ready: list[str] = msgspec.field(default_factory=list)
+    # What needs attention while the models are served, such as a pair whose KV transfers fail.
+    problems: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        if self.not_ready:
+            return False
+        return all(process.state in (READY, REGISTERED) for process in self.processes)
+
+
+def as_text(reports: Iterable[DeploymentReport]) -> str:
+    """Return the reports as plain lines."""
+    return "\n".join(
+        _title(report)
+        + format_table([_HEAD, *_rows(report)])
+        + "".join(key_table(process.keys) for process in report.processes)
+        + _problems(report)
+        for report in reports
+    )
+
+
+def _title(report: DeploymentReport) -> str:
+    state = "ready" if report.is_ready else "NOT READY"
+    title = f"deployment {report.name or report.namespace or '-'}: {state}"
+    if report.url:
+        title += f", {report.url}"
+    lines = [title]
+    models: dict[tuple[str, str], list[str]] = {}
+    for process in report.processes:
+        if process.model:
+            models.setdefault((process.model, process.engine), []).append(process.role)
+    for (model, engine), roles in sorted(models.items()):
+        workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+        line = f"model {model}: {workers}"
+        if engine:
+            line += f" (engine {engine})"
+        lines.append(line)
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
+
+
+def _problems(report: DeploymentReport) -> str:
+    lines = [f"not ready: {line}" for line in report.not_ready]
+    lines += [f"problem: {line}" for line in report.problems]
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
+
+
+def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
+    for process in report.processes:
+        state = f"{process.state}: {process.reason}" if process.reason else process.state
+        cells = (
+            process.name,
+            process.role,
+            state,
+            process.address or "-",
+            _load(process.role, process.load),
+        )
+        yield tuple(map(escape_controls, cells))
+
+
+def _load(role: str, load: Mapping[str, float]) -> str:
+    """Return the load in a few words."""
+    if not load:
+        return "-"
+    output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
+    if role == FRONTEND:
+        words = [
+            f"{load.get('inflight', 0):.0f} in flight",
+            f"{load.get('queued', 0):.0f} queued",
+            f"{load.get('requests_total', 0):,.0f} requests",
+            output_tokens,
+        ]
+        num_first_tokens = load.get("ttft_seconds_count")
+        if num_first_tokens:
+            mean_s = load["ttft_seconds_sum"] / num_first_tokens
+            words.append(f"mean TTFT {mean_s * 1e3:.0f} ms")
+        return ", ".join(words)
+    words = [f"{load.get('running', 0):.0f} running", f"{load.get('waiting', 0):.0f} waiting"]
+    num_blocks = load.get("kv_blocks_total")
+    if num_blocks:
+        words.append(f"KV {load.get('kv_blocks_used', 0) / num_blocks:.0%}")
+    words.append(output_tokens)
+    return ", ".join(words)
+
+
+def colored(reports: Iterable[DeploymentReport]) -> Group:
+    """Return the reports for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Text | Table] = []
+    for report in reports:
+        shown.append(Text(_title(report).rstrip(), style="bold" if report.is_ready else "bold red"))
+        table = Table(*_HEAD, box=None, pad_edge=False)
+        for process, row in zip(report.processes, _rows(report), strict=True):
+            name, role, state, *others = row
+            color = _COLORS.get(process.state, "yellow")
+            table.add_row(Text(name), Text(role), Text(state, style=color), *map(Text, others))
+        shown.append(table)
+        for process in report.processes:
+            if process.keys:
+                keys = Table(*KEY_HEAD, box=None, pad_edge=False)
+                for key_row in key_rows(process.keys):
+                    keys.add_row(*map(Text, key_row))
+                shown.append(keys)
+        shown.append(Text(_problems(report), style="red"))
+    return Group(*shown)
