@@ -11,6 +11,7 @@ import asyncio
 import os
 import ssl
 import sys
+import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_trtllm.cli.status_keys import keys_of
+from dynamo_trtllm.cli.status_rates import RateMeter, ttft_buckets
 from dynamo_trtllm.cli.status_view import (
     READY,
     REGISTERED,
@@ -122,15 +124,24 @@ async def _show(config: StatusConfig) -> list[DeploymentReport]:
     On a terminal it is replaced in place, otherwise one follows the other.
     """
     is_on_terminal = sys.stdout.isatty() and not config.json_output and is_installed("rich")
+    meter = RateMeter()
+
+    async def measured() -> list[DeploymentReport]:
+        reports = await collect(config)
+        if config.watch:
+            meter.add(reports, time.monotonic())
+        return reports
+
     if is_on_terminal and config.watch:
         from rich.live import Live
 
-        with Live(colored(await collect(config)), auto_refresh=False) as live:
+        with Live(auto_refresh=False) as live:
             while True:
-                live.update(colored(await collect(config)), refresh=True)
+                reports = await measured()
+                live.update(colored(reports, time.strftime("%H:%M:%S")), refresh=True)
                 await asyncio.sleep(config.interval_s)
     while True:
-        reports = await collect(config)
+        reports = await measured()
         if is_on_terminal:
             from rich.console import Console
 
@@ -375,6 +386,8 @@ async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _Stat
     page = body.decode()
     status.load = sum_samples(page, PREFIX)
     status.keys = keys_of(page)
+    if process.role == FRONTEND:
+        status.ttft_buckets = ttft_buckets(page)
     return ""
 
 

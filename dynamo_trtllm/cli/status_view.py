@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -19,7 +19,18 @@ READY: Final = "ready"
 REGISTERED: Final = "registered"
 UNREACHABLE: Final = "unreachable"
 _HEAD: Final = ("process", "role", "state", "address", "load")
+_BAR_CHARS: Final = 10
 _COLORS: Final = {READY: "green", REGISTERED: "green", UNREACHABLE: "red"}
+
+
+class FrontendRates(msgspec.Struct, kw_only=True):
+    """What a frontend did in the last seconds."""
+
+    tokens_per_s: float
+    requests_per_s: float  # that ended
+    # Of the last minute; None: there was no first token.
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
 
 
 class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -36,6 +47,10 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     engine: str = ""
     # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
+    # Of a frontend: numbers of first tokens by their largest TTFT in seconds, as in Prometheus.
+    ttft_buckets: dict[float, float] = msgspec.field(default_factory=dict)
+    # Of a frontend that is watched.
+    rates: FrontendRates | None = None
     # Of a frontend: the API keys in use, those with the most tokens first.
     keys: list[KeyStatus] = msgspec.field(default_factory=list)
 
@@ -96,7 +111,7 @@ def _problems(report: DeploymentReport) -> str:
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
-def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
+def _rows(report: DeploymentReport, *, has_bars: bool = False) -> Iterator[tuple[str, ...]]:
     for process in report.processes:
         state = f"{process.state}: {process.reason}" if process.reason else process.state
         cells = (
@@ -104,23 +119,25 @@ def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
             process.role,
             state,
             process.address or "-",
-            _load(process.role, process.load),
+            _load(process, has_bars=has_bars),
         )
         yield tuple(map(escape_controls, cells))
 
 
-def _load(role: str, load: Mapping[str, float]) -> str:
+def _load(process: ProcessStatus, *, has_bars: bool) -> str:
     """Return the load in a few words."""
+    load = process.load
     if not load:
         return "-"
     output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
-    if role == FRONTEND:
+    if process.role == FRONTEND:
         words = [
             f"{load.get('inflight', 0):.0f} in flight",
             f"{load.get('queued', 0):.0f} queued",
-            f"{load.get('requests_total', 0):,.0f} requests",
-            output_tokens,
         ]
+        if process.rates is not None:
+            return ", ".join([*words, *_rates(process.rates)])
+        words += [f"{load.get('requests_total', 0):,.0f} requests", output_tokens]
         num_first_tokens = load.get("ttft_seconds_count")
         if num_first_tokens:
             mean_s = load["ttft_seconds_sum"] / num_first_tokens
@@ -129,22 +146,45 @@ def _load(role: str, load: Mapping[str, float]) -> str:
     words = [f"{load.get('running', 0):.0f} running", f"{load.get('waiting', 0):.0f} waiting"]
     num_blocks = load.get("kv_blocks_total")
     if num_blocks:
-        words.append(f"KV {load.get('kv_blocks_used', 0) / num_blocks:.0%}")
+        part = load.get("kv_blocks_used", 0) / num_blocks
+        bar = f"{_bar(part)} " if has_bars else ""
+        words.append(f"KV {bar}{part:.0%}")
     words.append(output_tokens)
     return ", ".join(words)
 
 
-def colored(reports: Iterable[DeploymentReport]) -> Group:
-    """Return the reports for a terminal."""
+def _rates(rates: FrontendRates) -> list[str]:
+    words = [f"{rates.requests_per_s:.1f} requests/s", f"{rates.tokens_per_s:,.0f} tokens/s"]
+    if rates.ttft_p50_s is not None and rates.ttft_p99_s is not None:
+        words.append(
+            f"TTFT p50 {rates.ttft_p50_s * 1e3:,.0f}, p99 {rates.ttft_p99_s * 1e3:,.0f} ms"
+        )
+    return words
+
+
+def _bar(part: float) -> str:
+    num_full = round(min(max(part, 0.0), 1.0) * _BAR_CHARS)
+    return "█" * num_full + "░" * (_BAR_CHARS - num_full)
+
+
+def colored(reports: Iterable[DeploymentReport], clock: str = "") -> Group:
+    """Return the reports for a terminal.
+
+    Args:
+        reports: the reports.
+        clock: the time to show beside reports that change, with bars for KV; "": none.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    has_clock = bool(clock)
     shown: list[Text | Table] = []
     for report in reports:
-        shown.append(Text(_title(report).rstrip(), style="bold" if report.is_ready else "bold red"))
+        title = Text(_title(report).rstrip(), style="bold" if report.is_ready else "bold red")
+        shown.append(Text.assemble((f"{clock} ", "dim"), title) if has_clock else title)
         table = Table(*_HEAD, box=None, pad_edge=False)
-        for process, row in zip(report.processes, _rows(report), strict=True):
+        for process, row in zip(report.processes, _rows(report, has_bars=has_clock), strict=True):
             name, role, state, *others = row
             color = _COLORS.get(process.state, "yellow")
             table.add_row(Text(name), Text(role), Text(state, style=color), *map(Text, others))

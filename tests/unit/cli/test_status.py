@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.cli.status_view import DeploymentReport, ProcessStatus, as_text
 from dynamo_trtllm.cli.status_keys import KeyStatus
+from dynamo_trtllm.cli.status_view import DeploymentReport, ProcessStatus, as_text
 
 
 def key(name: str, weight: float, tokens: int, waiting: int = 0) -> KeyStatus:

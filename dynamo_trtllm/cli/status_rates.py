@@ -1,0 +1,121 @@
+"""Compute the rates of frontends that `dynamo-trtllm status --watch` shows, from their metrics."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.cli.status_view import DeploymentReport, FrontendRates, ProcessStatus
+from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.observability.metrics import PREFIX
+
+_WINDOW_S: Final = 60.0  # of the percentiles
+_RATE_S: Final = 10.0  # of tokens and requests per second
+_TTFT_BUCKET: Final = re.compile(
+    rf'^{PREFIX}ttft_seconds_bucket\{{(?:[^\n]*,)?le="([^"]+)"[^\n]*\}} (\S+)$', re.MULTILINE
+)
+
+
+class _Sample(NamedTuple):
+    """The counters of one frontend at one time."""
+
+    at_s: float
+    tokens: float
+    requests: float
+    ttft_buckets: Mapping[float, float]
+
+
+def ttft_buckets(page: str) -> dict[float, float]:
+    """Return the numbers of first tokens in a page of metrics, by their largest TTFT in seconds.
+
+    As in Prometheus, a bucket has those of the smaller ones, too.
+    """
+    buckets: defaultdict[float, float] = defaultdict(float)
+    for limit, count in _TTFT_BUCKET.findall(page):
+        buckets[math.inf if limit == "+Inf" else float(limit)] += float(count)
+    return dict(buckets)
+
+
+class RateMeter:
+    """The counters of frontends during the last minute."""
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[tuple[str, str], deque[_Sample]] = defaultdict(deque)
+
+    def add(self, reports: Iterable[DeploymentReport], now_s: float) -> None:
+        """Take the counters of reports, and give their frontends rates from the second time on.
+
+        Args:
+            reports: the latest ones.
+            now_s: the time in seconds on any clock.
+        """
+        for report in reports:
+            for process in report.processes:
+                if process.role == FRONTEND and process.load:
+                    self._measure(report, process, now_s)
+
+    def _measure(self, report: DeploymentReport, process: ProcessStatus, now_s: float) -> None:
+        sample = _Sample(
+            now_s,
+            process.load.get("output_tokens_total", 0.0),
+            process.load.get("requests_total", 0.0),
+            process.ttft_buckets,
+        )
+        samples = self._samples[report.name or report.url, process.name]
+        # Counters of a frontend that was started again begin at 0.
+        if samples and sample.requests < samples[-1].requests:
+            samples.clear()
+        while samples and samples[0].at_s < now_s - _WINDOW_S:
+            samples.popleft()
+        if samples:
+            recent = next(
+                each for each in samples if each is samples[-1] or _is_recent(each, now_s)
+            )
+            seconds = max(now_s - recent.at_s, 1e-3)
+            times = _difference(samples[0].ttft_buckets, sample.ttft_buckets)
+            process.rates = FrontendRates(
+                tokens_per_s=(sample.tokens - recent.tokens) / seconds,
+                requests_per_s=(sample.requests - recent.requests) / seconds,
+                ttft_p50_s=percentile(times, 0.5),
+                ttft_p99_s=percentile(times, 0.99),
+            )
+        samples.append(sample)
+
+
+def _is_recent(sample: _Sample, now_s: float) -> bool:
+    return sample.at_s >= now_s - _RATE_S
+
+
+def _difference(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+    return {limit: count - before.get(limit, 0.0) for limit, count in after.items()}
+
+
+def percentile(buckets: Mapping[float, float], part: float) -> float | None:
+    """Estimate a percentile from a histogram, as Prometheus does: evenly within a bucket.
+
+    Args:
+        buckets: cumulative counts by upper limit.
+        part: 0.99 for the 99th percentile.
+
+    Returns:
+        The value; the largest finite limit if it is beyond; None without observations.
+    """
+    limits = sorted(buckets)
+    total = buckets[limits[-1]] if limits else 0.0
+    if total <= 0:
+        return None
+    wanted = part * total
+    lower = 0.0
+    below = 0.0
+    for limit in limits:
+        count = buckets[limit]
+        if count >= wanted:
+            if math.isinf(limit):
+                return lower
+            return lower + (limit - lower) * (wanted - below) / (count - below)
+        lower = limit
+        below = count
+    return lower
