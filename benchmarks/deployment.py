@@ -18,16 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import psutil
 
 from dynamo_trtllm.support.network.addresses import free_ports
 from dynamo_trtllm.support.subprocesses import scratch_folder, spawn
 
 from .scrape import fetch, gauges, total
 from .servers import Server
+
+# Imported only where it is used, so that `chaos --list` needs no extra.
+if TYPE_CHECKING:
+    import psutil
 
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"
@@ -162,6 +165,8 @@ class LaunchedDeployment(ABC):
 
     def leftovers(self, within_s: float = 5.0) -> list[str]:
         """Return the processes and files that remain after the launcher has ended."""
+        import psutil
+
         _, alive = psutil.wait_procs(list(self._seen.values()), timeout=within_s)
         left = [
             f"process {process.pid} still runs"
@@ -198,6 +203,8 @@ class LaunchedDeployment(ABC):
 
     def processes(self) -> Iterator[tuple[str, psutil.Process]]:
         """Yield the name and process of the launcher and all its descendants."""
+        import psutil
+
         if self._launcher is None or self._launcher.poll() is not None:
             return
         launcher = psutil.Process(self._launcher.pid)

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 import orjson
-import psutil
 
 from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
@@ -38,6 +37,7 @@ from .load import build_load, run_load
 _ANSWERS = {"200", "400", "413", "429"}
 _LARGE_BODY = 300_000  # bytes
 _NUM_BODIES = 80
+_LISTENS = "LISTEN"  # of psutil
 _SPARE_BYTES = 576 << 20
 _DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
@@ -100,12 +100,12 @@ async def slow_words(context: FaultContext) -> None:
 async def memory_bound(context: FaultContext) -> None:
     """Send large bodies at once whose total size exceeds the frontend's memory limit."""
     (frontend,) = (process for name, process in context.deployment.processes() if name == FRONTEND)
-    soft, hard = frontend.rlimit(psutil.RLIMIT_DATA)
-    frontend.rlimit(psutil.RLIMIT_DATA, (frontend.memory_info().data + _SPARE_BYTES, hard))
+    soft, hard = frontend.rlimit(resource.RLIMIT_DATA)
+    frontend.rlimit(resource.RLIMIT_DATA, (frontend.memory_info().data + _SPARE_BYTES, hard))
     try:
         await _attack(context, [repeat_text(" ", MAX_BODY)], clients=_NUM_BODIES)
     finally:
-        frontend.rlimit(psutil.RLIMIT_DATA, (soft, hard))
+        frontend.rlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 async def _attack(context: FaultContext, requests: Sequence[Request], clients: int) -> None:
@@ -311,7 +311,7 @@ async def file_descriptors(victim: str, context: FaultContext) -> None:
     listening = [
         connection.laddr
         for connection in process.net_connections()
-        if connection.status == psutil.CONN_LISTEN
+        if connection.status == _LISTENS
     ]
     before = process.rlimit(resource.RLIMIT_NOFILE)
     limit = process.num_fds() + _FREE_FILES

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from dynamo_trtllm.config.load import program
+from dynamo_trtllm.protocol.errors import install_hint
 
 from .verdict import Outcome, Verdict
 
@@ -184,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         width = max(map(len, names)) + 2
         sys.stdout.writelines(f"{name:<{width}}{_description(name)}\n" for name in names)
         return
+    if importlib.util.find_spec("psutil") is None:
+        parser().error(f"faults need psutil; {install_hint('bench')}")
     from .deployment import Options
     from .fault_run import RunConfig
 

@@ -1,29 +1,107 @@
-"""A frontend and a worker without the packages that only the command line and the launcher need."""
+"""Frontends, workers and every `--help` without the packages of extras.
+
+An environment with the bare wheel would need downloads. So the test's environment is used, with a
+blocker of imports: only the packages that the wheel requires can be imported, and what those
+require.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.kit.cluster import Cluster
 
+ROOT = Path(__file__).parents[2]
 # An import of these fails then, as if they were not installed.
 _BLOCK = """
 import sys
-for name in ("rich", "rich_argparse", "shtab", "huggingface_hub"):
+for name in {names}:
     sys.modules[name] = None
+"""
+# Runs each command in a process of its own, which begins with what all of them import.
+_EVERY_HELP = """
+import os, sys
+from dynamo_trtllm.cli import console
+import dynamo_trtllm.config.load
+for words in [[name, "--help"] for name in console.COMMANDS] + [["chaos", "--list"], ["--help"]]:
+    sys.stdout.write("\\n== " + " ".join(words) + "\\n")
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        sys.argv = ["dynamo-trtllm", *words]
+        console.main()
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit("failed: " + " ".join(words))
 """
 
 
-def test_cluster_when_extras_are_not_installed_then_it_serves(
-    make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_BLOCK)
+def required(name: str) -> Iterator[str]:
+    """Yield the distributions that one requires without extras, and what those require."""
+    found = {name}
+    waiting = [name]
+    while waiting:
+        for line in metadata.requires(waiting.pop()) or ():
+            requirement = re.match(r"[\w.-]+", line)
+            if requirement is None or "extra ==" in line:
+                continue
+            other = requirement[0].lower().replace("_", "-")
+            if other not in found:
+                found.add(other)
+                try:
+                    metadata.distribution(other)
+                except metadata.PackageNotFoundError:
+                    continue  # for another platform
+                waiting.append(other)
+                yield other
+
+
+def of_extras() -> list[str]:
+    """Return the modules that are installed and that the bare wheel does not bring."""
+    kept = {"dynamo-trtllm", *required("dynamo-trtllm")}
+    modules = []
+    for module, owners in metadata.packages_distributions().items():
+        names = {owner.lower().replace("_", "-") for owner in owners}
+        if names.isdisjoint(kept) and not module.startswith("_"):
+            modules.append(module)
+    return sorted(modules)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Hide the packages of extras from the processes of a test. Return their modules."""
+    names = of_extras()
+    (tmp_path / "sitecustomize.py").write_text(_BLOCK.format(names=names))
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return names
+
+
+def test_every_help_and_list_works_without_extras(bare: list[str]) -> None:
+    assert {"rich", "shtab", "psutil", "torch", "transformers", "matplotlib"} & set(bare)
+    assert not {"pydantic", "msgspec", "yaml"} & set(bare)
+    done = subprocess.run(
+        [sys.executable, "-c", _EVERY_HELP], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert done.stderr == ""
+    parts = re.split(r"\n== (.*)\n", done.stdout)[1:]
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert all(text.strip() for text in said.values())
+    assert "kill-decode" in said["chaos --list"]
+
+
+def test_cluster_when_extras_are_not_installed_then_it_serves(
+    bare: list[str], make_cluster: Callable[..., Cluster]
+) -> None:
     cluster = make_cluster()
     cluster.mock("prefill_and_decode", "mock")
     cluster.until_ready("mock")
