@@ -1,8 +1,6 @@
 """Frontends, workers and every `--help` without the packages of extras.
 
-An environment with the bare wheel would need downloads. So the test's environment is used, with a
-blocker of imports: only the packages that the wheel requires can be imported, and what those
-require.
+tests/kit/bare_wheel.py hides them.
 """
 
 from __future__ import annotations
@@ -11,21 +9,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kit.bare_wheel import hide_extras, of_extras
 from tests.kit.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
-# An import of these fails then, as if they were not installed.
-_BLOCK = """
-import sys
-for name in {names}:
-    sys.modules[name] = None
-"""
 # Runs each command in a process of its own, which begins with what all of them import.
 _EVERY_HELP = """
 import os, sys
@@ -44,45 +36,13 @@ for words in [[name, "--help"] for name in console.COMMANDS] + [["chaos", "--lis
 """
 
 
-def required(name: str) -> Iterator[str]:
-    """Yield the distributions that one requires without extras, and what those require."""
-    found = {name}
-    waiting = [name]
-    while waiting:
-        for line in metadata.requires(waiting.pop()) or ():
-            requirement = re.match(r"[\w.-]+", line)
-            if requirement is None or "extra ==" in line:
-                continue
-            other = requirement[0].lower().replace("_", "-")
-            if other not in found:
-                found.add(other)
-                try:
-                    metadata.distribution(other)
-                except metadata.PackageNotFoundError:
-                    continue  # for another platform
-                waiting.append(other)
-                yield other
-
-
-def of_extras() -> list[str]:
-    """Return the modules that are installed and that the bare wheel does not bring."""
-    kept = {"dynamo-trtllm", *required("dynamo-trtllm")}
-    modules = []
-    for module, owners in metadata.packages_distributions().items():
-        names = {owner.lower().replace("_", "-") for owner in owners}
-        if names.isdisjoint(kept) and not module.startswith("_"):
-            modules.append(module)
-    return sorted(modules)
-
-
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Hide the packages of extras from the processes of a test. Return their modules."""
-    names = of_extras()
-    (tmp_path / "sitecustomize.py").write_text(_BLOCK.format(names=names))
+    hide_extras(tmp_path)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return names
+    return of_extras()
 
 
 def test_every_help_and_list_works_without_extras(bare: list[str]) -> None:

@@ -47,6 +47,7 @@ Processes, as a user starts them
 
 For all tests
     certificates: certificates of servers and clients
+    bare_wheel: hides the packages of extras from processes
     transfer_keys: files of KV transfer keys, and a clock that a test moves
     waiting: how long to wait for what normally holds at once
     number_fields: messages in which one number is wrong
