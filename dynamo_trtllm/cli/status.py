@@ -181,11 +181,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             ) from exc
     has_namespace = config.source_of("namespace") != DEFAULT_SOURCE
     has_etcd = config.source_of("etcd_endpoints") != DEFAULT_SOURCE
-    if config.deployment_name is not None:
-        record = running_deployment(config.deployment_name, "with --deployment-name")
-        launched = [] if record is None else [record]
-    else:
-        launched = running_deployments()
+    launched = _launched(config.deployment_name)
     records = launched
     if has_namespace:
         records = [record for record in launched if record.namespace == config.namespace]
@@ -222,6 +218,14 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     raise NothingRuns(
         f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints"
     )
+
+
+def _launched(name: str | None) -> list[LaunchRecord]:
+    """Return the deployments of this machine, or the one with this name. Raises ConfigError."""
+    if name is None:
+        return running_deployments()
+    record = running_deployment(name, "with --deployment-name")
+    return [] if record is None else [record]
 
 
 class _StatusClient(NamedTuple):

@@ -19,7 +19,7 @@ _TTFT_BUCKET: Final = re.compile(
 )
 
 
-class _Sample(NamedTuple):
+class _Counters(NamedTuple):
     """The counters of one frontend at one time."""
 
     at_s: float
@@ -43,7 +43,7 @@ class RateMeter:
     """The counters of frontends during the last minute."""
 
     def __init__(self) -> None:
-        self._samples: defaultdict[tuple[str, str], deque[_Sample]] = defaultdict(deque)
+        self._samples: defaultdict[tuple[str, str], deque[_Counters]] = defaultdict(deque)
 
     def add(self, reports: Iterable[DeploymentReport], now_s: float) -> None:
         """Take the counters of reports, and give their frontends rates from the second time on.
@@ -58,7 +58,7 @@ class RateMeter:
                     self._measure(report, process, now_s)
 
     def _measure(self, report: DeploymentReport, process: ProcessStatus, now_s: float) -> None:
-        sample = _Sample(
+        sample = _Counters(
             now_s,
             process.load.get("output_tokens_total", 0.0),
             process.load.get("requests_total", 0.0),
@@ -85,7 +85,7 @@ class RateMeter:
         samples.append(sample)
 
 
-def _is_recent(sample: _Sample, now_s: float) -> bool:
+def _is_recent(sample: _Counters, now_s: float) -> bool:
     return sample.at_s >= now_s - _RATE_S
 
 

@@ -93,7 +93,7 @@ class ClusterDeployment:
         config: settings of the command.
         deployment: the deployment as the launcher would run it on one machine.
         model: the model.
-        hub_model: the model on the Hub; None: it is elsewhere.
+        hub_model: the model on the Hub; None: it is not from there.
         head: lines for the beginning of the file.
     """
 

@@ -4,13 +4,15 @@ deploy/make_secrets made: the user is the common name of the client's certificat
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -28,6 +30,7 @@ from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import GetFile
 from dynamo_trtllm.support.network.addresses import free_ports
+from tests.kit.cluster import PLAIN, START_TIMEOUT_S, Process, until
 from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.request_planes import LIMITS, ScriptedService
@@ -267,3 +270,38 @@ async def test_changed_certificates_are_read_without_a_restart(
 def test_files_for_nats_that_do_not_fit_are_an_error(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         NatsAccess.of(ConnectionConfig(**values))
+
+
+def test_services_of_the_mock_file_answer_as_processes(secrets: Path, etcd: str, nats: str) -> None:
+    """Run the commands of deploy/compose/mock.yml with its variables, without containers."""
+    services = yaml.safe_load((DEPLOY / "compose" / "mock.yml").read_text())["services"]
+    processes: list[Process] = []
+    with ExitStack() as stack:
+        for service in services.values():
+            environ = {
+                name: str(value).replace("/tls/", f"{secrets}/")
+                for name, value in service["environment"].items()
+            }
+            environ |= {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
+            _, _, module, *flags = map(str, service["command"])
+            # Ports that are free here.
+            flags = [flag.replace("9090", "0").replace("8000", "0") for flag in flags]
+            processes.append(Process(module, flags, {**os.environ, **environ}))
+            stack.callback(processes[-1].stop)
+        frontend, *workers = processes
+        for worker in workers:
+            worker.instance()
+        url = frontend.url()
+        body = {
+            "model": "tiny-gpt-oss",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4,
+        }
+        with httpx.Client(base_url=url, timeout=SOON_S, **PLAIN) as client:
+            until(
+                lambda: client.get("/v1/models/tiny-gpt-oss/ready").status_code == 200,
+                START_TIMEOUT_S,
+            )
+            answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4

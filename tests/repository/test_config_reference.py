@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 from dynamo_trtllm import config
+from dynamo_trtllm.config.client_commands import DeploymentChoiceConfig
 from dynamo_trtllm.config.config_base import Config, ConnectionConfig, ProcessConfig
 from dynamo_trtllm.config.deployment import Section
 from dynamo_trtllm.config.flags import flags_of
@@ -43,6 +44,7 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
         - {
             Config,
             ConnectionConfig,
+            DeploymentChoiceConfig,
             ProcessConfig,
             HttpAccessConfig,
             HttpClientConfig,
