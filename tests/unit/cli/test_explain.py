@@ -10,9 +10,10 @@ from typing import TypeAlias
 
 import pytest
 
-from dynamo_trtllm.cli.explain import timeline
+from dynamo_trtllm.cli.explain import of_deployment, timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
+from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
 from dynamo_trtllm.observability.recorder import (
     MAGIC,
     NO_COST,
@@ -368,3 +369,32 @@ def test_timeline_shows_costs_of_placement() -> None:
     lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
     assert lines[-2].endswith("placed by cost: least-loaded, aaa costs 812 (next 5231)")
     assert lines[-1].endswith("placed by cost: least-loaded, bbb costs 40 (next none)")
+
+
+def test_requests_of_other_deployments_are_left_out() -> None:
+    def recorded(
+        pid: int, started: int = 100, namespace: str = "n", host: str = ""
+    ) -> ProcessRecording:
+        one = process("frontend", BEGUN, key=pid)
+        header = one.header._replace(pid=pid, start_ticks=started, namespace=namespace.encode())
+        return dataclasses.replace(one, header=header, host=host)
+
+    def launched(pid: int, *pids: int) -> LaunchRecord:
+        processes = [
+            ProcessRecord(name="frontend", role="frontend", host="h", port=1, pid=each)
+            for each in pids
+        ]
+        return LaunchRecord(pid=pid, start_ticks=50, namespace="n", processes=processes)
+
+    recordings = Recordings(
+        [
+            recorded(1),
+            recorded(2),  # of a deployment with the same namespace
+            recorded(3, namespace="other"),
+            recorded(4, started=40),  # of an earlier deployment
+            recorded(5, host="far"),
+        ]
+    )
+    kept = of_deployment(recordings, launched(10, 1), [launched(20, 2)])
+    assert [one.header.pid for one in kept.processes] == [1, 5]
+    assert set(kept.requests) == {1, 5}
