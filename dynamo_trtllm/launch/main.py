@@ -182,7 +182,7 @@ async def run(
         nonlocal is_done
         frontend = record.frontend
         url = None if frontend is None else frontend.url
-        rows = [] if is_quiet else _summary(specs, url)
+        rows = [] if is_quiet else [*_name(record), *_summary(specs, url)]
         _say_ready(output, rows, url, once=once)
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
@@ -253,6 +253,11 @@ def _say_ready(
         output.say(f"Ready{where}{stop}")
 
 
+def _name(record: LaunchRecord) -> list[tuple[str, str]]:
+    """Return the name of a deployment, if it is not its namespace: other commands need it."""
+    return [("name", record.name)] if record.name != record.namespace else []
+
+
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
     workers = [spec for spec in specs if not spec.is_frontend]
@@ -271,6 +276,7 @@ def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, s
         *rows,
         ("chat", f"{CONSOLE} chat --url {url}"),
         ("curl", f"curl {url}/v1/models"),
+        ("logs", f"{CONSOLE} logs --follow"),
         ("API", f"{url}/docs"),
     ]
 

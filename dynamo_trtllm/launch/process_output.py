@@ -32,9 +32,10 @@ LAUNCHER = "launch"
 _SERVERS = ("etcd", "nats")
 _HIDDEN_LINES = 200  # kept for a start that fails
 _ROUTINE = re.compile(r"\S+ (INFO|DEBUG) ")  # log lines that the live lines replace
-# A log line: time, level, process, logger and message.
+# A log line: time, level, process, request id if any, logger and message.
 _LOG_LINE = re.compile(
-    r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ \S+: (?P<message>.*)"
+    r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ (?P<request>\S+ )?\S+:"
+    r" (?P<message>.*)"
 )
 _MAX_TERMINAL_CHARS = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
@@ -118,7 +119,7 @@ class ProcessOutput:
         except BaseException:
             if self.end_start() and panel is not None:
                 for name, text in panel.hidden:
-                    self._show(name, text)
+                    self._show(name, text, is_whole=True)
             raise
         finally:
             self.end_start()
@@ -136,7 +137,7 @@ class ProcessOutput:
         except BaseException:
             self._hidden = None
             for name, text in hidden:
-                self._show(name, text)
+                self._show(name, text, is_whole=True)
             raise
         finally:
             self._hidden = None
@@ -182,11 +183,12 @@ class ProcessOutput:
             self._add_to_file(name, text)
         self._show(name, text)
 
-    def _show(self, name: str, text: str) -> None:
+    def _show(self, name: str, text: str, *, is_whole: bool = False) -> None:
+        """Show a line, on a terminal in short. Lines that explain a failure are whole."""
         if self._hidden is not None:
             self._hidden.append((name, text))
         else:
-            self._try(partial(self._write_line, name, text))
+            self._try(partial(self._write_line, name, text, is_whole=is_whole))
 
     def write(self, text: str) -> None:
         """Write text as it is."""
@@ -213,7 +215,7 @@ class ProcessOutput:
         self._stream.write(text)
         self._stream.flush()
 
-    def _write_line(self, name: str, text: str) -> None:
+    def _write_line(self, name: str, text: str, *, is_whole: bool) -> None:
         if self._is_json:
             self._write(f"{_json_entry(name, text)}\n")
             return
@@ -226,7 +228,7 @@ class ProcessOutput:
         if self._panel is not None:
             self._panel.write_above(f"{prefix} {text}")
             return
-        if self.has_terminal:
+        if self.has_terminal and not is_whole:
             text = _short(text, _MAX_TERMINAL_CHARS - self._width - len(" | "))
         self._write(f"{prefix} {text}\n")
 
@@ -262,6 +264,7 @@ class StartPanel:
 
     def close(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Remove the live lines, and show a panel if there are rows."""
+        from rich.box import HORIZONTALS
         from rich.panel import Panel
         from rich.table import Table
 
@@ -272,9 +275,16 @@ class StartPanel:
             table.add_column(overflow="fold")
             for subject, text in rows:
                 table.add_row(subject, text)
-            self._terminal.print(
-                Panel(table, title=title, title_align="left", expand=False, border_style="green")
+            # No borders at the sides, so that lines can be copied.
+            panel = Panel(
+                table,
+                HORIZONTALS,
+                title=title,
+                title_align="left",
+                expand=False,
+                border_style="green",
             )
+            self._terminal.print(panel)
 
     def _lines(self) -> Any:
         from rich.table import Table
@@ -301,7 +311,7 @@ def _short(text: str, max_chars: int) -> str:
     found = _LOG_LINE.fullmatch(text)
     if found is None:
         return text
-    line = f"{found['time']} {found['message']}"
+    line = f"{found['time']} {found['request'] or ''}{found['message']}"
     return line if len(line) <= max_chars else f"{line[: max_chars - 1]}…"
 
 

@@ -431,7 +431,7 @@ def test_explain_names_the_user_that_may_not_ask(servers: Servers) -> None:
     words += ["--etcd-credentials-file", str(servers.files)]
     words += ["--nats-credentials-file", str(servers.file("worker"))]
     config = load(ExplainConfig, prog="explain", argv=words, environ={})
-    (problem,) = with_other_machines(config, Recordings([])).problems
+    (problem,) = with_other_machines(config, None, Recordings([])).problems
     assert "rejects a subscription of this process, user 'worker' of" in problem
     assert "use the credentials of its role" in problem
 

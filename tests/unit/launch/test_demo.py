@@ -161,6 +161,7 @@ def test_summary_shows_address_models_and_workers() -> None:
         ("workers", "decode (vllm, CPU)"),
         ("chat", "dynamo-trtllm chat --url http://localhost:80"),
         ("curl", "curl http://localhost:80/v1/models"),
+        ("logs", "dynamo-trtllm logs --follow"),
         ("API", "http://localhost:80/docs"),
     ]
 
