@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,8 @@ CONSOLE_FILES: Final = "/console/files/"
 _CONSOLE: Final = "/console/"
 _STATUS_PATHS: Final = frozenset({"/health", "/metrics"})
 _OPEN_TO_ALL_KEYS: Final = frozenset({"/openapi.json"})
-_ALL_SCOPES: Final = ("api", "status", "all")
+_API: Final = frozenset({"api", "all"})  # scopes of keys that are for requests to models
+_STATUS: Final = frozenset({"status", "all"})  # scopes of keys that show the state
 _BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
 
@@ -199,7 +200,7 @@ class AccessControl:
                 )
             self._check_certificate(request)
             if self.needs_api_key or not self._needs_certificate:
-                request.sender = self._authorized(request, "status")
+                request.sender = self._authorized(request, _STATUS)
         except (InvalidApiKey, PermissionDenied) as error:
             self.count("access_denied_total", error.code)
             raise
@@ -212,7 +213,7 @@ class AccessControl:
                 " one"
             )
 
-    def _authorized(self, request: HttpRequest, scopes: Sequence[str]) -> Tenant:
+    def _authorized(self, request: HttpRequest, scopes: frozenset[str]) -> Tenant:
         """Return the sender of a request whose path needs a key with one of these scopes.
 
         Raises:
@@ -223,7 +224,7 @@ class AccessControl:
         if tenant.key.scope not in scopes:
             raise PermissionDenied(
                 f"this API key is not for {request.path}, which needs one with scope"
-                f" {' or '.join(scopes)}"
+                f" {' or '.join(sorted(scopes, reverse=True))}"
             )
         return tenant
 
@@ -269,13 +270,13 @@ class AccessControl:
         self._tenants = tenants
 
 
-def _scopes(path: str) -> Sequence[str]:
+def _scopes(path: str) -> frozenset[str]:
     """Return the scopes of keys that are for a path of a frontend."""
     if path in _OPEN_TO_ALL_KEYS:
-        return _ALL_SCOPES
+        return _API | _STATUS
     if path in _STATUS_PATHS or path.startswith(_CONSOLE):
-        return ("status", "all")
-    return ("api", "all")
+        return _STATUS
+    return _API
 
 
 def _do_nothing(metric: str, label: str) -> None: ...

@@ -303,7 +303,7 @@ class Worker(Lifecycle):
                 await self._drain(started)
                 raise
             except asyncio.CancelledError:
-                # Nobody has asked for it: something that ran in the event loop has raised
+                # `stop` was not called: something that ran in the event loop has raised
                 # SystemExit, maybe because of a request. Frontends should not take this for a
                 # drain, and try the request on one worker after the other.
                 if self._owns_process and not self._stop_event.is_set():
