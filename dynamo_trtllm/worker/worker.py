@@ -14,10 +14,8 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from dynamo_trtllm import __version__
 from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.discovery import records
@@ -51,9 +49,7 @@ from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
 from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
 from dynamo_trtllm.protocol.messages import (
-    WIRE_VERSION,
     Instance,
-    ModelDeploymentCard,
     Role,
     SamplingDefaults,
 )
@@ -68,9 +64,10 @@ from dynamo_trtllm.support.network.addresses import (
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.support.tls import server_certificate
 from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.description import admission_of, describe
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
-from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
+from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
 
@@ -83,7 +80,6 @@ SWITCH_S = 0.0005
 # default of 700 new objects, garbage collections take a seventh of the CPU time in which the torch
 # engine loads.
 _GC_THRESHOLDS = (50_000, 20, 100)
-_MAX_PENDING_TRANSFER_FRACTION = 0.5  # part of the KV blocks, see `WorkerAdmission`
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 # The limit of open files. Each KV transfer takes one; everything else takes about 128.
 _MAX_OPEN_FILES = 8192
@@ -338,11 +334,13 @@ class Worker(Lifecycle):
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
         self._health.phase = "registering"
-        instance, files = self._describe(info, checked.sampling_defaults)
+        instance, files = describe(
+            config, self._endpoint, self.instance_id, info, checked.sampling_defaults
+        )
         service = WorkerService(
             engine,
             instance,
-            self._admission(info),
+            admission_of(config, info, self._timing),
             files=files,
             metrics=self._metrics,
             signer=TransferSigner(self.instance_id, keys, count=count_rejected),
@@ -440,13 +438,6 @@ class Worker(Lifecycle):
             startup.freeze_objects()
         return info
 
-    def _admission(self, info: EngineInfo) -> WorkerAdmission:
-        max_active: int | None = None
-        max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
-        if max_batch_size:
-            max_active = max_batch_size + self._config.max_queued_requests
-        return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION, timing=self._timing)
-
     def _start_broadcasts(
         self, service: WorkerService, plane: RequestPlane, stack: AsyncExitStack
     ) -> None:
@@ -472,50 +463,6 @@ class Worker(Lifecycle):
         stack.callback(publisher.close)
         engine.start_kv_events(publisher.on_events)
         return publisher
-
-    def _describe(
-        self, info: EngineInfo, sampling_defaults: SamplingDefaults
-    ) -> tuple[Instance, dict[str, Path]]:
-        """Return the instance to register, and the paths of the card's files by content hash."""
-        config = self._config
-        role = config.disaggregation_mode
-        endpoint = self._endpoint
-        files = startup.with_template(config, info.renderer, info.files)
-        digests = {name: startup.digest(path) for name, path in files.items()}
-        card = ModelDeploymentCard(
-            name=config.model_name,
-            context_length=info.context_length,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            renderer=info.renderer,
-            **startup.parsers(config, info.renderer),
-            unsupported_features=info.unsupported_features,
-            files=digests,
-            sampling_defaults=startup.without_unsupported(
-                sampling_defaults, info.unsupported_features
-            ),
-        )
-        instance = Instance(
-            id=self.instance_id,
-            **endpoint._asdict(),
-            subject=records.subject(endpoint, self.instance_id),
-            role=role,
-            engine=info.engine,
-            card=card,
-            layout=info.layout,
-            limits=info.limits,
-            kv_compat=info.kv_compat,
-            can_aggregate=info.can_aggregate,
-            supported_features=info.supported_features,
-            keeps_unfetched_kv=info.keeps_unfetched_kv,
-            strategy=config.disaggregation_strategy,
-            version=__version__,
-            wire=WIRE_VERSION,
-            publishes_kv_events=config.publish_kv_events,
-            signs_kv_transfers=config.kv_transfer_key_file is not None,
-            kv_addresses=info.kv_addresses,
-        )
-        return instance, {digests[name]: path for name, path in files.items()}
 
     async def _drain(self, started: StartedWorker) -> None:
         self._health.phase = "draining"

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cluster.discovery.records import EndpointId
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Limits, SamplingDefaults
-from dynamo_trtllm.worker import Worker
+from dynamo_trtllm.worker.description import describe
 from dynamo_trtllm.worker.startup import (
     check_flags,
     digest,
@@ -125,10 +126,9 @@ def test_template_hash_is_on_the_card(tmp_path: Path) -> None:
         layout=LAYOUT,
         limits=Limits(),
     )
-    worker = Worker(
-        WorkerConfig(model_path="m", engine="torch", custom_jinja_template=template),
-    )
-    instance, files = worker._describe(info, SamplingDefaults())
+    config = WorkerConfig(model_path="m", engine="torch", custom_jinja_template=template)
+    endpoint = EndpointId("dynamo", "backend", "generate")
+    instance, files = describe(config, endpoint, 1, info, SamplingDefaults())
     assert instance.card.files == {
         "tokenizer.json": digest(tokenizer),
         "chat_template.jinja": digest(template),
