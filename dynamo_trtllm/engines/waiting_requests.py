@@ -10,6 +10,7 @@ import math
 import time
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -39,7 +40,7 @@ class WaitingRequest(Protocol):
 
     request: GenerateRequest
     queued_s: float
-    """When it was queued, in seconds of `time.monotonic`."""
+    """When it was queued, in seconds of a monotonic clock."""
     is_overdue: bool
     """Whether it has waited for MAX_WAIT_S. Then its order is FIRST."""
     recorded_wait: str
@@ -80,13 +81,13 @@ def group_of(request: WaitingRequest) -> int:
     return request.queue_order.group
 
 
-def enqueue(waiting: deque[R], request: R) -> None:
+def enqueue(waiting: deque[R], request: R, clock: Callable[[], float] = time.monotonic) -> None:
     """Queue a request behind those of the same order."""
-    request.queued_s = time.monotonic()
+    request.queued_s = clock()
     insort(waiting, request, key=_order)
 
 
-def promote_overdue(waiting: deque[R]) -> None:
+def promote_overdue(waiting: deque[R], clock: Callable[[], float] = time.monotonic) -> None:
     """Move the request that has waited longest to the front, if it has waited for MAX_WAIT_S.
 
     A request of order FIRST keeps its place.
@@ -98,7 +99,7 @@ def promote_overdue(waiting: deque[R]) -> None:
     if first_order == FIRST or first_order == waiting[-1].queue_order:
         return
     oldest = min(waiting, key=_queued_s)
-    if time.monotonic() - oldest.queued_s >= MAX_WAIT_S:
+    if clock() - oldest.queued_s >= MAX_WAIT_S:
         waiting.remove(oldest)
         oldest.is_overdue = True
         waiting.appendleft(oldest)

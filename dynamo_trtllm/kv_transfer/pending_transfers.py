@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +26,7 @@ from dynamo_trtllm.kv_transfer.transfer_backend import (
     first_deadline,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
     RequestRejected,
@@ -63,10 +63,14 @@ class PendingTransfers:
     Args:
         identity: the part of the parameters that is the same in all transfers of the engine.
         ttl_s: seconds until a transfer expires.
+        clocks: the clocks of the process.
     """
 
-    def __init__(self, identity: TransferIdentity, *, ttl_s: float) -> None:
+    def __init__(
+        self, identity: TransferIdentity, *, ttl_s: float, clocks: Clocks = SYSTEM_CLOCKS
+    ) -> None:
         self.identity = identity
+        self._epoch = clocks.epoch
         self._ttl_s = ttl_s
         self._pending: dict[str, _PendingTransfer] = {}
 
@@ -98,7 +102,7 @@ class PendingTransfers:
         return KvTransferParams(
             version=TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
-            expires_at=time.time() + self._ttl_s,
+            expires_at=self._epoch() + self._ttl_s,
             prompt_tokens=prompt_tokens,
             first_token_ids=first.token_ids,
             first_logprobs=first.logprobs,
@@ -124,7 +128,7 @@ class PendingTransfers:
         kv_params = request.kv_params
         if kv_params is None:
             raise RequestRejected("a decode call needs KV transfer parameters", field="kv_params")
-        check_params(kv_params, self.identity, now=time.time())
+        check_params(kv_params, self.identity, now=self._epoch())
         _require_equal(kv_params, "prompt_tokens", len(request.token_ids))
         if kv_bytes is not None:
             _require_equal(kv_params, "kv_bytes", kv_bytes)
@@ -183,6 +187,7 @@ class KvTransfers(PendingTransfers):
         engine: name of the engine.
         instance_id: id of the worker.
         layout: the layout of the KV of the engine.
+        clocks: the clocks of the process.
     """
 
     def __init__(
@@ -193,11 +198,12 @@ class KvTransfers(PendingTransfers):
         engine: str,
         instance_id: int,
         layout: KvLayout,
+        clocks: Clocks = SYSTEM_CLOCKS,
     ) -> None:
         identity = TransferIdentity(
             engine, instance_id, config.model_name, layout, {}, transport=backend.name
         )
-        super().__init__(identity, ttl_s=config.kv_transfer_ttl_s)
+        super().__init__(identity, ttl_s=config.kv_transfer_ttl_s, clocks=clocks)
         self.backend = backend
         self._guard = TransferGuard()
         self._timeout_s = config.kv_fetch_timeout_s
@@ -272,7 +278,7 @@ class KvTransfers(PendingTransfers):
             kv_params.prefill_instance_id,
             kv_params.kv_bytes,
         )
-        first = first_deadline(kv_params, request.deadline, self._timeout_s)
+        first = first_deadline(kv_params, request.deadline, self._timeout_s, self._epoch())
         if first.left_s <= 0:
             # The read has not begun, so the pair has not failed, as TransferTimeout would say: this
             # worker had no space.

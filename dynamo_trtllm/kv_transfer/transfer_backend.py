@@ -7,7 +7,6 @@ which deadline ends a fetch first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
@@ -269,14 +268,16 @@ class Deadline(NamedTuple):
     message: str
 
 
-def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: float) -> Deadline:
+def first_deadline(
+    kv_params: KvTransferParams, deadline: float, timeout_s: float, now: float
+) -> Deadline:
     """Return the time limit that a fetch reaches first.
 
     Args:
         deadline: the deadline of the request, in seconds since the epoch.
         timeout_s: the longest time of any fetch.
+        now: seconds since the epoch.
     """
-    now = time.time()
     late = f"KV transfer {kv_params.transfer_id} did not finish before"
     # If two deadlines are equal, the first one counts.
     deadlines = (

@@ -19,7 +19,7 @@ A name with a dot, such as `queue.slots`, is a part of a phase and is not added 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -127,24 +127,28 @@ class CallPhases:
 
     Args:
         kv_params: the KV transfer parameters of a decode call.
+        clock: returns seconds of a monotonic clock.
     """
 
-    def __init__(self, kv_params: KvTransferParams | None) -> None:
+    def __init__(
+        self, kv_params: KvTransferParams | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         # Seconds of phases that have ended, and of parts of phases.
         self.seconds: dict[str, float] = {}
         self.cached_tokens = 0  # tokens of the prompt that were not computed again
         self._kv_params = kv_params
-        self._begun_s = time.monotonic()  # when the current phase began
+        self._clock = clock
+        self._begun_s = clock()  # when the current phase began
 
     def end(self, phase: str) -> None:
         """End the current phase, and begin the next one."""
-        now = time.monotonic()
+        now = self._clock()
         self.seconds[phase] = now - self._begun_s
         self._begun_s = now
 
     def end_part(self, part: str) -> None:
         """End the first part of the current phase."""
-        self.seconds[part] = time.monotonic() - self._begun_s
+        self.seconds[part] = self._clock() - self._begun_s
 
     def end_export(self, kv_params: KvTransferParams) -> None:
         """End the export of the KV of a prefill call, which these parameters describe."""
@@ -161,9 +165,13 @@ class QueueWaits:
 
     All others wait with it. A request reads the times when it is queued. When it leaves the queue,
     `since` returns by how much they have grown.
+
+    Args:
+        clock: returns seconds of a monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._waited: dict[str, float] = {}
         self._resource = ""
         self._since_s = 0.0
@@ -190,7 +198,7 @@ class QueueWaits:
         return parts
 
     def _close(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._resource:
             before_s = self._waited.get(self._resource, 0.0)
             self._waited[self._resource] = before_s + now - self._since_s

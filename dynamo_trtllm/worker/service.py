@@ -25,6 +25,7 @@ from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol import messages
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
@@ -191,6 +192,7 @@ class _ServiceStream(Stream):
     __slots__ = (
         "_arrived_s",
         "_calls",
+        "_clock",
         "_is_sampled",
         "_is_stopped",
         "_metrics",
@@ -213,8 +215,10 @@ class _ServiceStream(Stream):
         on_event: OnEvent,
         calls: deque[CallSample],
         signer: TransferSigner,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(on_event)
+        self._clock = clock
         self._signer = signer
         self._receivers = request.kv_receivers
         # The fetch of a decode call whose KV transfer parameters are signed.
@@ -222,7 +226,7 @@ class _ServiceStream(Stream):
         # The samples of all calls, and whether that of this call is one of them.
         self._calls = calls
         self._is_sampled = False
-        self._arrived_s = time.monotonic()
+        self._arrived_s = clock()
         self._num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine had to do when the call arrived
         self.request_id = request.request_id
@@ -267,7 +271,7 @@ class _ServiceStream(Stream):
         if chunk.stats is not None:
             cached_tokens = min(prompt_tokens, chunk.stats.cached_tokens)
         sample = CallSample(
-            seconds=time.monotonic() - self._arrived_s,
+            seconds=self._clock() - self._arrived_s,
             new_tokens=prompt_tokens - cached_tokens,
             cached_tokens=cached_tokens,
             work=self.work,
@@ -327,6 +331,7 @@ class WorkerService:
         kv_events: publisher of the engine's KV events, if the worker publishes them.
         cost_prior: what is known of the time of steps before they are measured.
         timing: how long the worker waits.
+        clocks: the clocks of the process.
     """
 
     engine: Engine
@@ -339,11 +344,12 @@ class WorkerService:
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
     timing: WorkerTiming = TIMING
+    clocks: Clocks = SYSTEM_CLOCKS
 
     def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
         self._signer = self.signer or TransferSigner(self.instance.id)
-        # The newest report, and the time of `time.monotonic()` at which it was made.
+        # The newest report, and when it was made.
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0
         # The prompts that arrived after the report: their tokens and their number.
@@ -359,7 +365,14 @@ class WorkerService:
         )
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls, self._signer)
+        stream = _ServiceStream(
+            request,
+            self.metrics,
+            on_event,
+            self._cost.calls,
+            self._signer,
+            self.clocks.monotonic,
+        )
         prompt_tokens = len(request.token_ids)
         RECORDER.record(
             request.request_id, RecordedEvent.CALL_RECEIVED, prompt_tokens, reason=request.phase
@@ -423,7 +436,7 @@ class WorkerService:
 
         Many callers get it, and engines count all requests for it.
         """
-        now = time.monotonic()
+        now = self.clocks.monotonic()
         last = self._last_load
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
@@ -446,7 +459,7 @@ class WorkerService:
 
     def load_report_with_cost(self) -> LoadReport:
         """Return the load with the cost model, which learns from the last steps and calls first."""
-        cost = self._cost.learn(time.monotonic())
+        cost = self._cost.learn(self.clocks.monotonic())
         self.metrics.set_cost(cost)
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
@@ -483,7 +496,7 @@ class WorkerService:
                 # The clocks of two machines may differ, so the time that is left counts. Older
                 # senders do not set it.
                 if left_s:
-                    expires_at = time.time() + left_s
+                    expires_at = self.clocks.epoch() + left_s
                 self.admission.reserve(reservation_id, expires_at)
             case messages.ReleaseSlot(reservation_id):
                 self.admission.unreserve(reservation_id)

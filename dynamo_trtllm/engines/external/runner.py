@@ -492,7 +492,9 @@ class ExternalCall(Stream):
         if self._request.phase is not Phase.DECODE or kv_params is None:
             self._limit_by_deadline()
             return
-        first = first_deadline(kv_params, self._request.deadline, self._calls.kv_fetch_timeout_s)
+        first = first_deadline(
+            kv_params, self._request.deadline, self._calls.kv_fetch_timeout_s, time.time()
+        )
         RECORDER.record(
             self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id
         )

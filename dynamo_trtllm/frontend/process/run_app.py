@@ -37,6 +37,7 @@ from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, recorder_folder
 from dynamo_trtllm.observability.recording_server import answer_queries
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import LoadReport
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
@@ -232,7 +233,8 @@ def routing_work(
     placement = router.placement
     work = {"pairs": prune_breakers(view, router.breakers)}
     if placement is not None:
-        work["loads"] = follow_loads(plane, namespace, view, placement.loads)
+        clock = router.clocks.monotonic
+        work["loads"] = follow_loads(plane, namespace, view, placement.loads, clock)
         if placement.prefixes is not None:
             feed = PrefixFeed(placement.prefixes, view, plane, namespace, metrics)
             work["kv-events"] = feed.run()
@@ -240,14 +242,18 @@ def routing_work(
 
 
 async def follow_loads(
-    plane: RequestPlane, namespace: str, view: ClusterView, loads: ClusterLoad
+    plane: RequestPlane,
+    namespace: str,
+    view: ClusterView,
+    loads: ClusterLoad,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Take the load that workers report, and drop that of gone workers, until cancelled."""
 
     def take(report: LoadReport) -> None:
         # Without the instance, the report came late or too early.
         if view.instance(report.instance_id) is not None:
-            loads.on_report(report, time.monotonic())
+            loads.on_report(report, clock())
 
     changes = view.subscribe()
     unsubscribe = await plane.client.watch_loads(namespace, take)
@@ -280,25 +286,29 @@ def router_of(
     plane: RequestPlane,
     breakers: PairBreakers,
     metrics: FrontendMetrics,
+    clocks: Clocks = SYSTEM_CLOCKS,
+    seed: int | None = None,
 ) -> RequestRouter:
     """Return the router of requests.
 
-    It counts queries of death and collected KV in `metrics`.
+    It counts queries of death and collected KV in `metrics`. `seed`: of random choices of workers.
     """
-    suspects = Suspects(metrics.query_of_death)
+    suspects = Suspects(metrics.query_of_death, clock=clocks.monotonic)
     return RequestRouter(
         view,
         plane,
         _options(config),
         breakers,
-        placement_of(config),
+        placement_of(config, seed),
         metrics.kv_collected,
         suspects,
+        clocks,
+        seed,
     )
 
 
-def placement_of(config: FrontendConfig) -> Placement | None:
-    """Return what selects workers by cost, if the router mode does."""
+def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement | None:
+    """Return what selects workers by cost, if the router mode does. `seed`: of random choices."""
     if config.router_mode not in ("least-loaded", "kv"):
         return None
     prefixes = None
@@ -311,6 +321,7 @@ def placement_of(config: FrontendConfig) -> Placement | None:
         prefixes,
         overlap_credit=config.router_kv_overlap_score_credit,
         temperature=config.router_temperature,
+        seed=seed,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
@@ -27,7 +28,7 @@ class ChoiceTimeline:
 
     The router calls a method for each event, which also writes it to the flight recorder. The flow
     sets the instances and stats, which are those of the last attempt. `RequestTimeline` sets the
-    times of tokens when they arrive. Times are of `time.monotonic()`.
+    times of tokens when they arrive. Times are of `clock`.
     """
 
     prefill_instance: int | None = None
@@ -43,6 +44,7 @@ class ChoiceTimeline:
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
     # The place in the start window; None: the choice is a probe, which does not count.
     place: StartPlace | None = field(default=None, compare=False)
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     # The index of the first span of the current attempt.
     _attempt_span: int = field(default=0, compare=False)
     # The role of the last worker that was called.
@@ -171,4 +173,4 @@ class ChoiceTimeline:
                 last.stats = self.prefill_stats
             elif last.phase == "first_token":
                 last.stats = self.decode_stats
-        self.spans.append(Span(phase, time.monotonic(), role))
+        self.spans.append(Span(phase, self.clock(), role))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +35,7 @@ from dynamo_trtllm.frontend.routing.worker_load import PlacedRequest
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.observability.line_limit import LineLimit
 from dynamo_trtllm.observability.logging import short_id
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -91,6 +91,8 @@ class RequestRouter:
         placement: selects workers by cost; None: they are selected round robin or at random.
         on_kv_collected: called with the outcome of each collection of KV, see `KvCollector`.
         suspects: finds requests that end workers.
+        clocks: the clocks of the process.
+        seed: of random choices of workers. None: they differ from run to run.
     """
 
     view: ClusterView
@@ -100,6 +102,8 @@ class RequestRouter:
     placement: Placement | None = None
     on_kv_collected: Callable[[str], None] = lambda outcome: None
     suspects: Suspects = field(default_factory=Suspects)
+    clocks: Clocks = SYSTEM_CLOCKS
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         options = self.options
@@ -110,6 +114,7 @@ class RequestRouter:
             self.placement,
             selects_at_random=options.selects_at_random,
             decode_fallback=options.decode_fallback,
+            seed=self.seed,
         )
         self.failure_lines = LineLimit(
             _MAX_FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
@@ -235,7 +240,7 @@ class RoutedRequest(Stream):
         placement = self._router.placement
         if attempt != self._attempt:
             self._attempt = attempt
-            self._attempt_begun_s = time.monotonic()
+            self._attempt_begun_s = self._router.clocks.monotonic()
             self._timeline.attempt_began()
             self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
         # The workers of the last attempt or selection do not run this request any more.
@@ -252,7 +257,7 @@ class RoutedRequest(Stream):
             # Its frames refer to this stream, and the flow may keep the error.
             return exc.with_traceback(None)
         if placement is not None:
-            self._placed = placement.start(selection, request, time.monotonic())
+            self._placed = placement.start(selection, request, self._router.clocks.monotonic())
             self._timeline.placed_by_cost(request, selection, placement.mode)
         self._timeline.placed(request, selection)
         return selection
@@ -268,7 +273,7 @@ class RoutedRequest(Stream):
             # Workers on which other suspects are tried are not free for this one.
             excluded |= router.suspects.workers_of_other_trials(suspicion)
         selector = router.selector
-        now = time.monotonic()
+        now = self._router.clocks.monotonic()
         # All choices of a prompt have one suspicion. The first of them that selects workers stores
         # its selection there, and the others use it.
         selection = suspicion.selection
@@ -294,14 +299,14 @@ class RoutedRequest(Stream):
 
     def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
         return self._router.selector.select_other_decode(
-            self._flow.request, prefill, tried, time.monotonic()
+            self._flow.request, prefill, tried, self._router.clocks.monotonic()
         )
 
     def wait_for_workers(self, limit_s: float) -> None:
         router = self._router
         request = self._flow.request
-        wait_left_s = self._attempt_begun_s + limit_s - time.monotonic()
-        request_left_s = request.deadline - time.time()
+        wait_left_s = self._attempt_begun_s + limit_s - self._router.clocks.monotonic()
+        request_left_s = request.deadline - self._router.clocks.epoch()
         left_s = min(wait_left_s, request_left_s)
         if left_s <= 0:
             asyncio.get_running_loop().call_soon(self._handle, Signal.WAIT_TIMED_OUT)
@@ -333,7 +338,7 @@ class RoutedRequest(Stream):
             request = _among_clients(request, place)
         self._timeline.calling(request, worker)
         if self._placed is not None:
-            self._placed.on_sent(worker.id, phase, time.monotonic())
+            self._placed.on_sent(worker.id, phase, self._router.clocks.monotonic())
         on_event = self._on_event_of_scored_prompt if scores_prompt else self._handle
         # The last call has ended. If `generate` raises, no call is in progress.
         self._call = None
@@ -356,7 +361,7 @@ class RoutedRequest(Stream):
             self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.on_prefill_done()
-        self._router.health.record_transfer(pair, error, time.monotonic())
+        self._router.health.record_transfer(pair, error, self._router.clocks.monotonic())
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
         router = self._router
@@ -373,7 +378,7 @@ class RoutedRequest(Stream):
         self._end_trial()
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
-        self._router.health.record_unreachable(worker.id, error, time.monotonic())
+        self._router.health.record_unreachable(worker.id, error, self._router.clocks.monotonic())
         self._router.suspects.end(self._tracked_call)
         request = self._flow.request
         goes_on = next_step is not None
@@ -416,7 +421,7 @@ class RoutedRequest(Stream):
 
     async def _reserve(self, decode: Instance, reservation_id: str) -> Signal:
         deadline = self._flow.request.deadline
-        now = time.time()
+        now = self._router.clocks.epoch()
         if deadline <= now:
             raise DeadlineExceeded(
                 "the request's deadline passed before a decode slot was reserved"

@@ -43,6 +43,7 @@ class WorkerSelector:
         placement: selects by cost. None: round robin, or at random.
         selects_at_random: select at random instead of round robin.
         decode_fallback: without a prefill worker, decode workers run aggregated requests.
+        seed: of the selection at random. None: it differs from run to run.
     """
 
     view: ClusterView
@@ -51,14 +52,16 @@ class WorkerSelector:
     _: KW_ONLY
     selects_at_random: bool = False
     decode_fallback: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
         if self.selects_at_random:
-            return random.getrandbits(30)
+            return self._random.getrandbits(30)
         return next(self._round_robin[model])
 
     def select(

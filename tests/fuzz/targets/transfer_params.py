@@ -198,7 +198,7 @@ def _check_identity(data: bytes) -> None:
     except (TransferMismatch, TransferExpired):
         return
     assert kv_params.layout.dtype == LAYOUT.dtype
-    deadline = first_deadline(kv_params, _NOW, 5.0)
+    deadline = first_deadline(kv_params, _NOW, 5.0, _NOW)
     assert deadline.left_s <= 5.0
     encode(collecting_call(_CALL, kv_params, deadline=_NOW))
 

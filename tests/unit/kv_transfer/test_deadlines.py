@@ -162,4 +162,5 @@ async def test_fetch_without_time_does_not_ask_the_backend(
 
 
 def test_bound_with_prefill_clock_behind_leaves_no_time() -> None:
-    assert first_deadline(kv_params(-100), time.time() + 9, 9).left_s < 0
+    now = time.time()
+    assert first_deadline(kv_params(-100), now + 9, 9, now).left_s < 0
