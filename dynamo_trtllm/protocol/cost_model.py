@@ -153,10 +153,15 @@ class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
 _PRIOR_BOUNDS: Final = (0.5, 2.0)
 
 
+def prior_fit(coefficients: Sequence[float]) -> Fit:
+    """Return a prior of known coefficients."""
+    return Fit(tuple(coefficients), *_PRIOR_BOUNDS, 0)
+
+
 def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
     """Return a prior for decode steps: a time per step, per request and per token of context."""
     slopes = [request_s] * len(_DECODE_KNOTS)
-    return Fit((base_s, *slopes, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+    return prior_fit((base_s, *slopes, context_token_s / _KI, 0.0))
 
 
 def linear_prefill_fit(
@@ -167,7 +172,7 @@ def linear_prefill_fit(
     It is a time per step and per prompt token, and as for decode steps.
     """
     slopes = [token_s] * len(_PREFILL_KNOTS)
-    return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+    return prior_fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0))
 
 
 class Prediction(NamedTuple):

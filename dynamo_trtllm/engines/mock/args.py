@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,7 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from dynamo_trtllm.config.config_base import NonNegativeFloat
 from dynamo_trtllm.engines.engine_interface import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
-from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
+from dynamo_trtllm.protocol.cost_model import (
+    DECODE_TERMS,
+    PREFILL_TERMS,
+    CostModel,
+    linear_decode_fit,
+    linear_prefill_fit,
+    prior_fit,
+)
 from dynamo_trtllm.protocol.messages import KvLayout, Limits
 from dynamo_trtllm.protocol.number_types import MAX_COUNT
 
@@ -30,6 +36,21 @@ _Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 KV_WORDS = 64  # 32-bit words of simulated KV per block
 
 
+class StepCosts(BaseModel):
+    """The coefficients of the time of steps, in seconds, in the order of the cost model's terms."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decode: Annotated[
+        tuple[NonNegativeFloat, ...],
+        Field(min_length=len(DECODE_TERMS), max_length=len(DECODE_TERMS)),
+    ]
+    prefill: Annotated[
+        tuple[NonNegativeFloat, ...],
+        Field(min_length=len(PREFILL_TERMS), max_length=len(PREFILL_TERMS)),
+    ]
+
+
 class MockArgs(BaseModel):
     """All arguments of the mock engine."""
 
@@ -47,6 +68,11 @@ class MockArgs(BaseModel):
     prefill_token_s: NonNegativeFloat = Field(
         0.0, description="more seconds per prompt token of the step"
     )
+    step_costs: StepCosts | None = Field(
+        None,
+        description="coefficients of the time of steps, as in docs/cost-model.md, in place of the"
+        " times above",
+    )
     step_noise: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="standard deviation of a step's time: 0.1: 10%"
     )
@@ -62,6 +88,27 @@ class MockArgs(BaseModel):
     max_seq_len: _Count = Field(
         131072, description="maximum prompt and output tokens of one request"
     )
+    kv_transfer_s: NonNegativeFloat = Field(
+        0.0, description="seconds of a KV transfer, besides those of the transfer backend"
+    )
+    kv_transfer_block_s: NonNegativeFloat = Field(
+        0.0, description="more seconds of a KV transfer per KV block"
+    )
+    kv_post_block_s: NonNegativeFloat = Field(
+        0.0,
+        description="seconds per KV block for which the steps of a decode worker pause before a KV"
+        " transfer, as in vLLM",
+    )
+    recompute_last_token: bool = Field(
+        False,
+        description="let the decode worker compute the last token of a prompt again, as vLLM does:"
+        " the first token of the output then waits for a step",
+    )
+    plan_ahead: bool = Field(
+        False,
+        description="plan each step when the one before begins, as vLLM does: what comes later"
+        " waits for one more step",
+    )
     transfer_backend: Literal["tcp", "nixl"] = Field(
         "tcp", description="KV transfer backend for the simulated KV"
     )
@@ -70,11 +117,16 @@ class MockArgs(BaseModel):
     @property
     def cost_prior(self) -> CostModel:
         """What these arguments say about the time of steps."""
+        step_tokens = self.prefill_tokens_per_step
+        if self.step_costs is not None:
+            decode = prior_fit(self.step_costs.decode)
+            prefill = prior_fit(self.step_costs.prefill)
+            return CostModel(decode, prefill, step_tokens=step_tokens)
         decode = linear_decode_fit(self.step_s, self.decode_request_s, self.context_token_s)
         prefill = linear_prefill_fit(
             self.step_s, self.prefill_token_s, self.decode_request_s, self.context_token_s
         )
-        return CostModel(decode, prefill, step_tokens=self.prefill_tokens_per_step)
+        return CostModel(decode, prefill, step_tokens=step_tokens)
 
     @property
     def is_constant(self) -> bool:
@@ -85,25 +137,15 @@ class MockArgs(BaseModel):
             self.prefill_token_s,
             self.step_noise,
         )
-        return not any(extras)
+        return self.step_costs is None and not any(extras)
 
-    def step_seconds(self, *, num_decoding: int, context_tokens: int, prefill_tokens: int) -> float:
-        """Return how long a step takes, in seconds.
+    def kv_post_s(self, num_blocks: int) -> float:
+        """Return for how long the steps of a decode worker pause before a KV transfer."""
+        return self.kv_post_block_s * num_blocks
 
-        Args:
-            num_decoding: requests that decode.
-            context_tokens: tokens of their context, together.
-            prefill_tokens: prompt tokens that are not computed yet; a step computes at most
-                `prefill_tokens_per_step`.
-        """
-        step_tokens = min(prefill_tokens, self.prefill_tokens_per_step)
-        seconds = (
-            self.step_s
-            + self.decode_request_s * num_decoding
-            + self.context_token_s * context_tokens
-            + self.prefill_token_s * step_tokens
-        )
-        return seconds * max(0.0, random.gauss(1.0, self.step_noise))
+    def transfer_s(self, num_blocks: int) -> float:
+        """Return how long a KV transfer takes after that, in seconds."""
+        return self.kv_transfer_s + self.kv_transfer_block_s * num_blocks
 
     @property
     def layout(self) -> KvLayout:

@@ -40,6 +40,7 @@ from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.pending_transfers import KvTransfers
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
@@ -61,20 +62,41 @@ from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
 class MockEngine(
     Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, MeasuresSteps, PublishesKvEvents
 ):
-    """An `Engine` that simulates a model."""
+    """An `Engine` that simulates a model.
+
+    Args:
+        config: the configuration of the worker.
+        instance_id: id of the worker.
+        backend: moves the simulated KV. None: the one of the engine arguments.
+        clocks: the clocks of the process.
+        seed: see `MockScheduler`.
+    """
 
     def __init__(
-        self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None
+        self,
+        config: WorkerConfig,
+        *,
+        instance_id: int,
+        backend: TransferBackend | None = None,
+        clocks: Clocks = SYSTEM_CLOCKS,
+        seed: int | None = None,
     ) -> None:
         args = engine_arguments(config, MockArgs, "mock")
         if backend is None:
             backend = create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
         self._backend = backend
+        self._args = args
+        self._clock = clocks.monotonic
         self._transfers = KvTransfers(
-            self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
+            self._backend,
+            config,
+            engine="mock",
+            instance_id=instance_id,
+            layout=args.layout,
+            clocks=clocks,
         )
         self._info = mock_info(args, self._transfers.identity.layout)
-        self._scheduler = MockScheduler(args, self._on_prefilled)
+        self._scheduler = MockScheduler(args, self._on_prefilled, self._clock, seed)
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
 
     async def start(self) -> EngineInfo:
@@ -88,7 +110,12 @@ class MockEngine(
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = MockStream(
-            request, on_event, tasks=self._tasks, kv_holder=self, retire=self._scheduler.retire
+            request,
+            on_event,
+            tasks=self._tasks,
+            kv_holder=self,
+            retire=self._scheduler.retire,
+            clock=self._clock,
         )
         try:
             self._start(stream)
@@ -117,10 +144,10 @@ class MockEngine(
         """See `PublishesKvEvents.start_kv_events`."""
         self._scheduler.report_kv_events(on_events)
 
-    async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
+    async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk | None:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters.
 
-        The rest follows.
+        The rest follows. None: all tokens follow, because the engine computes the first ones again.
         """
         num_blocks = self._scheduler.num_blocks(len(stream.request.token_ids))
         kv_bytes = num_blocks * KV_WORDS * array("I").itemsize
@@ -134,10 +161,17 @@ class MockEngine(
         kv = array("I", bytes(kv_bytes))
         address, _ = kv.buffer_info()
         region = MemoryRegion(address, kv_bytes)
+        await self._scheduler.until_posted(self._args.kv_post_s(num_blocks))
         await self._transfers.fetch(stream.request, kv_params.engine_state, Destination([region]))
+        transfer_s = self._args.transfer_s(num_blocks)
+        if transfer_s:
+            await asyncio.sleep(transfer_s)
         stream.seed = _seed_of(kv)
-        stream.num_output = len(kv_params.first_token_ids)
         stream.phases.end("kv_transfer")
+        if self._args.recompute_last_token:
+            self._scheduler.generate_rest(stream)
+            return None
+        stream.num_output = len(kv_params.first_token_ids)
         self._scheduler.store(stream)
         self._scheduler.generate_rest(stream)
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import random
 import zlib
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.capabilities import MAX_STEPS
@@ -24,7 +25,8 @@ from dynamo_trtllm.engines.waiting_requests import (
     step_limit,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
+from dynamo_trtllm.protocol.cost_model import StepSample, decode_features, prefill_features
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
@@ -46,6 +48,7 @@ class MockStream(TaskStream):
         tasks: see `TaskStream`.
         kv_holder: see `Stream`.
         retire: removes the stream from the batch in any state.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class MockStream(TaskStream):
         tasks: set[asyncio.Task[None]],
         kv_holder: KvHolder,
         retire: Callable[[MockStream], None],
+        clock: Callable[[], float] = SYSTEM_CLOCKS.monotonic,
     ) -> None:
         super().__init__(on_event, tasks, kv_holder)
         self._retire = retire
@@ -68,7 +72,8 @@ class MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
-        self.phases = CallPhases(request.kv_params)
+        self.first_step = 0  # number of the first step that may have it
+        self.phases = CallPhases(request.kv_params, clock)
         # How long the queue had waited for each resource when the stream was queued.
         self.queue_waits: dict[str, float] = {}
         # The attributes of `WaitingRequest`.
@@ -103,18 +108,37 @@ class MockStream(TaskStream):
         self._retire(self)
 
 
+class _Post(NamedTuple):
+    """A KV transfer that begins before a step, which it pauses."""
+
+    pause_s: float
+    posted: asyncio.Future[None]
+    first_step: int  # the number of the first step before which it may begin
+
+
 class MockScheduler:
     """The batch of one engine. A task runs its steps on the event loop.
 
     Args:
         args: the arguments of the engine.
         on_prefilled: called with a prefill call and its first token, when its KV is to be exported.
+        clock: returns seconds of a monotonic clock.
+        seed: of the noise of steps. None: it differs from run to run.
     """
 
-    def __init__(self, args: MockArgs, on_prefilled: Callable[[MockStream, int], None]) -> None:
+    def __init__(
+        self,
+        args: MockArgs,
+        on_prefilled: Callable[[MockStream, int], None],
+        clock: Callable[[], float] = SYSTEM_CLOCKS.monotonic,
+        seed: int | None = None,
+    ) -> None:
         self._args = args
         self._on_prefilled = on_prefilled
-        self._queue_waits = QueueWaits()
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._costs = args.cost_prior
+        self._queue_waits = QueueWaits(clock)
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
         # Those of `_running` whose prompts are not computed yet, in the order of their turns.
@@ -122,6 +146,11 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
+        # The KV transfers that begin before the next step: the seconds for which each pauses it.
+        self._posts: list[_Post] = []
+        self._step_number = 0  # of the step that runs, or of the last one
+        # The number of the first step that is not planned yet.
+        self._next_unplanned = 0
         self._work = asyncio.Event()  # set when the next step has work
         self._idle = asyncio.Event()
         self._idle.set()
@@ -162,17 +191,32 @@ class MockScheduler:
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
         stream.queue_waits = self._queue_waits.read()
-        enqueue(self._waiting, stream)
+        stream.first_step = self._next_unplanned
+        enqueue(self._waiting, stream, self._clock)
         self._idle.clear()
         self._work.set()
 
     def generate_rest(self, stream: MockStream) -> None:
         """Let the next steps generate the tokens of a call that it does not have yet."""
+        stream.first_step = self._next_unplanned
         if stream.request.phase is Phase.PREFILL:
             stream.wanted = 1
         else:
             stream.wanted = stream.request.sampling.max_tokens - stream.num_output
         self._work.set()
+
+    async def until_posted(self, pause_s: float) -> None:
+        """Wait until a KV transfer may begin, which pauses the next step for some seconds.
+
+        It begins between two steps, because the thread that runs them posts it.
+        """
+        if not pause_s:
+            return
+        posted = asyncio.get_running_loop().create_future()
+        self._posts.append(_Post(pause_s, posted, self._next_unplanned))
+        self._work.set()
+        await posted
+        await asyncio.sleep(pause_s)
 
     def retire(self, stream: MockStream) -> None:
         """Remove a stream in any state and free its blocks. A step in progress skips it."""
@@ -261,20 +305,24 @@ class MockScheduler:
         last_s = 0.0  # when the last step really ended
         try:
             while True:
+                self._step_number += 1
                 self._admit()
-                if not any(stream.wanted for stream in self._running):
+                pause_s = self._begin_posts()
+                if not any(self._is_in_step(stream) for stream in self._running):
+                    self._next_unplanned = 0
                     self._work.clear()
                     await self._work.wait()
-                    begun_s = time.monotonic()
+                    begun_s = self._clock()
                     last_s = begun_s
                     continue
                 prompts = self._plan_prompts()
+                self._plan_next(prompts)
                 if is_constant:
-                    step_s = self._args.step_s
+                    step_s = self._args.step_s + pause_s
                 else:
-                    step_s = self._step_seconds(sum(prompts.values()))
-                await asyncio.sleep(begun_s + step_s - time.monotonic())
-                now = time.monotonic()
+                    step_s = self._step_seconds(prompts) + pause_s
+                await asyncio.sleep(begun_s + step_s - self._clock())
+                now = self._clock()
                 # The step after a late one is shorter. At most one missed step is caught up on.
                 planned_s = begun_s + step_s
                 begun_s = max(planned_s, now - step_s)
@@ -292,7 +340,7 @@ class MockScheduler:
         for stream in self._prompts:
             limit = most
             # Otherwise, shorter steps take as long as others.
-            if self._args.prefill_token_s:
+            if not self._args.is_constant:
                 limit = step_limit(most, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
             if count > 0:
@@ -300,17 +348,64 @@ class MockScheduler:
                 num_planned += count
         return planned
 
-    def _step_seconds(self, prefill_tokens: int) -> float:
-        """Return how long a step with the running calls takes, and with so many prompt tokens."""
+    def _is_in_step(self, stream: MockStream) -> bool:
+        """Return whether the step that begins has work for a stream."""
+        return stream.wanted > 0 and stream.first_step <= self._step_number
+
+    def _plan_next(self, prompts: Mapping[MockStream, int]) -> None:
+        """Note which step has place for what comes while this one runs.
+
+        If work is left for the next step, that one is planned now, where the engine plans ahead.
+
+        Args:
+            prompts: the tokens of prompts that this step computes.
+        """
+        self._next_unplanned = self._step_number + 1
+        if self._args.plan_ahead and (self._waiting or self._has_work_left(prompts)):
+            self._next_unplanned += 1
+
+    def _has_work_left(self, prompts: Mapping[MockStream, int]) -> bool:
+        """Return whether the running streams have work for the step after this one."""
+        for stream in self._running:
+            if stream.prefill_left > prompts.get(stream, 0):
+                return True
+            if stream.wanted > 1 or (stream.wanted and not self._is_in_step(stream)):
+                return True
+        return False
+
+    def _begin_posts(self) -> float:
+        """Let the KV transfers begin that wait for it. Return for how long they pause the step."""
+        if not self._posts:
+            return 0.0
+        begun = [post for post in self._posts if post.first_step <= self._step_number]
+        self._posts = [post for post in self._posts if post.first_step > self._step_number]
+        for post in begun:
+            if not post.posted.done():
+                post.posted.set_result(None)
+        return sum(post.pause_s for post in begun)
+
+    def _step_seconds(self, prompts: Mapping[MockStream, int]) -> float:
+        """Return how long a step with the running calls takes, and with these prompt tokens."""
         num_decoding = 0
         context_tokens = 0
         for stream in self._running:
-            if stream.wanted > 0 and stream.prefill_left == 0:
+            if stream.prefill_left == 0 and self._is_in_step(stream):
                 num_decoding += 1
                 context_tokens += len(stream.request.token_ids) + stream.num_output
-        return self._args.step_seconds(
-            num_decoding=num_decoding, context_tokens=context_tokens, prefill_tokens=prefill_tokens
-        )
+        costs = self._costs
+        if prompts:
+            tokens = sum(prompts.values())
+            pairs = sum(_attention_pairs(stream, count) for stream, count in prompts.items())
+            assert costs.prefill is not None
+            features = prefill_features(num_decoding, context_tokens, tokens, pairs)
+            seconds = costs.prefill.predict(features)
+        else:
+            assert costs.decode is not None
+            seconds = costs.decode.predict(decode_features(num_decoding, context_tokens))
+        noise = self._args.step_noise
+        if noise:
+            seconds *= max(0.0, self._random.gauss(1.0, noise))
+        return seconds
 
     def _admit(self) -> None:
         lacking = ""  # what the first waiting request lacks
@@ -319,7 +414,9 @@ class MockScheduler:
         for stream in self._prompts:
             _take(budgets, stream)
         while self._waiting:
-            promote_overdue(self._waiting)
+            promote_overdue(self._waiting, self._clock)
+            if self._waiting[0].first_step > self._step_number:
+                break
             if budgets[self._waiting[0].queue_order.group] <= 0:
                 # The running prefills take all tokens of a step.
                 lacking = "slots"
@@ -378,13 +475,11 @@ class MockScheduler:
             if not stream.prefill_left:
                 continue  # it was retired meanwhile
             prefill_tokens += count
+            attention_pairs += _attention_pairs(stream, count)
             stream.prefill_left -= count
-            computed_tokens = len(stream.request.token_ids) - stream.prefill_left
-            # A token attends to all tokens before it, and on average to half of those of this step.
-            attention_pairs += count * (computed_tokens - count / 2)
         self._prompts = [stream for stream in self._prompts if stream.prefill_left]
         for stream in list(self._running):
-            if stream.prefill_left or stream.wanted <= 0:
+            if stream.prefill_left or not self._is_in_step(stream):
                 continue
             if stream not in prompts:
                 num_decoding += 1
@@ -402,8 +497,11 @@ class MockScheduler:
         token = stream.token(stream.num_output)
         stats = None
         if stream.num_output == 0:
-            stream.phases.end("prefill")
-            RECORDER.record(request.request_id, RecordedEvent.PREFILL_DONE)
+            if request.kv_params is None:
+                stream.phases.end("prefill")
+                RECORDER.record(request.request_id, RecordedEvent.PREFILL_DONE)
+            else:
+                stream.phases.end("first_token")
             self.store(stream)
             stats = stream.phases.timings()
         elif stream.num_output == 1 and request.kv_params is not None:
@@ -421,6 +519,15 @@ class MockScheduler:
                 stats=stream.phases.timings(),
             )
             stream.emit(last)
+
+
+def _attention_pairs(stream: MockStream, count: int) -> float:
+    """Return how many pairs with tokens before them the next tokens of a prompt have.
+
+    A token attends to all tokens before it, and on average to half of those of its step.
+    """
+    computed_tokens = len(stream.request.token_ids) - stream.prefill_left
+    return count * (computed_tokens + count / 2)
 
 
 def _take(budgets: list[int], stream: MockStream) -> None:

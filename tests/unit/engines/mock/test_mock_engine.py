@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.scheduler import MockScheduler
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
+from dynamo_trtllm.protocol.cost_model import decode_features
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import as_stream
@@ -320,3 +323,16 @@ async def test_steps_are_measured_with_their_work() -> None:
     assert prior.is_valid
     assert prior.prefill is not None
     assert prior.prefill.predict(engine.steps[0].features) == pytest.approx(0.007)
+
+
+def test_step_costs_replace_the_times_of_steps() -> None:
+    decode = [0.001, 1e-4, 0.0, 0.0, 0.0, 0.0]
+    prefill = [0.002, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.0, 0.0, 0.5]
+    args = MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": prefill}})
+    assert not args.is_constant
+    costs = args.cost_prior
+    assert costs.is_valid
+    assert costs.decode is not None
+    assert costs.decode.predict(decode_features(3, 1000)) == pytest.approx(0.0013)
+    with pytest.raises(ValidationError, match="at least 9 items"):
+        MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": decode}})
