@@ -52,6 +52,24 @@ class Load:
     api_key: str = field(default_factory=sent_api_key, repr=False)  # "": none is sent
 
 
+def _blocks(source: random.Random) -> list[str]:
+    """Return texts from which prompts are composed."""
+    return [" ".join(source.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)]
+
+
+def arrival_times(load: Load) -> Iterator[float]:
+    """Yield the times at which a load with a seed sends its requests, in seconds after its begin.
+
+    It is exact if prompts are not random: these come from the same source.
+    """
+    source = random.Random(load.seed)
+    _blocks(source)
+    at_s = 0.0
+    while True:
+        at_s += source.expovariate(load.rate)
+        yield at_s
+
+
 class Client:
     """Runs one load."""
 
@@ -77,9 +95,7 @@ class Client:
         self._until_s = math.inf
         self.is_stopped = False
         self._random = random.Random(load.seed or time.time_ns())
-        self._blocks = [
-            " ".join(self._random.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)
-        ]
+        self._blocks = _blocks(self._random)
         at = urlsplit(load.url)
         self._host = at.hostname or "localhost"
         self._tls = tls_context(load.url)

@@ -70,6 +70,8 @@ GROUPS = {
     ),
     "check and measure": (
         Command("preflight", "Check TensorRT-LLM settings without a GPU.", "cli.preflight"),
+        Command("simulate", "Run a load on a deployment in virtual time.", "cli.simulate"),
+        Command("plan", "Say which topology suits a load, or not to split.", "cli.plan"),
         Command("bench", "Run a benchmark, and write a report.", "bench.profile.main"),
         Command("chaos", "Inject faults under load, and check every response.", "bench.chaos.main"),
     ),

@@ -1,0 +1,319 @@
+"""Compares simulations with measurements on GPUs, and fits the constants of simulations to some.
+
+    python -m benchmarks.calibration errors
+    python -m benchmarks.calibration fit vllm
+    python -m benchmarks.calibration fit trtllm
+
+errors: how far the packaged constants are off on each measured cell, in percent of the measured
+value, with medians of the cells that were fitted and of the others. In an open loop that is not
+saturated, throughput is what was sent.
+
+fit: prints coefficients for `dynamo_trtllm/simulate/constants.yaml`. It changes one after the other
+as long as the errors on the fitted cells become less.
+
+Cells are open loops of `benchmarks.gpu.open_loop` on two H200: gpt-oss-120b's architecture, random
+weights. The simulation has the same arrivals. Points of InferenceX are closed loops on one H200, as
+published; the lengths of their prompts and answers are taken as constant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+import msgspec
+
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate, simulate_closed_loop
+from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
+from dynamo_trtllm.simulate.deployments import as_mock
+from dynamo_trtllm.simulate.outcomes import Outcome
+from dynamo_trtllm.simulate.topologies import Topology
+from dynamo_trtllm.simulate.workload import Shape, arrivals_at
+
+from .load_client import Load, arrival_times
+
+_RESULTS: Final = Path(__file__).parent / "results"
+_SEED: Final = 7  # of the arrivals of `benchmarks.gpu.open_loop`
+_MODEL: Final = "gpt-oss-120b"
+_GPU: Final = "h200"
+_TOPOLOGIES: Final[Mapping[str, Topology]] = {
+    "2A": Topology(aggregated=2),
+    "1A": Topology(aggregated=1),
+    "A triton sampler": Topology(aggregated=1),
+    "1P1D": Topology(prefill=1, decode=1),
+}
+# Files and shapes whose cells of 2 requests/s (2000/600: 4, 128/256: 24) are fitted.
+_FITTED: Final = frozenset(
+    {
+        ("11-28-2gpu-1P1D-block16", "8192/256", 2.0),
+        ("11-28-2gpu-1P1D-block16", "2000/600", 4.0),
+        ("11-28-2gpu-1P1D-block128", "8192/256", 2.0),
+        ("11-28-2gpu-2A-and-vllm-router", "8192/256", 2.0),
+        ("11-28-2gpu-vllm033", "128/256", 24.0),
+    }
+)
+# Parts of the names of files whose steps had 8,192 tokens, see docs/performance-gpu.md. Those of
+# others had 16,384.
+_STEPS_8192: Final = ("steps-8192", "vllm026-block16", "vllm033")
+# Runs with a setting that the constants do not know: another layout of KV, an early notice.
+_LEFT_OUT: Final = ("early-notice", "rows", "no-ipc-cache")
+# InferenceX, 8192/1024, one H200: concurrency, mean TTFT in ms, mean TPOT in ms, tokens/s.
+_INFERENCEX: Final[Mapping[str, Sequence[tuple[int, float, float, float]]]] = {
+    "trtllm": (
+        (4, 298, 7.65, 504),
+        (16, 483, 14.2, 1092),
+        (32, 675, 21.1, 1471),
+        (64, 6184, 30.6, 1749),
+    ),
+    "vllm-0.18": (
+        (4, 408, 7.08, 535),
+        (16, 661, 15.75, 977),
+        (32, 896, 24.8, 1247),
+        (64, 1531, 41.8, 1479),
+    ),
+}
+_FITTED_CONCURRENCY: Final = (4, 16)
+_REQUESTS_PER_LANE: Final = 5  # of a simulated closed loop
+_FACTORS: Final = (1.3, 1.1, 1.03)  # by which a coefficient changes in a round of a fit
+# Coefficients of steps that are fitted, and the equal ones that change with them.
+_CHANGED: Final[Mapping[str, Sequence[int]]] = {"decode": (0, 1, 2, 3, 5), "prefill": (0, 6)}
+_PREFILL_TOKENS: Final = range(1, 6)  # all segments have one slope
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCell:
+    """A measured load. Times are in ms."""
+
+    name: str
+    engine: str
+    topology: Topology
+    shape: Shape
+    num_requests: int
+    figures: Mapping[str, float]  # by name, as `simulated_figures` returns them
+    rate: float = 0.0  # of an open loop
+    concurrency: int = 0  # of a closed loop
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # flags of the workers
+    is_fitted: bool = False
+
+
+def open_loop_cells() -> Iterator[MeasuredCell]:
+    """Yield the cells of two H200, in the order of their files."""
+    for path in sorted(_RESULTS.glob("open-loop-2026-11-2[89]-2gpu-*.json")):
+        label = path.stem.removeprefix("open-loop-2026-")
+        if any(word in label for word in _LEFT_OUT):
+            continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        default_block = 16 if result["versions"]["vllm"] == "0.24.0" else 128
+        block = result["setup"]["engine_arguments"].get("block_size", default_block)
+        step = 8192 if any(word in label for word in _STEPS_8192) else 16384
+        for cell in result["cells"]:
+            topology = _TOPOLOGIES.get(cell["topology"])
+            if topology is None:
+                continue
+            shape = Shape(cell["input_tokens"], cell["output_tokens"])
+            rate = float(cell["requests_per_s"])
+            yield MeasuredCell(
+                name=f"{label} {cell['topology']} {shape} {rate:g}/s",
+                engine="vllm",
+                topology=topology,
+                shape=shape,
+                num_requests=cell["requests"],
+                figures={
+                    "ttft_p50": cell["ttft_ms"]["p50"],
+                    "ttft_p90": cell["ttft_ms"]["p90"],
+                    "tpot_p50": cell["tpot_ms"]["p50"],
+                    "tpot_p90": cell["tpot_ms"]["p90"],
+                    "gap_p50": cell["worst_gap_ms"]["p50"],
+                    "gap_p99": cell["worst_gap_ms"]["p99"],
+                },
+                rate=rate,
+                arguments={"kv_block_size": block, "max_num_tokens": step},
+                is_fitted=(label, str(shape), rate) in _FITTED,
+            )
+
+
+def closed_loop_cells() -> Iterator[MeasuredCell]:
+    """Yield the points of InferenceX."""
+    for engine, points in _INFERENCEX.items():
+        for concurrency, ttft, tpot, tokens_per_s in points:
+            yield MeasuredCell(
+                name=f"InferenceX {engine} 1A 8192/1024 c{concurrency}",
+                engine=engine,
+                topology=Topology(aggregated=1),
+                shape=Shape(8192, 1024),
+                num_requests=_REQUESTS_PER_LANE * concurrency,
+                figures={"ttft_mean": ttft, "tpot_mean": tpot, "tokens_per_s": tokens_per_s},
+                concurrency=concurrency,
+                is_fitted=concurrency in _FITTED_CONCURRENCY,
+            )
+
+
+def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, float]:
+    """Return what a simulation of a cell has, by the names of the measured figures."""
+    counts = {
+        Role.AGGREGATED: cell.topology.aggregated,
+        Role.PREFILL: cell.topology.prefill,
+        Role.DECODE: cell.topology.decode,
+    }
+    workers = [
+        as_mock(
+            WorkerConfig(model_path=_MODEL, disaggregation_mode=role, **cell.arguments), constants
+        )
+        for role, count in counts.items()
+        for _ in range(count)
+    ]
+    deployment = SimulatedDeployment(
+        frontend=FrontendConfig(),
+        workers=workers,
+        num_gpus=len(workers),
+        frontend_s=constants.frontend_ms / 1000,
+    )
+    if cell.concurrency:
+        outcome = simulate_closed_loop(deployment, cell.shape, cell.concurrency, cell.num_requests)
+        return _closed_loop_figures(outcome, cell)
+    times_s = arrival_times(Load(url="http://localhost", model="", rate=cell.rate, seed=_SEED))
+    arrivals = arrivals_at(cell.shape, [next(times_s) for _ in range(cell.num_requests)])
+    figures = simulate(deployment, arrivals).figures()
+    return {
+        "ttft_p50": figures["ttft_ms"]["p50"],
+        "ttft_p90": figures["ttft_ms"]["p90"],
+        "tpot_p50": figures["tpot_ms"]["p50"],
+        "tpot_p90": figures["tpot_ms"]["p90"],
+        "gap_p50": figures["worst_gap_ms"]["p50"],
+        "gap_p99": figures["worst_gap_ms"]["p99"],
+    }
+
+
+def _closed_loop_figures(outcome: Outcome, cell: MeasuredCell) -> dict[str, float]:
+    """Return the figures of a closed loop, without the requests with which it begins."""
+    steady = [request for request in outcome.requests if request.arrived_s > 0.0]
+    tpot_s = fmean(request.mean_gap_s for request in steady)
+    ttft_s = fmean(request.ttft_s for request in steady)
+    latency_s = ttft_s + tpot_s * (cell.shape.output_tokens - 1)
+    # Little's law.
+    rate = cell.concurrency / latency_s
+    return {
+        "ttft_mean": 1000 * ttft_s,
+        "tpot_mean": 1000 * tpot_s,
+        "tokens_per_s": rate * cell.shape.output_tokens,
+    }
+
+
+def errors_of(cell: MeasuredCell, constants: Constants) -> dict[str, float]:
+    """Return by figure how far the simulation is off, as part of the measured value."""
+    simulated = simulated_figures(cell, constants)
+    return {name: simulated[name] / measured - 1 for name, measured in cell.figures.items()}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def show_errors(_: argparse.Namespace) -> None:
+    """Print the errors of all cells, and their medians."""
+    known = known_constants()
+    for cells in (list(open_loop_cells()), list(closed_loop_cells())):
+        names = list(cells[0].figures)
+        rows = [("cell", "", *names)]
+        found: dict[tuple[str, bool], list[dict[str, float]]] = {}
+        for cell in cells:
+            constants = find_constants(known, _MODEL, cell.engine, _GPU)
+            errors = errors_of(cell, constants)
+            found.setdefault((cell.engine, cell.is_fitted), []).append(errors)
+            kind = "fitted" if cell.is_fitted else "predicted"
+            rows.append((cell.name, kind, *(f"{100 * errors[name]:+.0f}" for name in names)))
+        for (engine, is_fitted), each in found.items():
+            kind = "fitted" if is_fitted else "predicted"
+            medians = [median(abs(errors[name]) for errors in each) for name in names]
+            title = f"median of {len(each)}, {engine}"
+            rows.append((title, kind, *(f"{100 * value:.0f}" for value in medians)))
+        sys.stdout.write(format_table(rows) + "\n")
+
+
+# --- fit ------------------------------------------------------------------------------------------
+
+
+def fit(args: argparse.Namespace) -> None:
+    """Print the coefficients with the least errors on the fitted cells of an engine."""
+    constants = find_constants(known_constants(args.constants), _MODEL, args.engine, _GPU)
+    cells = [
+        cell
+        for cell in (*open_loop_cells(), *closed_loop_cells())
+        if cell.engine == args.engine and cell.is_fitted
+    ]
+    loss = _loss(cells, constants)
+    for factor in _FACTORS:
+        improved = True
+        while improved:
+            improved = False
+            for changed in _neighbors(constants, factor):
+                changed_loss = _loss(cells, changed)
+                if changed_loss < 0.999 * loss:
+                    constants = changed
+                    loss = changed_loss
+                    improved = True
+            print(f"factor {factor}: loss {loss:.4f}", file=sys.stderr, flush=True)
+    print(json.dumps(constants.mock, indent=2))
+
+
+def _loss(cells: Sequence[MeasuredCell], constants: Constants) -> float:
+    """Return the mean square of the logarithms of simulated to measured values.
+
+    Gaps do not count: whether they are predicted is a test of the rest.
+    """
+    squares: list[float] = []
+    for cell in cells:
+        simulated = simulated_figures(cell, constants)
+        squares += [
+            math.log(simulated[name] / measured) ** 2
+            for name, measured in cell.figures.items()
+            if not name.startswith("gap")
+        ]
+    return fmean(squares)
+
+
+def _neighbors(constants: Constants, factor: float) -> Iterator[Constants]:
+    """Yield constants of which one coefficient is larger or smaller."""
+    for kind, indexes in _CHANGED.items():
+        for index in indexes:
+            yield from _scaled(constants, kind, (index,), factor)
+    yield from _scaled(constants, "prefill", _PREFILL_TOKENS, factor)
+
+
+def _scaled(
+    constants: Constants, kind: str, indexes: Sequence[int], factor: float
+) -> Iterator[Constants]:
+    for scale in (factor, 1 / factor):
+        costs = {name: list(values) for name, values in constants.mock["step_costs"].items()}
+        for index in indexes:
+            costs[kind][index] *= scale
+        yield msgspec.structs.replace(constants, mock={**constants.mock, "step_costs": costs})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calibration",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("errors", help="of the packaged constants").set_defaults(run=show_errors)
+    fitting = commands.add_parser("fit", help="constants to the fitted cells")
+    fitting.add_argument("engine", help="vllm, trtllm or vllm-0.18")
+    fitting.add_argument("--constants", type=Path, help="YAML file to begin with")
+    fitting.set_defaults(run=fit)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

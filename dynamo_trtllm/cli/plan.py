@@ -1,0 +1,187 @@
+"""Say which topology keeps the most requests within their limits (`dynamo-trtllm plan`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynamo_trtllm.cli.simulate import slos
+from dynamo_trtllm.config.commands import PlanConfig
+from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.config.load import command
+from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.frontend.process.run_app import tune_gc
+from dynamo_trtllm.launch.plan import processes
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.simulate.constants import find_constants, known_constants
+from dynamo_trtllm.simulate.topologies import (
+    LADDER,
+    Cell,
+    Comparison,
+    Range,
+    best,
+    crossover,
+)
+from dynamo_trtllm.simulate.workload import Shape, parse_shape
+
+_DEPLOYMENT = "deployment.yaml"
+_MOCK = "mock.yaml"
+
+
+@command(PlanConfig, f"{CONSOLE} plan")
+def main(config: PlanConfig) -> None:
+    """Run the command. Exit with status 0, or 2 for a bad command line or without constants."""
+    shape = parse_shape(config.shape)
+    comparison = _comparison(config)
+    tune_gc()
+    cells = [
+        comparison.cell(topology, shape, part * config.rate, config.requests, config.seeds)
+        for part in LADDER
+        for topology in comparison.topologies
+    ]
+    chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)
+    if config.out is not None:
+        _write_files(config.out, comparison, chosen)
+    if config.json_output:
+        sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
+        return
+    sys.stdout.write(_heading(comparison, shape, config))
+    sys.stdout.write(format_table(list(_rows(cells))))
+    for line in recommendation(cells, chosen, config):
+        sys.stdout.write(f"{line}\n")
+
+
+def _comparison(config: PlanConfig) -> Comparison:
+    constants = find_constants(
+        known_constants(config.constants), config.model, config.engine, config.gpu
+    )
+    arguments: dict[str, Any] = {}
+    if config.kv_block_size is not None:
+        arguments["kv-block-size"] = config.kv_block_size
+    limits = slos(config.ttft_ms, config.mean_gap_ms, config.worst_gap_ms)
+    return Comparison(config.model, constants, config.gpus, limits, arguments)
+
+
+def _heading(comparison: Comparison, shape: Shape, config: PlanConfig) -> str:
+    constants = comparison.constants
+    return (
+        f"{comparison.model} with {constants.engine} on {comparison.gpus} {constants.gpu}, {shape},"
+        f" {config.requests} requests in each of {config.seeds} simulations of a cell\n"
+        f"constants: {constants.source}\n"
+        f"good: TTFT within {config.ttft_ms:g} ms, and mean gap within {config.mean_gap_ms:g} ms or"
+        f" worst gap within {config.worst_gap_ms:g} ms; good/s/GPU with the range of the"
+        " simulations\n"
+    )
+
+
+def _rows(cells: Sequence[Cell]) -> Iterator[Sequence[str]]:
+    yield (
+        "requests/s",
+        "topology",
+        "TTFT p50",
+        "p90",
+        "TPOT p50",
+        "worst gap p50",
+        "mean gap kept",
+        "good/s/GPU",
+        "worst gap kept",
+        "good/s/GPU",
+    )
+    for cell in cells:
+        yield (
+            f"{cell.rate:g}",
+            str(cell.topology) + (" saturated" if cell.is_saturated else ""),
+            f"{cell.ttft_p50_ms.mean:.0f}",
+            f"{cell.ttft_p90_ms.mean:.0f}",
+            f"{cell.tpot_p50_ms.mean:.1f}",
+            f"{cell.worst_gap_p50_ms.mean:.0f}",
+            f"{100 * cell.attainment['mean-gap'].mean:.0f} %",
+            _ranged(cell.goodput["mean-gap"]),
+            f"{100 * cell.attainment['worst-gap'].mean:.0f} %",
+            _ranged(cell.goodput["worst-gap"]),
+        )
+
+
+def _ranged(figure: Range) -> str:
+    return f"{figure.mean:.2f} ({figure.low:.2f} to {figure.high:.2f})"
+
+
+def recommendation(cells: Sequence[Cell], chosen: Cell, config: PlanConfig) -> Iterator[str]:
+    """Yield sentences: what to choose, where a split begins to pay, and how sure that is."""
+    name = config.decide_by
+    at_rate = [cell for cell in cells if cell.rate == chosen.rate]
+    aggregated = next(cell for cell in at_rate if not cell.topology.is_disaggregated)
+    figure = chosen.goodput[name]
+    share = 100 * chosen.attainment[name].mean
+    if not chosen.topology.is_disaggregated:
+        yield f"Do not disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
+    else:
+        yield f"Disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
+    yield f"It keeps {share:.0f} % of the requests within the limits ({figure.mean:.2f}/s per GPU)."
+    others = [cell for cell in at_rate if cell is not chosen]
+    if others:
+        second = best(others, name)
+        if second.goodput[name].high >= figure.low:
+            yield f"{second.topology} is no worse within the range of the simulations."
+    if chosen.topology.is_disaggregated and aggregated.goodput[name].high >= figure.low:
+        yield "Aggregated workers are simpler, and not clearly worse here."
+    for definition in chosen.goodput:
+        rate = crossover(cells, definition)
+        if rate is None:
+            yield f"By {definition}, no split is clearly better than aggregated workers."
+        else:
+            yield f"By {definition}, a split is clearly better from {rate:g} requests/s on."
+
+
+def _report(
+    cells: Sequence[Cell], chosen: Cell, comparison: Comparison, config: PlanConfig
+) -> Mapping[str, Any]:
+    return {
+        "model": comparison.model,
+        "gpus": comparison.gpus,
+        "constants": comparison.constants.source,
+        "cells": [asdict(cell) | {"topology": str(cell.topology)} for cell in cells],
+        "chosen": str(chosen.topology),
+        "recommendation": list(recommendation(cells, chosen, config)),
+        "crossover": {name: crossover(cells, name) for name in chosen.goodput},
+    }
+
+
+def _write_files(folder: Path, comparison: Comparison, chosen: Cell) -> None:
+    """Write the deployment of the chosen topology, and one that imitates it.
+
+    Raises:
+        ConfigError: a file can't be written, or a process would reject its settings.
+    """
+    contents = {
+        _DEPLOYMENT: comparison.deployment(chosen.topology),
+        _MOCK: comparison.mock_deployment(chosen.topology),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in contents.items():
+            processes(checked_deployment(data, name))
+            text = yaml.safe_dump(data, sort_keys=False)
+            (folder / name).write_text(f"# {_title(comparison, chosen)}\n{text}", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(
+            f"{folder} can't be written: {exc.strerror or exc}; pass another folder", field="out"
+        ) from exc
+
+
+def _title(comparison: Comparison, chosen: Cell) -> str:
+    return (
+        f"Written by dynamo-trtllm plan: {chosen.topology} of {comparison.model} for"
+        f" {chosen.rate:g} requests/s."
+    )
+
+
+if __name__ == "__main__":
+    main()

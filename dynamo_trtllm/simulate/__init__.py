@@ -1,0 +1,1 @@
+"""Run the real router, request flow, limits and mock scheduler in virtual time."""

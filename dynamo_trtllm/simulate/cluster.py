@@ -1,0 +1,319 @@
+"""A frontend and its workers in virtual time: the real ones, but for HTTP, text and the network.
+
+A request passes the queue of the frontend, the selection of workers, the request flow, the limits
+of the workers, and the scheduler of the mock engine, as when it is served. The frontend's work
+takes a fixed time. Only workers of the mock engine can be simulated: `constants` has mock arguments
+for other engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from dynamo_trtllm.cluster.discovery.records import EndpointId
+from dynamo_trtllm.cluster.request_plane.transport import load_subject
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.frontend.process.run_app import router_of, routing_work
+from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.fair_queue import Claim
+from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindows
+from dynamo_trtllm.kv_transfer.memory import MemoryRegion
+from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
+from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    LoadReport,
+    Sampling,
+    SamplingDefaults,
+)
+from dynamo_trtllm.protocol.streams import StreamEvent
+from dynamo_trtllm.simulate.direct_plane import DirectPlane
+from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
+from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
+from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
+from dynamo_trtllm.simulate.workload import Arrival, Shape, check_context, poisson_arrivals
+from dynamo_trtllm.support.background import BackgroundTasks
+from dynamo_trtllm.worker.description import admission_of, describe
+from dynamo_trtllm.worker.health import broadcast_load
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.timing import TIMING
+
+_CLIENT: Final = Client("simulated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDeployment:
+    """What is simulated."""
+
+    frontend: FrontendConfig
+    workers: Sequence[WorkerConfig]  # of the mock engine
+    num_gpus: int  # of all workers; without GPUs, the number of workers
+    # What a request takes outside the engines: HTTP, tokenization and messages.
+    frontend_s: float = 0.0
+
+
+def simulate(
+    deployment: SimulatedDeployment, arrivals: Sequence[Arrival], seed: int = 1
+) -> Outcome:
+    """Run requests on a deployment in virtual time. Equal arguments give equal outcomes.
+
+    Args:
+        deployment: what is simulated.
+        arrivals: the requests, in order.
+        seed: of all random choices of the frontend and of the noise of steps.
+
+    Raises:
+        ConfigError: a request does not fit into the context.
+    """
+    return run_virtual(_simulate(deployment, arrivals, seed))
+
+
+def simulate_closed_loop(
+    deployment: SimulatedDeployment,
+    shape: Shape,
+    concurrency: int,
+    num_requests: int,
+    seed: int = 1,
+) -> Outcome:
+    """Run requests of one shape, of which a fixed number runs at any time.
+
+    Args and errors as for `simulate`.
+    """
+    # Only their number and order count, not their times.
+    arrivals = poisson_arrivals(shape, 1.0, num_requests, seed)
+    return run_virtual(_simulate(deployment, arrivals, seed, concurrency))
+
+
+async def _simulate(
+    deployment: SimulatedDeployment,
+    arrivals: Sequence[Arrival],
+    seed: int,
+    concurrency: int | None = None,
+) -> Outcome:
+    async with AsyncExitStack() as stack:
+        cluster = SimulatedCluster(deployment, seed)
+        stack.push_async_callback(cluster.aclose)
+        await cluster.start()
+        check_context(arrivals, cluster.context_tokens)
+        if concurrency is None:
+            requests = await cluster.run(arrivals)
+        else:
+            requests = await cluster.run_closed_loop(arrivals, concurrency)
+        return Outcome(requests, deployment.num_gpus)
+
+
+class SimulatedCluster:
+    """The processes of a deployment, in the running `VirtualTimeLoop`.
+
+    Args:
+        deployment: what is simulated.
+        seed: see `simulate`.
+    """
+
+    def __init__(self, deployment: SimulatedDeployment, seed: int) -> None:
+        # All pairs work, so none has to be probed before it gets requests.
+        config = deployment.frontend.model_copy(update={"probe_interval_s": 0.0})
+        self._deployment = deployment
+        self._seed = seed
+        self._clocks = virtual_clocks()
+        self._plane = DirectPlane(self._clocks)
+        self._view = ClusterView()
+        self._metrics = FrontendMetrics()
+        self._router = router_of(
+            config, self._view, self._plane, PairBreakers(), self._metrics, self._clocks, seed
+        )
+        self._limiter = ConcurrencyLimiter(
+            config.max_inflight, config.max_queued, self._clocks.monotonic
+        )
+        self._windows = StartWindows(self._view, self._limiter.grant)
+        self._tasks = BackgroundTasks()
+        self._stack = AsyncExitStack()
+        self._model = deployment.workers[0].model_name
+        self._published: dict[str, tuple[MemoryBackend, Sequence[MemoryRegion]]] = {}
+        self._numbers = itertools.count(1)
+        self.context_tokens = 0  # known when it has started
+
+    async def start(self) -> None:
+        """Start all workers, and the background work of the frontend."""
+        namespace = self._deployment.frontend.namespace
+        for name, work in routing_work(namespace, self._router, self._metrics).items():
+            self._in_background(work, name)
+        for number, config in enumerate(self._deployment.workers, start=1):
+            await self._start_worker(number, config)
+        # Let the background work see all workers.
+        await asyncio.sleep(0.0)
+        contexts = [instance.card.context_length for instance in self._view.instances()]
+        self.context_tokens = min(contexts)
+
+    async def run(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
+        """Send all requests, and return them when they have ended."""
+        now = self._clocks.monotonic
+        begun_s = now() - arrivals[0].at_s
+        found: list[SimulatedRequest] = []
+        async with asyncio.TaskGroup() as group:
+            for arrival in arrivals:
+                left_s = begun_s + arrival.at_s - now()
+                if left_s > 0:
+                    await asyncio.sleep(left_s)
+                request = SimulatedRequest(now(), arrival.input_tokens)
+                found.append(request)
+                group.create_task(self._serve(arrival, request))
+        return found
+
+    async def run_closed_loop(
+        self, arrivals: Sequence[Arrival], concurrency: int
+    ) -> list[SimulatedRequest]:
+        """Send the next request when one has ended, and return all when they have ended."""
+        left = iter(arrivals)
+        found: list[SimulatedRequest] = []
+
+        async def send() -> None:
+            for arrival in left:
+                request = SimulatedRequest(self._clocks.monotonic(), arrival.input_tokens)
+                found.append(request)
+                await self._serve(arrival, request)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(send())
+        return found
+
+    async def aclose(self) -> None:
+        """End everything."""
+        await self._router.aclose()
+        await self._stack.aclose()
+
+    async def _start_worker(self, number: int, config: WorkerConfig) -> None:
+        engine = MockEngine(
+            config,
+            instance_id=number,
+            backend=MemoryBackend(self._published),
+            clocks=self._clocks,
+            seed=self._seed * 1000 + number,
+        )
+        info = await engine.start()
+        self._stack.push_async_callback(engine.aclose)
+        namespace = self._deployment.frontend.namespace
+        endpoint = EndpointId(namespace, config.disaggregation_mode.value, "generate")
+        instance, files = describe(config, endpoint, number, info, SamplingDefaults())
+        publisher = None
+        if instance.publishes_kv_events:
+            publish = partial(self._plane.try_publish, kv_events_subject(namespace))
+            publisher = KvEventPublisher(number, publish)
+            self._stack.callback(publisher.close)
+            engine.start_kv_events(publisher.on_events)
+        service = WorkerService(
+            engine,
+            instance,
+            admission_of(config, info, TIMING),
+            files=files,
+            metrics=WorkerMetrics(),
+            kv_events=publisher,
+            cost_prior=info.cost_prior,
+            clocks=self._clocks,
+        )
+        self._plane.client.add(service)
+        if self._router.placement is not None:
+
+            def load() -> LoadReport:
+                # The arguments of the mock engine say what a real worker learns.
+                return msgspec.structs.replace(service.load_report(), cost=info.cost_prior)
+
+            broadcast = partial(self._plane.try_publish, load_subject(namespace))
+            loads = broadcast_load(load, service.called, broadcast)
+            self._in_background(loads, f"load-reports-{number}")
+        self._view.add(instance)
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._tasks.start(work, name)
+        self._stack.push_async_callback(self._tasks.cancel, task)
+
+    async def _serve(self, arrival: Arrival, request: SimulatedRequest) -> None:
+        """Serve a request as the frontend does: wait for a place, and run it."""
+        if self._deployment.frontend_s:
+            await asyncio.sleep(self._deployment.frontend_s)
+        within_s = self._deployment.frontend.request_timeout_s
+        places = self._windows.window(self._model).request(1, arrival.input_tokens)
+        claim = Claim(
+            client=_CLIENT, num_choices=1, prompt_tokens=arrival.input_tokens, places=places
+        )
+
+        def more_tokens() -> int:
+            return OUTPUT_COST * request.output_tokens - request.cached_tokens
+
+        try:
+            counted = await self._limiter.acquire(claim, within_s, more_tokens)
+        except DynamoError as exc:
+            request.error = exc.code
+            return
+        try:
+            await self._generate(arrival, request, places, within_s)
+        finally:
+            counted.end()
+            places.close()
+            self._limiter.release(1, _CLIENT.name)
+
+    async def _generate(
+        self,
+        arrival: Arrival,
+        request: SimulatedRequest,
+        places: RequestPlaces,
+        within_s: float,
+    ) -> None:
+        """Run the only choice of a request."""
+        call = GenerateRequest(
+            request_id=f"simulated-{next(self._numbers)}",
+            model=self._model,
+            token_ids=arrival.prompt(),
+            sampling=Sampling(max_tokens=arrival.output_tokens, temperature=1.0),
+            deadline=self._clocks.epoch() + within_s,
+        )
+        timeline = ChoiceTimeline(clock=self._clocks.monotonic)
+        timeline.place = places.take()
+        ended = asyncio.get_running_loop().create_future()
+        self._router.generate(call, timeline, _recorder(request, self._clocks.monotonic, ended))
+        await ended
+        for stats in (timeline.decode_stats, timeline.prefill_stats):
+            if stats is not None:
+                request.cached_tokens = max(request.cached_tokens, stats.cached_tokens)
+
+
+def _recorder(
+    request: SimulatedRequest, now: Callable[[], float], ended: asyncio.Future[None]
+) -> Callable[[StreamEvent], None]:
+    """Return the function that gets the events of a request. It runs once per token."""
+
+    def on_event(event: StreamEvent) -> None:
+        now_s = now()
+        if not isinstance(event, Chunk):
+            request.error = event.code
+            ended.set_result(None)
+            return
+        num_tokens = len(event.token_ids)
+        if num_tokens:
+            if not request.output_tokens:
+                request.first_s = now_s
+            elif now_s - request.last_s > request.worst_gap_s:
+                request.worst_gap_s = now_s - request.last_s
+            request.last_s = now_s
+            request.output_tokens += num_tokens
+        if event.finish_reason is not None:
+            request.end_s = now_s
+            ended.set_result(None)
+
+    return on_event

@@ -1,0 +1,82 @@
+"""Constants of models on GPUs: arguments with which the mock engine takes the same time.
+
+`constants.yaml` has those of the package, each with its source. There is no guess for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dynamo_trtllm.config.layers import read_yaml
+from dynamo_trtllm.protocol.errors import ConfigError
+
+_PACKAGED: Final = Path(__file__).parent / "constants.yaml"
+
+
+class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The times of one model and engine on one kind of GPU.
+
+    Fitted to measured cells, or learned by a worker.
+    """
+
+    models: tuple[str, ...]  # names, without the organization
+    engine: str
+    gpu: str
+    source: str  # what was measured, and by whom
+    fitted: str  # the cells to which the constants were fitted
+    mock: dict[str, Any]  # engine arguments of the mock engine
+    gpus_per_worker: int = 1
+    frontend_ms: float = 0.0  # what a request takes outside of engines
+
+    def is_of(self, model: str, engine: str, gpu: str) -> bool:
+        """Return whether the constants are those of a model and engine on a GPU."""
+        name = model.rstrip("/").rpartition("/")[2].lower()
+        return name in self.models and engine == self.engine and gpu.lower() == self.gpu
+
+
+def known_constants(more: Path | None = None) -> list[Constants]:
+    """Return all constants. Those of the file `more` come first.
+
+    Raises:
+        ConfigError: a file is not valid.
+    """
+    files = [_PACKAGED] if more is None else [more, _PACKAGED]
+    return [constants for file in files for constants in _read(file)]
+
+
+def find_constants(
+    known: Sequence[Constants], model: str, engine: str, gpu: str | None
+) -> Constants:
+    """Return the constants of a model and engine on a GPU.
+
+    Raises:
+        ConfigError: there are none; the message says which there are, and how to get some.
+    """
+    if gpu is None:
+        raise ConfigError(
+            f"the time that {model} takes depends on the GPU; pass --gpu, such as --gpu h200"
+        )
+    for constants in known:
+        if constants.is_of(model, engine, gpu):
+            return constants
+    names = ", ".join(f"{one.models[0]} with {one.engine} on {one.gpu}" for one in known)
+    raise ConfigError(
+        f"no constants for {model} with {engine} on {gpu}; known are {names}. Run `dynamo-trtllm"
+        " profile` on a worker of this model under load, and pass its file with --constants"
+    )
+
+
+def _read(path: Path) -> list[Constants]:
+    content = read_yaml(path)
+    try:
+        return msgspec.convert(_entries(content), list[Constants])
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path} has no constants: {exc}; see docs/simulate.md") from exc
+
+
+def _entries(content: Mapping[str, Any]) -> Any:
+    return content.get("constants")

@@ -1,0 +1,125 @@
+"""Turn a deployment file into what is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dynamo_trtllm.config.child_settings import to_argv
+from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
+from dynamo_trtllm.config.layers import find_file, read_yaml
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.simulate.cluster import SimulatedDeployment
+from dynamo_trtllm.simulate.constants import Constants, find_constants
+
+_MOCK: Final = "mock"
+# Engine arguments of vLLM, and the mock engine's of the same meaning.
+_MEANINGS: Final[Mapping[str, str]] = {
+    "block_size": "kv_block_size",
+    "max_num_batched_tokens": "prefill_tokens_per_step",
+    "max_num_seqs": "max_batch_size",
+    "max_model_len": "max_seq_len",
+    "enable_prefix_caching": "enable_prefix_caching",
+}
+# The flags of a worker that set the same.
+_FLAGS: Final[Mapping[str, str]] = {
+    "kv_block_size": "kv_block_size",
+    "max_num_tokens": "prefill_tokens_per_step",
+    "max_batch_size": "max_batch_size",
+    "max_seq_len": "max_seq_len",
+}
+
+
+def simulated_deployment(
+    deployment: DeploymentConfig,
+    known: Sequence[Constants],
+    gpu: str | None,
+    frontend_s: float | None = None,
+) -> SimulatedDeployment:
+    """Return what is simulated for a deployment.
+
+    Args:
+        deployment: the deployment.
+        known: constants of engines other than mock.
+        gpu: the GPU model of their workers.
+        frontend_s: what a request takes outside of engines. None: that of the constants.
+
+    Raises:
+        ConfigError: there is no frontend or are no constants, or a setting is wrong.
+    """
+    if deployment.frontend is None:
+        raise ConfigError("the deployment has no frontend, which the simulation needs")
+    common = {"namespace": deployment.namespace}
+    workers: list[WorkerConfig] = []
+    num_gpus = 0
+    known_s = 0.0
+    for spec in deployment.workers:
+        config = _configured(WorkerConfig, _worker_flags(spec, common))
+        if config.engine != _MOCK:
+            constants = find_constants(
+                known, config.model_path or config.model_name, str(config.engine), gpu
+            )
+            config = as_mock(config, constants)
+            known_s = max(known_s, constants.frontend_ms / 1000)
+        workers += [config] * spec.count
+        num_gpus += spec.count if spec.devices == "cpu" else len(spec.devices)
+    names = {config.model_name for config in workers}
+    if len(names) > 1:
+        raise ConfigError(
+            f"the workers serve several models ({', '.join(sorted(names))}); simulate a deployment"
+            " of one model"
+        )
+    return SimulatedDeployment(
+        frontend=_configured(FrontendConfig, common | deployment.frontend),
+        workers=workers,
+        num_gpus=num_gpus,
+        frontend_s=known_s if frontend_s is None else frontend_s,
+    )
+
+
+def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
+    """Return the settings of a mock worker that takes the time of another engine.
+
+    The limits that the other engine's arguments set are those of the mock engine, too.
+    """
+    arguments = dict(constants.mock)
+    # Later sources override earlier ones, as in a worker.
+    if config.extra_engine_args is not None:
+        arguments |= _translated(read_yaml(find_file(config.extra_engine_args)), _MEANINGS)
+    arguments |= _translated({flag: getattr(config, flag) for flag in _FLAGS}, _FLAGS)
+    arguments |= _translated(config.override_engine_args or {}, _MEANINGS)
+    _rescale_blocks(arguments, constants)
+    return config.model_copy(
+        update={
+            "engine": _MOCK,
+            "served_model_name": config.model_name,
+            "extra_engine_args": None,
+            "override_engine_args": arguments,
+            "tensor_parallel_size": None,
+            **dict.fromkeys(_FLAGS),
+        }
+    )
+
+
+def _translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the given values by the mock engine's names."""
+    return {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
+
+
+def _rescale_blocks(arguments: dict[str, Any], constants: Constants) -> None:
+    """Let the KV pool have as many tokens as that of the constants, with blocks of another size."""
+    before = constants.mock.get("kv_block_size")
+    blocks = constants.mock.get("kv_cache_blocks")
+    if before and blocks:
+        arguments["kv_cache_blocks"] = blocks * before // arguments["kv_block_size"]
+
+
+def _worker_flags(spec: WorkerSpec, common: Mapping[str, Any]) -> dict[str, Any]:
+    return {**common, **spec.flags, "disaggregation_mode": spec.disaggregation_mode}
+
+
+def _configured(model: Any, flags: Mapping[str, Any]) -> Any:
+    """Return settings as a process of the deployment has them, but for its environment."""
+    return load(model, prog="simulate", argv=to_argv(model, flags), environ={})

@@ -1,0 +1,152 @@
+"""What a simulation has measured: each request, and the figures of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# The workers are saturated if requests of the second half wait this many times as long for their
+# first token as those of the first half, and at least this much longer.
+_SATURATED_RATIO: Final = 2.0
+_SATURATED_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """One request, with times in seconds since the beginning."""
+
+    arrived_s: float
+    input_tokens: int
+    first_s: float = math.inf  # when the first token arrived
+    last_s: float = 0.0  # when the newest token arrived
+    end_s: float = math.inf
+    worst_gap_s: float = 0.0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""  # code of the error with which the request has failed
+
+    @property
+    def is_ok(self) -> bool:
+        """Return whether the answer is complete."""
+        return not self.error and math.isfinite(self.end_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the time to first token."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def mean_gap_s(self) -> float:
+        """Return the mean time between two tokens (TPOT)."""
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.last_s - self.first_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """The limits of a good request, in seconds. A request that failed is not good."""
+
+    ttft_s: float = 2.0
+    mean_gap_s: float = math.inf
+    worst_gap_s: float = math.inf
+
+    def is_met(self, request: SimulatedRequest) -> bool:
+        """Return whether a request kept all limits."""
+        return (
+            request.is_ok
+            and request.ttft_s <= self.ttft_s
+            and request.mean_gap_s <= self.mean_gap_s
+            and request.worst_gap_s <= self.worst_gap_s
+        )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, one of the values; NaN without values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Outcome:
+    """All requests of one simulation.
+
+    Args:
+        requests: in the order of their arrival.
+        num_gpus: GPUs of all workers.
+    """
+
+    def __init__(self, requests: Sequence[SimulatedRequest], num_gpus: int) -> None:
+        self.requests = requests
+        self.num_gpus = num_gpus
+        self.good = [request for request in requests if request.is_ok]
+
+    @property
+    def errors(self) -> Counter[str]:
+        """Return how many requests failed, by the code of the error."""
+        return Counter(request.error for request in self.requests if request.error)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first arrival to the last end."""
+        ends = [request.end_s for request in self.good]
+        return max(ends, default=0.0) - self.requests[0].arrived_s
+
+    @property
+    def offered_rate(self) -> float:
+        """Return how many requests arrived per second."""
+        first_s = self.requests[0].arrived_s
+        span_s = self.requests[-1].arrived_s - first_s
+        return (len(self.requests) - 1) / span_s if span_s else math.inf
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Return the output tokens of all answers per second."""
+        return sum(request.output_tokens for request in self.good) / max(1e-9, self.seconds)
+
+    @property
+    def is_saturated(self) -> bool:
+        """Return whether the wait for first tokens grew until the end, as the load is too high."""
+        half = len(self.requests) // 2
+        before = quantile([one.ttft_s for one in self.requests[:half] if one.is_ok], 0.5)
+        after = quantile([one.ttft_s for one in self.requests[half:] if one.is_ok], 0.5)
+        return after > _SATURATED_RATIO * before and after - before > _SATURATED_S
+
+    def quantiles(self, of: Callable[[SimulatedRequest], float]) -> dict[str, float]:
+        """Return the quantiles of a time of the good requests, in ms."""
+        values = [1000 * of(request) for request in self.good]
+        return {name: quantile(values, share) for name, share in QUANTILES.items()}
+
+    def attainment(self, slo: Slo) -> float:
+        """Return the share of the requests that kept the limits."""
+        return sum(map(slo.is_met, self.requests)) / len(self.requests)
+
+    def goodput_per_gpu(self, slo: Slo) -> float:
+        """Return how many requests per second and GPU kept the limits."""
+        return self.attainment(slo) * self.offered_rate / self.num_gpus
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of all requests, for tables and JSON."""
+        return {
+            "requests": len(self.requests),
+            "errors": dict(self.errors),
+            "seconds": self.seconds,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.num_gpus,
+            "cached_share": _share(self.good),
+            "is_saturated": self.is_saturated,
+            "ttft_ms": self.quantiles(lambda request: request.ttft_s),
+            "tpot_ms": self.quantiles(lambda request: request.mean_gap_s),
+            "worst_gap_ms": self.quantiles(lambda request: request.worst_gap_s),
+        }
+
+
+def _share(requests: Sequence[SimulatedRequest]) -> float:
+    """Return the share of the prompt tokens that came from a prefix cache."""
+    total = sum(request.input_tokens for request in requests)
+    return sum(request.cached_tokens for request in requests) / max(1, total)

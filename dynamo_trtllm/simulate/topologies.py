@@ -1,0 +1,232 @@
+"""Compare topologies of one model under one load: which keeps the most requests within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any, Final, NamedTuple
+
+from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.simulate.cluster import simulate
+from dynamo_trtllm.simulate.constants import Constants
+from dynamo_trtllm.simulate.deployments import simulated_deployment
+from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
+from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
+
+# Parts of the rate at which all topologies are compared.
+LADDER: Final = (0.25, 0.5, 1.0, 2.0)
+
+
+class Topology(NamedTuple):
+    """Numbers of workers: aggregated ones, or prefill and decode workers."""
+
+    aggregated: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.aggregated}A" if self.aggregated else f"{self.prefill}P{self.decode}D"
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of workers."""
+        return sum(self)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Return whether prefill and decode have workers of their own."""
+        return not self.aggregated
+
+
+class Range(NamedTuple):
+    """The mean of a figure over simulations with other arrivals, and its least and largest."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        """Return the range of values."""
+        return cls(mean(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The figures of one topology at one rate."""
+
+    topology: Topology
+    rate: float
+    is_saturated: bool  # in one of the simulations
+    ttft_p50_ms: Range
+    ttft_p90_ms: Range
+    tpot_p50_ms: Range
+    worst_gap_p50_ms: Range
+    attainment: Mapping[str, Range]  # by definition of goodput: share of the requests
+    goodput: Mapping[str, Range]  # the same: good requests per second and GPU
+
+
+def topologies(num_workers: int) -> Iterator[Topology]:
+    """Yield the topologies of a number of workers."""
+    yield Topology(aggregated=num_workers)
+    for num_prefill in range(1, num_workers):
+        yield Topology(prefill=num_prefill, decode=num_workers - num_prefill)
+
+
+class Comparison:
+    """Simulations of all topologies of one model.
+
+    Args:
+        model: name or folder of the model.
+        constants: its constants.
+        gpus: GPUs of all workers.
+        slos: the definitions of goodput by name.
+        arguments: engine arguments of all workers, such as `kv_block_size`.
+
+    Raises:
+        ConfigError: a worker needs more GPUs than there are.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        constants: Constants,
+        gpus: int,
+        slos: Mapping[str, Slo],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.constants = constants
+        self.gpus = gpus
+        self.slos = slos
+        self._arguments = dict(arguments or {})
+        num_workers = gpus // constants.gpus_per_worker
+        if not num_workers:
+            raise ConfigError(
+                f"a worker of {model} takes {constants.gpus_per_worker} GPUs, and there are {gpus};"
+                " raise --gpus"
+            )
+        self.topologies = list(topologies(num_workers))
+
+    def cell(
+        self, topology: Topology, shape: Shape, rate: float, num_requests: int, seeds: int
+    ) -> Cell:
+        """Return the figures of a topology at a rate."""
+        deployment = simulated_deployment(
+            checked_deployment(self.deployment(topology), str(topology)),
+            [self.constants],
+            self.constants.gpu,
+        )
+        outcomes = [
+            simulate(deployment, poisson_arrivals(shape, rate, num_requests, seed), seed)
+            for seed in range(1, seeds + 1)
+        ]
+        return Cell(
+            topology=topology,
+            rate=rate,
+            is_saturated=any(outcome.is_saturated for outcome in outcomes),
+            ttft_p50_ms=_range(outcomes, lambda one: one.quantiles(_ttft_s)["p50"]),
+            ttft_p90_ms=_range(outcomes, lambda one: one.quantiles(_ttft_s)["p90"]),
+            tpot_p50_ms=_range(outcomes, lambda one: one.quantiles(_mean_gap_s)["p50"]),
+            worst_gap_p50_ms=_range(outcomes, lambda one: one.quantiles(_worst_gap_s)["p50"]),
+            attainment={
+                name: Range.of([outcome.attainment(slo) for outcome in outcomes])
+                for name, slo in self.slos.items()
+            },
+            goodput={
+                name: Range.of([outcome.attainment(slo) * rate / self.gpus for outcome in outcomes])
+                for name, slo in self.slos.items()
+            },
+        )
+
+    def deployment(self, topology: Topology) -> dict[str, Any]:
+        """Return the content of a deployment file with this topology."""
+        flags: dict[str, Any] = {"model-path": self.model, "engine": self.constants.engine}
+        size = self.constants.gpus_per_worker
+        if size > 1:
+            flags["tensor-parallel-size"] = size
+        flags |= self._arguments
+        workers: list[dict[str, Any]] = []
+        first_gpu = 0
+        for name, mode, count in (
+            ("worker", "prefill_and_decode", topology.aggregated),
+            ("prefill", "prefill", topology.prefill),
+            ("decode", "decode", topology.decode),
+        ):
+            if not count:
+                continue
+            num_gpus = count * size
+            workers.append(
+                {
+                    "name": name,
+                    "disaggregation_mode": mode,
+                    "count": count,
+                    "devices": list(range(first_gpu, first_gpu + num_gpus)),
+                    "flags": dict(flags),
+                }
+            )
+            first_gpu += num_gpus
+        return {
+            "services": {"etcd": "start", "nats": "start"},
+            "frontend": {"http-port": 8000},
+            "workers": workers,
+            "ready_timeout_s": 3600.0,
+        }
+
+    def mock_deployment(self, topology: Topology) -> dict[str, Any]:
+        """Return the same with mock engines that take the simulated times, on CPUs."""
+        simulated = simulated_deployment(
+            checked_deployment(self.deployment(topology), str(topology)),
+            [self.constants],
+            self.constants.gpu,
+        )
+        data = self.deployment(topology)
+        configs = {config.disaggregation_mode.value: config for config in simulated.workers}
+        for worker in data["workers"]:
+            config = configs[worker["disaggregation_mode"]]
+            worker["devices"] = "cpu"
+            worker["flags"] = {
+                "model-path": self.model,
+                "engine": "mock",
+                "override-engine-args": config.override_engine_args,
+            }
+        return data
+
+
+def best(cells: Sequence[Cell], slo: str) -> Cell:
+    """Return the cell with the most goodput by a definition. Of equal ones, the first one."""
+    return max(cells, key=lambda cell: cell.goodput[slo].mean)
+
+
+def crossover(cells: Sequence[Cell], slo: str) -> float | None:
+    """Return the least rate at which a split has clearly more goodput than aggregated workers.
+
+    Clearly: in every simulation. None: there is none.
+    """
+    for rate in sorted({cell.rate for cell in cells}):
+        at_rate = [cell for cell in cells if cell.rate == rate]
+        aggregated = [cell for cell in at_rate if not cell.topology.is_disaggregated]
+        splits = [cell for cell in at_rate if cell.topology.is_disaggregated]
+        if not splits or not aggregated:
+            continue
+        if best(splits, slo).goodput[slo].low > best(aggregated, slo).goodput[slo].high:
+            return rate
+    return None
+
+
+def _range(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> Range:
+    return Range.of([of(outcome) for outcome in outcomes])
+
+
+def _ttft_s(request: SimulatedRequest) -> float:
+    return request.ttft_s
+
+
+def _mean_gap_s(request: SimulatedRequest) -> float:
+    return request.mean_gap_s
+
+
+def _worst_gap_s(request: SimulatedRequest) -> float:
+    return request.worst_gap_s

@@ -1,0 +1,187 @@
+"""The requests of a simulation: those of a trace, or of a shape with random arrivals.
+
+A trace has the format of Mooncake (https://github.com/kvcache-ai/Mooncake): a JSON object per line
+with `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, a number per
+block of 512 tokens of the prompt. Equal numbers stand for equal beginnings of prompts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import TokenIds, token_ids
+
+TRACE_BLOCK_TOKENS: Final = 512
+# A block has a number of two digits, each of which is a token.
+_TOKENS: Final = 200_000
+# The blocks of a trace have lower numbers, those of a shape this number and higher ones.
+_FIRST_OF_SHAPE: Final = 1 << 31
+_SHAPE = re.compile(r"(?P<input>\d+)/(?P<output>\d+)")
+
+
+class Arrival(NamedTuple):
+    """A request that comes at a time."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]  # what the prompt consists of: a number per TRACE_BLOCK_TOKENS tokens
+
+    def prompt(self) -> TokenIds:
+        """Return the tokens of the prompt: the digits of the numbers of its blocks, repeated."""
+        ids = token_ids()
+        for block in self.blocks:
+            digits = array(ids.typecode, divmod(block, _TOKENS))
+            ids.extend(digits * (TRACE_BLOCK_TOKENS // 2))
+        return ids[: self.input_tokens]
+
+
+class Shape(NamedTuple):
+    """Tokens of a prompt and of its answer."""
+
+    input_tokens: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.input_tokens}/{self.output_tokens}"
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def parse_shape(text: str) -> Shape:
+    """Read a shape such as `8192/256`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = _SHAPE.fullmatch(text)
+    if match is None or not int(match["input"]) or not int(match["output"]):
+        raise ConfigError(
+            f"{text!r} is not a shape; write the tokens of a prompt and of its answer as 8192/256"
+        )
+    return Shape(int(match["input"]), int(match["output"]))
+
+
+def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) -> list[Arrival]:
+    """Return requests that come independently of each other.
+
+    Args:
+        shape: tokens of each request.
+        rate: requests per second.
+        num_requests: how many.
+        seed: of the times.
+
+    Raises:
+        ConfigError: the rate is not positive.
+    """
+    if not rate > 0:
+        raise ConfigError(f"the rate is {rate:g} requests per second; it must be above 0")
+    source = random.Random(seed)
+    gaps_s = (source.expovariate(rate) for _ in range(num_requests))
+    return arrivals_at(shape, list(accumulate(gaps_s)))
+
+
+def arrivals_at(shape: Shape, times_s: Sequence[float]) -> list[Arrival]:
+    """Return requests that come at these times. Their prompts have nothing in common."""
+    num_blocks = -(-shape.input_tokens // TRACE_BLOCK_TOKENS)
+    return [
+        Arrival(at_s, *shape, (_FIRST_OF_SHAPE + number,) * num_blocks)
+        for number, at_s in enumerate(times_s)
+    ]
+
+
+def read_trace(path: Path, num_requests: int | None = None, speed: float = 1.0) -> list[Arrival]:
+    """Read the first requests of a trace. A file that ends with .gz is decompressed.
+
+    Requests of one timestamp keep the order of their lines.
+
+    Args:
+        path: the file.
+        num_requests: the most requests. None: all.
+        speed: how many times as fast as in the trace requests come.
+
+    Raises:
+        ConfigError: the file can't be read, or has no request; or a line, which the error names, is
+            not a request or comes before the one above it.
+    """
+    if not speed > 0:
+        raise ConfigError(f"the speed of the trace is {speed:g}; it must be above 0")
+    arrivals: list[Arrival] = []
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            if num_requests is not None and len(arrivals) >= num_requests:
+                break
+            arrival = _arrival(line, f"{path}: line {number}", speed)
+            if arrivals and arrival.at_s < arrivals[-1].at_s:
+                raise ConfigError(
+                    f"{path}: line {number} has a timestamp before that of the line above; sort the"
+                    " trace by timestamp"
+                )
+            arrivals.append(arrival)
+    except (OSError, EOFError, zlib.error) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else None
+        raise ConfigError(f"{path} can't be read: {reason or exc}; pass another file") from exc
+    if not arrivals:
+        raise ConfigError(f"{path} has no request")
+    return arrivals
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
+        yield from file
+
+
+def _arrival(line: bytes, where: str, speed: float) -> Arrival:
+    """Return the request of a line. `where`: its file and number, for errors."""
+    try:
+        request = msgspec.json.decode(line, type=_Line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{where} is not a request: {exc}") from exc
+    input_tokens = request.input_length
+    if input_tokens < 1 or request.output_length < 1 or not request.timestamp >= 0:
+        raise ConfigError(
+            f"{where} is not a request: input_length and output_length must be at least 1, and"
+            " timestamp at least 0"
+        )
+    num_blocks = -(-input_tokens // TRACE_BLOCK_TOKENS)
+    blocks = tuple(request.hash_ids)
+    if len(blocks) != num_blocks or not all(0 <= block < _FIRST_OF_SHAPE for block in blocks):
+        raise ConfigError(
+            f"{where} is not a request: {input_tokens} tokens need {num_blocks} hash_ids from 0 to"
+            f" {_FIRST_OF_SHAPE - 1}"
+        )
+    at_s = request.timestamp / 1000 / speed
+    return Arrival(at_s, input_tokens, request.output_length, blocks)
+
+
+def check_context(arrivals: Sequence[Arrival], context_tokens: int) -> None:
+    """Check that each request fits into the context of the model.
+
+    Raises:
+        ConfigError: one does not; the error has its number.
+    """
+    for number, arrival in enumerate(arrivals, start=1):
+        total = arrival.input_tokens + arrival.output_tokens
+        if total > context_tokens:
+            raise ConfigError(
+                f"request {number} has {arrival.input_tokens} prompt and {arrival.output_tokens}"
+                f" output tokens, and the context of the workers is {context_tokens}; raise their"
+                " context, or leave the request out"
+            )

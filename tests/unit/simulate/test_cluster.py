@@ -1,0 +1,161 @@
+"""Requests pass the real router and scheduler in virtual time, with exact results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.simulate.cluster import (
+    SimulatedDeployment,
+    simulate,
+    simulate_closed_loop,
+)
+from dynamo_trtllm.simulate.workload import Arrival, Shape, arrivals_at, poisson_arrivals
+
+STEP_S = 0.01
+TIMES = {"step_s": STEP_S, "prefill_token_s": 1e-4, "prefill_tokens_per_step": 1000}
+
+
+def worker(role: Role, **arguments: Any) -> WorkerConfig:
+    return WorkerConfig(
+        model_path="model",
+        engine="mock",
+        disaggregation_mode=role,
+        override_engine_args=TIMES | arguments,
+        publish_kv_events=bool(arguments.get("enable_prefix_caching")),
+    )
+
+
+def deployment(*workers: WorkerConfig, frontend_s: float = 0.0, **frontend: Any) -> Any:
+    return SimulatedDeployment(
+        frontend=FrontendConfig(**frontend),
+        workers=workers,
+        num_gpus=len(workers),
+        frontend_s=frontend_s,
+    )
+
+
+def pair(**arguments: Any) -> list[WorkerConfig]:
+    return [worker(Role.PREFILL, **arguments), worker(Role.DECODE, **arguments)]
+
+
+def test_aggregated_request_takes_its_steps() -> None:
+    (request,) = simulate(
+        deployment(worker(Role.AGGREGATED)), arrivals_at(Shape(500, 11), [1.0])
+    ).requests
+    assert request.ttft_s == pytest.approx(STEP_S + 500 * 1e-4)
+    assert request.mean_gap_s == pytest.approx(STEP_S)
+    assert request.output_tokens == 11
+
+
+def test_pair_takes_prefill_transfer_and_decode() -> None:
+    times = {"kv_transfer_s": 0.02, "kv_transfer_block_s": 1e-3, "kv_block_size": 100}
+    (request,) = simulate(
+        deployment(*pair(**times), frontend_s=0.003), arrivals_at(Shape(500, 11), [1.0])
+    ).requests
+    prefill_s = STEP_S + 500 * 1e-4
+    assert request.ttft_s == pytest.approx(0.003 + prefill_s + 0.02 + 5 * 1e-3)
+    assert request.mean_gap_s == pytest.approx(STEP_S)
+
+
+def test_recomputed_token_waits_for_a_step() -> None:
+    (request,) = simulate(
+        deployment(*pair(recompute_last_token=True)), arrivals_at(Shape(500, 11), [1.0])
+    ).requests
+    assert request.ttft_s == pytest.approx(STEP_S + 500 * 1e-4 + STEP_S)
+    assert request.output_tokens == 11
+
+
+def test_planned_step_has_no_place_for_what_comes_later() -> None:
+    # The second request comes within a step, when the next one is planned already.
+    arrivals = arrivals_at(Shape(10, 20), [1.0, 1.015])
+    found = [
+        simulate(deployment(worker(Role.AGGREGATED, plan_ahead=ahead)), arrivals).requests[1]
+        for ahead in (False, True)
+    ]
+    assert found[1].ttft_s - found[0].ttft_s == pytest.approx(STEP_S)
+
+
+def test_posting_a_transfer_pauses_other_streams() -> None:
+    # The second request is prefilled while the first one decodes.
+    arrivals = arrivals_at(Shape(500, 50), [1.0, 1.1])
+    times = {"kv_post_block_s": 0.01, "kv_block_size": 100, "kv_transfer_s": 0.004}
+    first, second = simulate(deployment(*pair(**times)), arrivals).requests
+    assert first.worst_gap_s == pytest.approx(STEP_S + 0.05)
+    # Its first token comes within a step, and its second one at the end of the next step.
+    assert second.worst_gap_s == pytest.approx(STEP_S + 0.006)
+
+
+def test_prefill_delays_streams_of_aggregated_workers_only() -> None:
+    arrivals = arrivals_at(Shape(500, 50), [1.0, 1.1])
+    aggregated = simulate(deployment(worker(Role.AGGREGATED)), arrivals).requests[0]
+    split = simulate(deployment(*pair()), arrivals).requests[0]
+    assert aggregated.worst_gap_s == pytest.approx(STEP_S + 500 * 1e-4)
+    assert split.worst_gap_s == pytest.approx(STEP_S)
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "random", "least-loaded", "kv"])
+def test_equal_seeds_give_equal_outcomes(mode: str) -> None:
+    workers = [*pair(step_noise=0.1), *pair(step_noise=0.1)]
+    arrivals = poisson_arrivals(Shape(300, 20), 20.0, 60, seed=1)
+    found = [
+        simulate(deployment(*workers, router_mode=mode), arrivals, seed).requests
+        for seed in (1, 1, 2)
+    ]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+    assert all(request.output_tokens == 20 for request in found[0])
+
+
+def test_prefix_cache_of_a_worker_is_found_by_kv_router() -> None:
+    workers = [worker(Role.AGGREGATED, enable_prefix_caching=True) for _ in range(4)]
+    shared = [Arrival(float(at), 1100, 5, (1, 2, 3 + at)) for at in range(5)]
+    first, *later = simulate(deployment(*workers, router_mode="kv"), shared).requests
+    assert first.cached_tokens == 0
+    assert {request.cached_tokens for request in later} == {1024}
+
+
+def test_full_queue_rejects_requests() -> None:
+    arrivals = arrivals_at(Shape(500, 20), [1.0] * 5)
+    outcome = simulate(deployment(worker(Role.AGGREGATED), max_inflight=1, max_queued=2), arrivals)
+    assert outcome.errors == {"overloaded": 2}
+
+
+def test_request_ends_at_its_time_limit() -> None:
+    arrivals = arrivals_at(Shape(500, 1000), [1.0])
+    outcome = simulate(deployment(worker(Role.AGGREGATED), request_timeout_s=1.0), arrivals)
+    assert outcome.errors == {"deadline": 1}
+
+
+def test_closed_loop_keeps_its_concurrency() -> None:
+    outcome = simulate_closed_loop(deployment(worker(Role.AGGREGATED)), Shape(100, 11), 2, 6)
+    begins = sorted(request.arrived_s for request in outcome.requests)
+    ends = sorted(request.end_s for request in outcome.requests)
+    assert begins[2:] == pytest.approx(ends[:4])
+
+
+def test_request_beyond_the_context_is_an_error() -> None:
+    small = deployment(worker(Role.AGGREGATED, max_seq_len=100))
+    with pytest.raises(ConfigError, match="context of the workers is 100"):
+        simulate(small, arrivals_at(Shape(100, 1), [0.0]))
+
+
+def test_requests_in_excess_saturate_the_workers() -> None:
+    def outcome_at(rate: float) -> Any:
+        arrivals = poisson_arrivals(Shape(1000, 10), rate, 100, seed=1)
+        return simulate(deployment(worker(Role.AGGREGATED)), arrivals)
+
+    assert not outcome_at(4.0).is_saturated
+    assert outcome_at(20.0).is_saturated
+
+
+def test_trace_of_many_workers_is_complete(tmp_path: Path) -> None:
+    arrivals = [Arrival(0.01 * n, 700, 10, (0, 1 + n % 7)) for n in range(200)]
+    workers = [one for _ in range(8) for one in pair()]
+    outcome = simulate(deployment(*workers, router_mode="least-loaded"), arrivals)
+    assert sum(request.output_tokens for request in outcome.requests) == 2000

@@ -1,0 +1,121 @@
+"""A deployment file becomes what is simulated; without constants there is a named error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
+from dynamo_trtllm.simulate.deployments import simulated_deployment
+
+CONSTANTS = Constants(
+    models=("some-model",),
+    engine="vllm",
+    gpu="h200",
+    source="made up for this test",
+    fitted="nothing",
+    mock={"step_s": 0.01, "kv_block_size": 128, "kv_cache_blocks": 100},
+    frontend_ms=5.0,
+)
+
+
+def workers(*flags: dict[str, Any], devices: Any = "cpu", count: int = 1) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"worker-{number}",
+            "disaggregation_mode": "prefill_and_decode",
+            "count": count,
+            "devices": devices,
+            "flags": each,
+        }
+        for number, each in enumerate(flags)
+    ]
+
+
+def simulated(data: dict[str, Any], gpu: str | None = "h200") -> Any:
+    return simulated_deployment(checked_deployment(data, "test"), [CONSTANTS], gpu)
+
+
+VLLM = {"model": "org/some-model", "engine": "vllm"}
+
+
+def test_mock_workers_keep_their_arguments() -> None:
+    flags = {"model": "m", "engine": "mock", "override-engine-args": {"step_s": 0.5}}
+    found = simulated({"workers": workers(flags, count=3)}, gpu=None)
+    assert [worker.override_engine_args for worker in found.workers] == [{"step_s": 0.5}] * 3
+    assert (found.num_gpus, found.frontend_s) == (3, 0.0)
+
+
+def test_workers_of_other_engines_take_the_constants() -> None:
+    found = simulated({"workers": workers(VLLM, count=2, devices=[0, 1, 2, 3])})
+    (first, _) = found.workers
+    assert (first.engine, first.model_name) == ("mock", "some-model")
+    assert first.override_engine_args == CONSTANTS.mock
+    assert first.disaggregation_mode is Role.AGGREGATED
+    assert (found.num_gpus, found.frontend_s) == (4, 0.005)
+
+
+def test_limits_of_the_engine_are_those_of_the_simulation(tmp_path: Path) -> None:
+    file = tmp_path / "args.yaml"
+    file.write_text("block_size: 32\nmax_num_seqs: 7\nmax_num_batched_tokens: 99\n", "utf-8")
+    flags = VLLM | {
+        "extra-engine-args": str(file),
+        "max-batch-size": 8,
+        "override-engine-args": {"block_size": 16},
+    }
+    (worker,) = simulated({"workers": workers(flags)}).workers
+    assert worker.override_engine_args == {
+        "step_s": 0.01,
+        "kv_block_size": 16,
+        "kv_cache_blocks": 800,
+        "max_batch_size": 8,
+        "prefill_tokens_per_step": 99,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "problem"),
+    [
+        (VLLM, None, "pass --gpu"),
+        (VLLM, "b200", "no constants for org/some-model with vllm on b200; known are some-model"),
+        (VLLM | {"model": "other"}, "h200", "no constants for other with vllm on h200"),
+        (VLLM | {"engine": "torch"}, "h200", "no constants for org/some-model with torch"),
+    ],
+)
+def test_unknown_model_engine_or_gpu_is_an_error(
+    flags: dict[str, Any], gpu: str | None, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        simulated({"workers": workers(flags)}, gpu)
+
+
+def test_deployment_that_is_not_of_one_model_is_an_error() -> None:
+    mock = {"engine": "mock"}
+    several = workers(mock | {"model": "a"}, mock | {"model": "b"})
+    with pytest.raises(ConfigError, match="several models"):
+        simulated({"workers": several})
+    with pytest.raises(ConfigError, match="no frontend"):
+        simulated({"workers": several[:1], "frontend": None})
+
+
+def test_packaged_constants_name_their_sources() -> None:
+    for constants in known_constants():
+        assert constants.source
+        assert constants.fitted
+    found = find_constants(known_constants(), "openai/gpt-oss-120b", "vllm", "H200")
+    assert found.mock["kv_block_size"] == 128
+
+
+def test_own_constants_come_first(tmp_path: Path) -> None:
+    file = tmp_path / "constants.yaml"
+    text = "{models: [gpt-oss-120b], engine: vllm, gpu: h200, source: s, fitted: f, mock: {}}"
+    file.write_text(f"constants: [{text}]", encoding="utf-8")
+    assert find_constants(known_constants(file), "gpt-oss-120b", "vllm", "h200").source == "s"
+    file.write_text("constants: [{models: 5}]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no constants"):
+        known_constants(file)
