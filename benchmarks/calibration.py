@@ -1,15 +1,13 @@
 """Compares simulations with measurements on GPUs, and fits the constants of simulations to some.
 
     python -m benchmarks.calibration errors
-    python -m benchmarks.calibration fit vllm
-    python -m benchmarks.calibration fit trtllm
+    python -m benchmarks.calibration fit vllm 0.24.0
 
 errors: how far the packaged constants are off on each measured cell, in percent of the measured
 value, with medians of the cells that were fitted and of the others. In an open loop that is not
 saturated, throughput is what was sent.
 
-fit: prints coefficients for `dynamo_trtllm/simulate/constants.yaml`. It changes one after the other
-as long as the errors on the fitted cells become less.
+fit: prints coefficients of steps for `dynamo_trtllm/simulate/constants.yaml`, from which it begins.
 
 Cells are open loops of `benchmarks.gpu.open_loop` on two H200: gpt-oss-120b's architecture, random
 weights. The simulation has the same arrivals. Points of InferenceX are closed loops on one H200, as
@@ -29,6 +27,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.text_table import format_table
@@ -52,14 +51,16 @@ _TOPOLOGIES: Final[Mapping[str, Topology]] = {
     "A triton sampler": Topology(aggregated=1),
     "1P1D": Topology(prefill=1, decode=1),
 }
-# Files and shapes whose cells of 2 requests/s (2000/600: 4, 128/256: 24) are fitted.
+# File, shape and rate of the cells that are fitted.
 _FITTED: Final = frozenset(
     {
         ("11-28-2gpu-1P1D-block16", "8192/256", 2.0),
         ("11-28-2gpu-1P1D-block16", "2000/600", 4.0),
         ("11-28-2gpu-1P1D-block128", "8192/256", 2.0),
         ("11-28-2gpu-2A-and-vllm-router", "8192/256", 2.0),
+        ("11-28-2gpu-vllm026-steps-8192", "8192/256", 4.0),
         ("11-28-2gpu-vllm033", "128/256", 24.0),
+        ("11-28-2gpu-vllm033", "8192/256", 2.0),
     }
 )
 # Parts of the names of files whose steps had 8,192 tokens, see docs/performance-gpu.md. Those of
@@ -68,14 +69,14 @@ _STEPS_8192: Final = ("steps-8192", "vllm026-block16", "vllm033")
 # Runs with a setting that the constants do not know: another layout of KV, an early notice.
 _LEFT_OUT: Final = ("early-notice", "rows", "no-ipc-cache")
 # InferenceX, 8192/1024, one H200: concurrency, mean TTFT in ms, mean TPOT in ms, tokens/s.
-_INFERENCEX: Final[Mapping[str, Sequence[tuple[int, float, float, float]]]] = {
-    "trtllm": (
+_INFERENCEX: Final[Mapping[tuple[str, str], Sequence[tuple[int, float, float, float]]]] = {
+    ("trtllm", "InferenceX"): (
         (4, 298, 7.65, 504),
         (16, 483, 14.2, 1092),
         (32, 675, 21.1, 1471),
         (64, 6184, 30.6, 1749),
     ),
-    "vllm-0.18": (
+    ("vllm", "0.18"): (
         (4, 408, 7.08, 535),
         (16, 661, 15.75, 977),
         (32, 896, 24.8, 1247),
@@ -84,10 +85,21 @@ _INFERENCEX: Final[Mapping[str, Sequence[tuple[int, float, float, float]]]] = {
 }
 _FITTED_CONCURRENCY: Final = (4, 16)
 _REQUESTS_PER_LANE: Final = 5  # of a simulated closed loop
-_FACTORS: Final = (1.3, 1.1, 1.03)  # by which a coefficient changes in a round of a fit
-# Coefficients of steps that are fitted, and the equal ones that change with them.
-_CHANGED: Final[Mapping[str, Sequence[int]]] = {"decode": (0, 1, 2, 3, 5), "prefill": (0, 6)}
-_PREFILL_TOKENS: Final = range(1, 6)  # all segments have one slope
+_PROBE: Final = 1.08  # by which a coefficient changes to see what depends on it
+_RIDGE: Final = 0.05
+_MAX_CHANGE: Final = 0.5  # of the logarithm of a coefficient, in one round
+# Coefficients of steps that are fitted: the kind of steps, and terms that change together.
+_TERMS: Final[Sequence[tuple[str, Sequence[int]]]] = (
+    ("decode", (0,)),
+    ("decode", (1,)),
+    ("decode", (2,)),
+    ("decode", (3,)),
+    ("prefill", (0,)),
+    ("prefill", (1, 2, 3)),
+    ("prefill", (4,)),
+    ("prefill", (5,)),
+    ("prefill", (6,)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +116,16 @@ class MeasuredCell:
     concurrency: int = 0  # of a closed loop
     arguments: Mapping[str, Any] = field(default_factory=dict)  # flags of the workers
     is_fitted: bool = False
+    version: str = ""  # release of the engine
+
+    def is_of(self, constants: Constants) -> bool:
+        """Return whether constants are those of the engine of this cell."""
+        return self.engine == constants.engine and self.version in constants.versions
+
+
+def all_cells() -> list[MeasuredCell]:
+    """Return all cells."""
+    return [*open_loop_cells(), *closed_loop_cells()]
 
 
 def open_loop_cells() -> Iterator[MeasuredCell]:
@@ -113,7 +135,8 @@ def open_loop_cells() -> Iterator[MeasuredCell]:
         if any(word in label for word in _LEFT_OUT):
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
-        default_block = 16 if result["versions"]["vllm"] == "0.24.0" else 128
+        version = result["versions"]["vllm"]
+        default_block = 16 if version == "0.24.0" else 128
         block = result["setup"]["engine_arguments"].get("block_size", default_block)
         step = 8192 if any(word in label for word in _STEPS_8192) else 16384
         for cell in result["cells"]:
@@ -139,15 +162,17 @@ def open_loop_cells() -> Iterator[MeasuredCell]:
                 rate=rate,
                 arguments={"kv_block_size": block, "max_num_tokens": step},
                 is_fitted=(label, str(shape), rate) in _FITTED,
+                version=version,
             )
 
 
 def closed_loop_cells() -> Iterator[MeasuredCell]:
     """Yield the points of InferenceX."""
-    for engine, points in _INFERENCEX.items():
+    for (engine, version), points in _INFERENCEX.items():
         for concurrency, ttft, tpot, tokens_per_s in points:
             yield MeasuredCell(
                 name=f"InferenceX {engine} 1A 8192/1024 c{concurrency}",
+                version=version,
                 engine=engine,
                 topology=Topology(aggregated=1),
                 shape=Shape(8192, 1024),
@@ -226,9 +251,11 @@ def show_errors(_: argparse.Namespace) -> None:
         rows = [("cell", "", *names)]
         found: dict[tuple[str, bool], list[dict[str, float]]] = {}
         for cell in cells:
-            constants = find_constants(known, _MODEL, cell.engine, _GPU)
+            constants = find_constants(known, _MODEL, cell.engine, _GPU, cell.version)
             errors = errors_of(cell, constants)
-            found.setdefault((cell.engine, cell.is_fitted), []).append(errors)
+            found.setdefault((f"{cell.engine} {constants.versions[0]}", cell.is_fitted), []).append(
+                errors
+            )
             kind = "fitted" if cell.is_fitted else "predicted"
             rows.append((cell.name, kind, *(f"{100 * errors[name]:+.0f}" for name in names)))
         for (engine, is_fitted), each in found.items():
@@ -243,60 +270,55 @@ def show_errors(_: argparse.Namespace) -> None:
 
 
 def fit(args: argparse.Namespace) -> None:
-    """Print the coefficients with the least errors on the fitted cells of an engine."""
-    constants = find_constants(known_constants(args.constants), _MODEL, args.engine, _GPU)
-    cells = [
-        cell
-        for cell in (*open_loop_cells(), *closed_loop_cells())
-        if cell.engine == args.engine and cell.is_fitted
-    ]
-    loss = _loss(cells, constants)
-    for factor in _FACTORS:
-        improved = True
-        while improved:
-            improved = False
-            for changed in _neighbors(constants, factor):
-                changed_loss = _loss(cells, changed)
-                if changed_loss < 0.999 * loss:
-                    constants = changed
-                    loss = changed_loss
-                    improved = True
-            print(f"factor {factor}: loss {loss:.4f}", file=sys.stderr, flush=True)
-    print(json.dumps(constants.mock, indent=2))
+    """Print the coefficients of steps with less error on the fitted cells of an engine.
+
+    Each round computes how each residual changes with each coefficient, and solves for the change
+    of all that makes the residuals least (Gauss-Newton, with a ridge that keeps the change small).
+    """
+    constants = find_constants(known_constants(), _MODEL, args.engine, _GPU, args.version)
+    cells = [cell for cell in all_cells() if cell.is_of(constants) and cell.is_fitted]
+    residuals = _residuals(cells, constants)
+    for number in range(args.rounds):
+        columns = [
+            (_residuals(cells, _scaled(constants, terms, _PROBE)) - residuals) / math.log(_PROBE)
+            for terms in _TERMS
+        ]
+        jacobian = np.array(columns).T
+        ridge = _RIDGE * np.eye(len(_TERMS))
+        change = np.linalg.solve(jacobian.T @ jacobian + ridge, -jacobian.T @ residuals)
+        for terms, log_factor in zip(
+            _TERMS, np.clip(change, -_MAX_CHANGE, _MAX_CHANGE), strict=True
+        ):
+            constants = _scaled(constants, terms, math.exp(log_factor))
+        residuals = _residuals(cells, constants)
+        mean_error = math.sqrt(float(np.mean(residuals**2)))
+        print(f"round {number + 1}: {100 * mean_error:.1f} %", file=sys.stderr, flush=True)
+    print(json.dumps(constants.mock["step_costs"]))
 
 
-def _loss(cells: Sequence[MeasuredCell], constants: Constants) -> float:
-    """Return the mean square of the logarithms of simulated to measured values.
+def _residuals(cells: Sequence[MeasuredCell], constants: Constants) -> Any:
+    """Return the logarithms of simulated to measured values.
 
     Gaps do not count: whether they are predicted is a test of the rest.
     """
-    squares: list[float] = []
+    found: list[float] = []
     for cell in cells:
         simulated = simulated_figures(cell, constants)
-        squares += [
-            math.log(simulated[name] / measured) ** 2
+        found += [
+            math.log(simulated[name] / measured)
             for name, measured in cell.figures.items()
             if not name.startswith("gap")
         ]
-    return fmean(squares)
+    return np.array(found)
 
 
-def _neighbors(constants: Constants, factor: float) -> Iterator[Constants]:
-    """Yield constants of which one coefficient is larger or smaller."""
-    for kind, indexes in _CHANGED.items():
-        for index in indexes:
-            yield from _scaled(constants, kind, (index,), factor)
-    yield from _scaled(constants, "prefill", _PREFILL_TOKENS, factor)
-
-
-def _scaled(
-    constants: Constants, kind: str, indexes: Sequence[int], factor: float
-) -> Iterator[Constants]:
-    for scale in (factor, 1 / factor):
-        costs = {name: list(values) for name, values in constants.mock["step_costs"].items()}
-        for index in indexes:
-            costs[kind][index] *= scale
-        yield msgspec.structs.replace(constants, mock={**constants.mock, "step_costs": costs})
+def _scaled(constants: Constants, terms: tuple[str, Sequence[int]], factor: float) -> Constants:
+    """Return constants of which some coefficients of one kind of steps are multiplied."""
+    kind, indexes = terms
+    costs = {name: list(values) for name, values in constants.mock["step_costs"].items()}
+    for index in indexes:
+        costs[kind][index] *= factor
+    return msgspec.structs.replace(constants, mock={**constants.mock, "step_costs": costs})
 
 
 def main() -> None:
@@ -308,8 +330,9 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     commands.add_parser("errors", help="of the packaged constants").set_defaults(run=show_errors)
     fitting = commands.add_parser("fit", help="constants to the fitted cells")
-    fitting.add_argument("engine", help="vllm, trtllm or vllm-0.18")
-    fitting.add_argument("--constants", type=Path, help="YAML file to begin with")
+    fitting.add_argument("engine", help="vllm or trtllm")
+    fitting.add_argument("version", help="release, as in the constants")
+    fitting.add_argument("--rounds", type=int, default=2)
     fitting.set_defaults(run=fit)
     args = parser.parse_args()
     args.run(args)

@@ -25,6 +25,7 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     models: tuple[str, ...]  # names, without the organization
     engine: str
+    versions: tuple[str, ...]  # releases of the engine that were measured
     gpu: str
     source: str  # what was measured, and by whom
     fitted: str  # the cells to which the constants were fitted
@@ -32,10 +33,19 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpus_per_worker: int = 1
     frontend_ms: float = 0.0  # what a request takes outside of engines
 
-    def is_of(self, model: str, engine: str, gpu: str) -> bool:
-        """Return whether the constants are those of a model and engine on a GPU."""
+    def is_of(self, model: str, engine: str, gpu: str, version: str | None) -> bool:
+        """Return whether the constants are those of a model and engine on a GPU.
+
+        Args:
+            model: name or folder of the model.
+            engine: name of the engine.
+            gpu: the GPU model.
+            version: release of the engine. None: any.
+        """
         name = model.rstrip("/").rpartition("/")[2].lower()
-        return name in self.models and engine == self.engine and gpu.lower() == self.gpu
+        is_release = version is None or version in self.versions
+        is_engine = engine == self.engine and is_release
+        return name in self.models and is_engine and gpu.lower() == self.gpu
 
 
 def known_constants(more: Path | None = None) -> list[Constants]:
@@ -49,9 +59,13 @@ def known_constants(more: Path | None = None) -> list[Constants]:
 
 
 def find_constants(
-    known: Sequence[Constants], model: str, engine: str, gpu: str | None
+    known: Sequence[Constants],
+    model: str,
+    engine: str,
+    gpu: str | None,
+    version: str | None = None,
 ) -> Constants:
-    """Return the constants of a model and engine on a GPU.
+    """Return the constants of a model and engine on a GPU, the first ones that are known.
 
     Raises:
         ConfigError: there are none; the message says which there are, and how to get some.
@@ -61,12 +75,15 @@ def find_constants(
             f"the time that {model} takes depends on the GPU; pass --gpu, such as --gpu h200"
         )
     for constants in known:
-        if constants.is_of(model, engine, gpu):
+        if constants.is_of(model, engine, gpu, version):
             return constants
-    names = ", ".join(f"{one.models[0]} with {one.engine} on {one.gpu}" for one in known)
+    names = ", ".join(
+        f"{one.models[0]} with {one.engine} {one.versions[0]} on {one.gpu}" for one in known
+    )
+    release = "" if version is None else f" {version}"
     raise ConfigError(
-        f"no constants for {model} with {engine} on {gpu}; known are {names}. Run `dynamo-trtllm"
-        " profile` on a worker of this model under load, and pass its file with --constants"
+        f"no constants for {model} with {engine}{release} on {gpu}; known are {names}. Pass a file"
+        " of your own with --constants: docs/simulate.md says how to get one"
     )
 
 

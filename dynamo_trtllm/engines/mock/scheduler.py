@@ -388,8 +388,10 @@ class MockScheduler:
         """Return how long a step with the running calls takes, and with these prompt tokens."""
         num_decoding = 0
         context_tokens = 0
+        number = self._step_number
+        # As `_is_in_step`: calls of it would take a fifth of the time of a simulation.
         for stream in self._running:
-            if stream.prefill_left == 0 and self._is_in_step(stream):
+            if stream.wanted > 0 and stream.first_step <= number and not stream.prefill_left:
                 num_decoding += 1
                 context_tokens += len(stream.request.token_ids) + stream.num_output
         costs = self._costs
@@ -478,8 +480,10 @@ class MockScheduler:
             attention_pairs += _attention_pairs(stream, count)
             stream.prefill_left -= count
         self._prompts = [stream for stream in self._prompts if stream.prefill_left]
+        number = self._step_number
         for stream in list(self._running):
-            if stream.prefill_left or not self._is_in_step(stream):
+            # As `_is_in_step`.
+            if stream.prefill_left or stream.wanted <= 0 or stream.first_step > number:
                 continue
             if stream not in prompts:
                 num_decoding += 1

@@ -15,6 +15,7 @@ MOCK = """
 constants:
 - models: [some-model]
   engine: vllm
+  versions: ['1.0']
   gpu: h200
   source: made up for this test
   fitted: nothing

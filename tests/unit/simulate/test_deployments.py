@@ -16,6 +16,7 @@ from dynamo_trtllm.simulate.deployments import simulated_deployment
 CONSTANTS = Constants(
     models=("some-model",),
     engine="vllm",
+    versions=("1.0",),
     gpu="h200",
     source="made up for this test",
     fitted="nothing",
@@ -82,7 +83,11 @@ def test_limits_of_the_engine_are_those_of_the_simulation(tmp_path: Path) -> Non
     ("flags", "gpu", "problem"),
     [
         (VLLM, None, "pass --gpu"),
-        (VLLM, "b200", "no constants for org/some-model with vllm on b200; known are some-model"),
+        (
+            VLLM,
+            "b200",
+            "no constants for org/some-model with vllm on b200; known are some-model with vllm 1.0",
+        ),
         (VLLM | {"model": "other"}, "h200", "no constants for other with vllm on h200"),
         (VLLM | {"engine": "torch"}, "h200", "no constants for org/some-model with torch"),
     ],
@@ -113,7 +118,7 @@ def test_packaged_constants_name_their_sources() -> None:
 
 def test_own_constants_come_first(tmp_path: Path) -> None:
     file = tmp_path / "constants.yaml"
-    text = "{models: [gpt-oss-120b], engine: vllm, gpu: h200, source: s, fitted: f, mock: {}}"
+    text = "{models: [gpt-oss-120b], engine: vllm, versions: ['1'], gpu: h200, source: s, fitted: f, mock: {}}"
     file.write_text(f"constants: [{text}]", encoding="utf-8")
     assert find_constants(known_constants(file), "gpt-oss-120b", "vllm", "h200").source == "s"
     file.write_text("constants: [{models: 5}]", encoding="utf-8")

@@ -26,6 +26,7 @@ from dynamo_trtllm.simulate.workload import Shape
 CONSTANTS = Constants(
     models=("some-model",),
     engine="vllm",
+    versions=("1.0",),
     gpu="h200",
     source="made up for this test",
     fitted="nothing",
