@@ -36,7 +36,7 @@ from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate, simula
 from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
 from dynamo_trtllm.simulate.deployments import as_mock
 from dynamo_trtllm.simulate.outcomes import Outcome
-from dynamo_trtllm.simulate.topologies import Topology
+from dynamo_trtllm.simulate.topologies import WorkerCounts
 from dynamo_trtllm.simulate.workload import Shape, arrivals_at
 
 from .load_client import Load, arrival_times
@@ -45,11 +45,11 @@ _RESULTS: Final = Path(__file__).parent / "results"
 _SEED: Final = 7  # of the arrivals of `benchmarks.gpu.open_loop`
 _MODEL: Final = "gpt-oss-120b"
 _GPU: Final = "h200"
-_TOPOLOGIES: Final[Mapping[str, Topology]] = {
-    "2A": Topology(aggregated=2),
-    "1A": Topology(aggregated=1),
-    "A triton sampler": Topology(aggregated=1),
-    "1P1D": Topology(prefill=1, decode=1),
+_TOPOLOGIES: Final[Mapping[str, WorkerCounts]] = {
+    "2A": WorkerCounts(aggregated=2),
+    "1A": WorkerCounts(aggregated=1),
+    "A triton sampler": WorkerCounts(aggregated=1),
+    "1P1D": WorkerCounts(prefill=1, decode=1),
 }
 # File, shape and rate of the cells that are fitted.
 _FITTED: Final = frozenset(
@@ -84,7 +84,7 @@ _INFERENCEX: Final[Mapping[tuple[str, str], Sequence[tuple[int, float, float, fl
     ),
 }
 _FITTED_CONCURRENCY: Final = (4, 16)
-_REQUESTS_PER_LANE: Final = 5  # of a simulated closed loop
+_REQUESTS_PER_LANE: Final = 10  # of a closed loop of InferenceX, which begin at once
 _PROBE: Final = 1.08  # by which a coefficient changes to see what depends on it
 _RIDGE: Final = 0.05
 _MAX_CHANGE: Final = 0.5  # of the logarithm of a coefficient, in one round
@@ -100,6 +100,13 @@ _TERMS: Final[Sequence[tuple[str, Sequence[int]]]] = (
     ("prefill", (5,)),
     ("prefill", (6,)),
 )
+# Those that a few points of one shape determine.
+_TERMS_OF_ONE_SHAPE: Final[Sequence[tuple[str, Sequence[int]]]] = (
+    ("decode", (0,)),
+    ("decode", (1,)),
+    ("prefill", (0,)),
+    ("prefill", (1, 2, 3, 4, 5)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ class MeasuredCell:
 
     name: str
     engine: str
-    topology: Topology
+    topology: WorkerCounts
     shape: Shape
     num_requests: int
     figures: Mapping[str, float]  # by name, as `simulated_figures` returns them
@@ -174,7 +181,7 @@ def closed_loop_cells() -> Iterator[MeasuredCell]:
                 name=f"InferenceX {engine} 1A 8192/1024 c{concurrency}",
                 version=version,
                 engine=engine,
-                topology=Topology(aggregated=1),
+                topology=WorkerCounts(aggregated=1),
                 shape=Shape(8192, 1024),
                 num_requests=_REQUESTS_PER_LANE * concurrency,
                 figures={"ttft_mean": ttft, "tpot_mean": tpot, "tokens_per_s": tokens_per_s},
@@ -205,7 +212,7 @@ def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, flo
     )
     if cell.concurrency:
         outcome = simulate_closed_loop(deployment, cell.shape, cell.concurrency, cell.num_requests)
-        return _closed_loop_figures(outcome, cell)
+        return _closed_loop_figures(outcome)
     times_s = arrival_times(Load(url="http://localhost", model="", rate=cell.rate, seed=_SEED))
     arrivals = arrivals_at(cell.shape, [next(times_s) for _ in range(cell.num_requests)])
     figures = simulate(deployment, arrivals).figures()
@@ -219,18 +226,12 @@ def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, flo
     }
 
 
-def _closed_loop_figures(outcome: Outcome, cell: MeasuredCell) -> dict[str, float]:
-    """Return the figures of a closed loop, without the requests with which it begins."""
-    steady = [request for request in outcome.requests if request.arrived_s > 0.0]
-    tpot_s = fmean(request.mean_gap_s for request in steady)
-    ttft_s = fmean(request.ttft_s for request in steady)
-    latency_s = ttft_s + tpot_s * (cell.shape.output_tokens - 1)
-    # Little's law.
-    rate = cell.concurrency / latency_s
+def _closed_loop_figures(outcome: Outcome) -> dict[str, float]:
+    """Return the figures of all requests of a closed loop, which begin at once."""
     return {
-        "ttft_mean": 1000 * ttft_s,
-        "tpot_mean": 1000 * tpot_s,
-        "tokens_per_s": rate * cell.shape.output_tokens,
+        "ttft_mean": 1000 * fmean(request.ttft_s for request in outcome.good),
+        "tpot_mean": 1000 * fmean(request.mean_gap_s for request in outcome.good),
+        "tokens_per_s": outcome.output_tokens_per_s,
     }
 
 
@@ -277,17 +278,18 @@ def fit(args: argparse.Namespace) -> None:
     """
     constants = find_constants(known_constants(), _MODEL, args.engine, _GPU, args.version)
     cells = [cell for cell in all_cells() if cell.is_of(constants) and cell.is_fitted]
+    terms_to_fit = _TERMS_OF_ONE_SHAPE if cells[0].concurrency else _TERMS
     residuals = _residuals(cells, constants)
     for number in range(args.rounds):
         columns = [
             (_residuals(cells, _scaled(constants, terms, _PROBE)) - residuals) / math.log(_PROBE)
-            for terms in _TERMS
+            for terms in terms_to_fit
         ]
         jacobian = np.array(columns).T
-        ridge = _RIDGE * np.eye(len(_TERMS))
+        ridge = _RIDGE * np.eye(len(terms_to_fit))
         change = np.linalg.solve(jacobian.T @ jacobian + ridge, -jacobian.T @ residuals)
         for terms, log_factor in zip(
-            _TERMS, np.clip(change, -_MAX_CHANGE, _MAX_CHANGE), strict=True
+            terms_to_fit, np.clip(change, -_MAX_CHANGE, _MAX_CHANGE), strict=True
         ):
             constants = _scaled(constants, terms, math.exp(log_factor))
         residuals = _residuals(cells, constants)

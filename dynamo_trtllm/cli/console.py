@@ -72,6 +72,7 @@ GROUPS = {
         Command("preflight", "Check TensorRT-LLM settings without a GPU.", "cli.preflight"),
         Command("simulate", "Run a load on a deployment in virtual time.", "cli.simulate"),
         Command("plan", "Say which topology suits a load, or not to split.", "cli.plan"),
+        Command("profile", "Write what a worker has learned, for simulations.", "cli.profile"),
         Command("bench", "Run a benchmark, and write a report.", "bench.profile.main"),
         Command("chaos", "Inject faults under load, and check every response.", "bench.chaos.main"),
     ),

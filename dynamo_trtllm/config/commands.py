@@ -36,6 +36,7 @@ from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
 from dynamo_trtllm.config.simulation import PlanConfig as PlanConfig
+from dynamo_trtllm.config.simulation import ProfileConfig as ProfileConfig
 from dynamo_trtllm.config.simulation import SimulateConfig as SimulateConfig
 from dynamo_trtllm.protocol.number_types import (
     MAX_PRIORITY,

@@ -49,6 +49,31 @@ class LimitsConfig(Config):
     json_output: bool = option("process", False, aliases=("--json",), help="Print JSON.")
 
 
+class ProfileConfig(Config):
+    """Write the constants that `simulate` and `plan` need, from what a running worker has learned.
+
+    Every worker learns how long its steps take. Send it loads of your shapes first, at low and high
+    rates. An aggregated worker learns both kinds of steps.
+
+    example:
+      %(prog)s openai/gpt-oss-120b --url http://localhost:9090 --gpu h200 --out constants.yaml
+    exit status: 0, 1 if the worker is unreachable or has learned too little, 2 for a bad command
+    line
+    """
+
+    model: NonEmpty = option("model", ..., positional=True, help="Model that the worker serves.")
+    url: NonEmpty = option(
+        "HTTP and routing", ..., help="Address of the worker's --system-port, with http://."
+    )
+    gpu: NonEmpty = option("engine", ..., help="Its GPU model, such as h200.")
+    engine: NonEmpty = option("engine", "vllm", help="Its engine.")
+    engine_version: NonEmpty = option("engine", "unknown", help="Release of its engine.")
+    tensor_parallel_size: PositiveInt = option("engine", 1, help="Its GPUs.")
+    kv_block_size: PositiveInt = option("engine", 128, help="Its tokens per KV block.")
+    max_num_tokens: PositiveInt = option("engine", 8192, help="Its prompt tokens per step.")
+    out: Path = option("process", ..., help="YAML file to write, for --constants.")
+
+
 class SimulateConfig(LimitsConfig):
     """Run a load on a deployment file in virtual time, without starting it.
 

@@ -204,6 +204,30 @@ def read_client_loads(page: str) -> dict[str, ClientLoad]:
     }
 
 
+class LearnedCosts(NamedTuple):
+    """What a worker has learned of one kind of time."""
+
+    num_samples: int  # 0: nothing, the coefficients are its prior
+    coefficients: dict[str, float]  # seconds by term
+
+
+def read_costs(page: str) -> dict[str, LearnedCosts]:
+    """Return what a worker has learned, by kind, from its metrics as text."""
+    first = f"{PREFIX}cost_s"
+    lines = [line for line in page.split("\n") if line.startswith(first)]
+    costs: dict[str, LearnedCosts] = {}
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            kind = sample.labels["kind"]
+            learned = costs.get(kind, LearnedCosts(0, {}))
+            if "term" in sample.labels:
+                learned.coefficients[sample.labels["term"]] = float(sample.value)
+            else:
+                learned = learned._replace(num_samples=int(sample.value))
+            costs[kind] = learned
+    return costs
+
+
 def bucket_bounds(process: Process, name: str) -> tuple[float, ...]:
     """Return the upper bounds of the buckets of a histogram. The last bucket has none."""
     rows = [row for row in TABLE if row.process == process and row.name == name]

@@ -82,8 +82,8 @@ def find_constants(
     )
     release = "" if version is None else f" {version}"
     raise ConfigError(
-        f"no constants for {model} with {engine}{release} on {gpu}; known are {names}. Pass a file"
-        " of your own with --constants: docs/simulate.md says how to get one"
+        f"no constants for {model} with {engine}{release} on {gpu}; known are {names}. Run"
+        " `dynamo-trtllm profile` on a worker of this model, and pass its file with --constants"
     )
 
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 LADDER: Final = (0.25, 0.5, 1.0, 2.0)
 
 
-class Topology(NamedTuple):
+class WorkerCounts(NamedTuple):
     """Numbers of workers: aggregated ones, or prefill and decode workers."""
 
     aggregated: int = 0
@@ -57,7 +57,7 @@ class Range(NamedTuple):
 class Cell:
     """The figures of one topology at one rate."""
 
-    topology: Topology
+    topology: WorkerCounts
     rate: float
     is_saturated: bool  # in one of the simulations
     ttft_p50_ms: Range
@@ -68,11 +68,11 @@ class Cell:
     goodput: Mapping[str, Range]  # the same: good requests per second and GPU
 
 
-def topologies(num_workers: int) -> Iterator[Topology]:
+def topologies(num_workers: int) -> Iterator[WorkerCounts]:
     """Yield the topologies of a number of workers."""
-    yield Topology(aggregated=num_workers)
+    yield WorkerCounts(aggregated=num_workers)
     for num_prefill in range(1, num_workers):
-        yield Topology(prefill=num_prefill, decode=num_workers - num_prefill)
+        yield WorkerCounts(prefill=num_prefill, decode=num_workers - num_prefill)
 
 
 class Comparison:
@@ -111,7 +111,7 @@ class Comparison:
         self.topologies = list(topologies(num_workers))
 
     def cell(
-        self, topology: Topology, shape: Shape, rate: float, num_requests: int, seeds: int
+        self, topology: WorkerCounts, shape: Shape, rate: float, num_requests: int, seeds: int
     ) -> Cell:
         """Return the figures of a topology at a rate."""
         deployment = simulated_deployment(
@@ -141,7 +141,7 @@ class Comparison:
             },
         )
 
-    def deployment(self, topology: Topology) -> dict[str, Any]:
+    def deployment(self, topology: WorkerCounts) -> dict[str, Any]:
         """Return the content of a deployment file with this topology."""
         flags: dict[str, Any] = {"model-path": self.model, "engine": self.constants.engine}
         size = self.constants.gpus_per_worker
@@ -175,7 +175,7 @@ class Comparison:
             "ready_timeout_s": 3600.0,
         }
 
-    def mock_deployment(self, topology: Topology) -> dict[str, Any]:
+    def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
         """Return the same with mock engines that take the simulated times, on CPUs."""
         simulated = simulated_deployment(
             checked_deployment(self.deployment(topology), str(topology)),

@@ -16,7 +16,7 @@ from dynamo_trtllm.simulate.topologies import (
     Cell,
     Comparison,
     Range,
-    Topology,
+    WorkerCounts,
     best,
     crossover,
     topologies,
@@ -49,7 +49,7 @@ def test_all_splits_of_the_workers_are_compared() -> None:
 
 def test_prompts_break_the_worst_gap_of_aggregated_workers() -> None:
     cells = {
-        topology: comparison().cell(Topology(*topology), Shape(1000, 50), 4.0, 40, 2)
+        topology: comparison().cell(WorkerCounts(*topology), Shape(1000, 50), 4.0, 40, 2)
         for topology in ((2, 0, 0), (0, 1, 1))
     }
     aggregated = cells[2, 0, 0]
@@ -66,13 +66,13 @@ def test_deployments_of_a_topology_can_be_launched() -> None:
         for data in (ours.deployment(topology), ours.mock_deployment(topology)):
             specs = processes(checked_deployment(data, "test"))
             assert len(specs) == 1 + 3
-    mock = ours.mock_deployment(Topology(prefill=1, decode=2))
+    mock = ours.mock_deployment(WorkerCounts(prefill=1, decode=2))
     assert mock["workers"][0]["flags"]["override-engine-args"] == CONSTANTS.mock
 
 
 def cell(word: str, rate: float, low: float, high: float) -> Cell:
     figure = Range((low + high) / 2, low, high)
-    topology = Topology(aggregated=2) if word == "2A" else Topology(prefill=1, decode=1)
+    topology = WorkerCounts(aggregated=2) if word == "2A" else WorkerCounts(prefill=1, decode=1)
     return Cell(
         topology=topology,
         rate=rate,
