@@ -5,6 +5,9 @@
 Starts deployments of the mock engine, sends prompts of token ids at random times, and simulates the
 same arrivals. Run it on an idle machine: the processes take real time, the simulation does not.
 
+What a request takes outside of engines is measured first, with requests that run alone: their time
+to first token, less that of a simulation in which this takes no time.
+
   tok_s         output tokens per second
   ttft, tpot    p50 and p90 in ms
   error         of the simulation, in percent of what was measured
@@ -16,11 +19,12 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, Final
 
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.simulate.cluster import simulate
+from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate, simulate_closed_loop
 from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
 from dynamo_trtllm.simulate.workload import Shape, arrivals_at
@@ -33,6 +37,8 @@ from .stream import RequestRecord
 
 _READY_S: Final = 120.0
 _SEED: Final = 7
+_NUM_ALONE: Final = 15  # requests that run alone
+_TOKENS_ALONE: Final = 4
 # About the times of gpt-oss-120b on an H200.
 _ARGUMENTS: Final[dict[str, Any]] = {
     "step_s": 0.008,
@@ -87,12 +93,31 @@ class MockDeployment(LaunchedDeployment):
         }
 
 
+def frontend_seconds(deployment: MockDeployment, shape: Shape) -> float:
+    """Return what a request takes outside of engines: the median of some that run alone."""
+    prompts = tokens.prompts(_NUM_ALONE, shape.input_tokens, _SEED + 1)
+    alone: list[SimulatedRequest] = []
+    # The first round warms up all processes.
+    for _ in range(2):
+        records = asyncio.run(
+            tokens.send(
+                deployment.url,
+                prompts,
+                osl=_TOKENS_ALONE,
+                concurrency=1,
+                extra=tokens.SAMPLED,
+            )
+        )
+        alone = [_request(record, shape) for record in records]
+    outcome = simulate_closed_loop(
+        _described(deployment, 0.0), Shape(shape.input_tokens, _TOKENS_ALONE), 1, _NUM_ALONE
+    )
+    return median(one.ttft_s for one in alone) - median(one.ttft_s for one in outcome.good)
+
+
 def measured(deployment: MockDeployment, shape: Shape, rate: float, count: int) -> Outcome:
     """Send a load to the processes, and return what it measured."""
     prompts = tokens.prompts(count, shape.input_tokens, _SEED)
-    asyncio.run(
-        tokens.send(deployment.url, prompts[:8], osl=8, concurrency=4, extra=tokens.SAMPLED)
-    )
     records = asyncio.run(
         tokens.send(
             deployment.url,
@@ -123,11 +148,15 @@ def simulated(
     deployment: MockDeployment, shape: Shape, rate: float, count: int, frontend_s: float
 ) -> Outcome:
     """Return the outcome of the same load in virtual time."""
-    described = deployment.description() | {"services": {}}
-    checked = checked_deployment(described, "this benchmark")
     times_s = arrival_times(Load(url=deployment.url, model="", rate=rate, seed=_SEED))
     arrivals = arrivals_at(shape, [next(times_s) for _ in range(count)])
-    return simulate(simulated_deployment(checked, (), None, frontend_s), arrivals)
+    return simulate(_described(deployment, frontend_s), arrivals)
+
+
+def _described(deployment: MockDeployment, frontend_s: float) -> SimulatedDeployment:
+    described = deployment.description() | {"services": {}}
+    checked = checked_deployment(described, "this benchmark")
+    return simulated_deployment(checked, (), None, frontend_s)
 
 
 def _row(title: str, outcome: Outcome) -> tuple[str, list[float]]:
@@ -151,9 +180,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--requests", type=int, default=60, help="of each topology")
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 128), help="prompt and answer")
-    parser.add_argument(
-        "--frontend-ms", type=float, default=8.0, help="of a request outside of engines"
-    )
     parser.add_argument("--topologies", nargs="+", default=list(_TOPOLOGIES))
     args = parser.parse_args()
     shape = Shape(*args.shape)
@@ -162,16 +188,18 @@ def main() -> None:
         deployment = MockDeployment(_TOPOLOGIES[word])
         try:
             deployment.start()
+            frontend_s = frontend_seconds(deployment, shape)
             real = _row(f"{word} processes", measured(deployment, shape, args.rate, args.requests))
         finally:
             deployment.stop()
-        outcome = simulated(deployment, shape, args.rate, args.requests, args.frontend_ms / 1000)
+        outcome = simulated(deployment, shape, args.rate, args.requests, frontend_s)
         virtual = _row(f"{word} simulated", outcome)
         for title, values in (real, virtual):
             rows.append((title, *(f"{value:.1f}" for value in values)))
         errors = [
             100 * (guess / found - 1) for guess, found in zip(virtual[1], real[1], strict=True)
         ]
+        rows.append((f"{word} outside of engines: {1000 * frontend_s:.1f} ms", *[""] * 5))
         rows.append((f"{word} error", *(f"{error:+.1f} %" for error in errors)))
     sys.stdout.write(format_table(rows))
 
