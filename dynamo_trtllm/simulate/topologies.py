@@ -17,6 +17,8 @@ from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 
 # Parts of the rate at which all topologies are compared.
 LADDER: Final = (0.25, 0.5, 1.0, 2.0)
+# A topology with which fewer requests keep their limits is no choice.
+_USEFUL_SHARE: Final = 0.5
 
 
 class WorkerCounts(NamedTuple):
@@ -203,7 +205,7 @@ def best(cells: Sequence[Cell], slo: str) -> Cell:
 def crossover(cells: Sequence[Cell], slo: str) -> float | None:
     """Return the least rate at which a split has clearly more goodput than aggregated workers.
 
-    Clearly: in every simulation. None: there is none.
+    Clearly: in every simulation, and most requests keep their limits. None: there is none.
     """
     for rate in sorted({cell.rate for cell in cells}):
         at_rate = [cell for cell in cells if cell.rate == rate]
@@ -211,7 +213,9 @@ def crossover(cells: Sequence[Cell], slo: str) -> float | None:
         splits = [cell for cell in at_rate if cell.topology.is_disaggregated]
         if not splits or not aggregated:
             continue
-        if best(splits, slo).goodput[slo].low > best(aggregated, slo).goodput[slo].high:
+        split = best(splits, slo)
+        is_better = split.goodput[slo].low > best(aggregated, slo).goodput[slo].high
+        if is_better and split.attainment[slo].mean >= _USEFUL_SHARE:
             return rate
     return None
 

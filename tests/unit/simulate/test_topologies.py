@@ -89,7 +89,9 @@ def cell(word: str, rate: float, low: float, high: float) -> Cell:
 def test_split_is_better_only_if_ranges_are_apart() -> None:
     overlap = [cell("2A", 1.0, 0.4, 0.6), cell("1P1D", 1.0, 0.5, 0.9)]
     apart = [cell("2A", 2.0, 0.4, 0.6), cell("1P1D", 2.0, 0.7, 0.9)]
+    useless = [cell("2A", 3.0, 0.0, 0.1), cell("1P1D", 3.0, 0.2, 0.3)]
     assert crossover(overlap, "mean-gap") is None
+    assert crossover(useless, "mean-gap") is None
     assert crossover(overlap + apart, "mean-gap") == 2.0
     assert str(best(apart, "mean-gap").topology) == "1P1D"
 
