@@ -139,6 +139,11 @@ class MockArgs(BaseModel):
         )
         return self.step_costs is None and not any(extras)
 
+    @property
+    def has_prompt_time(self) -> bool:
+        """True if a step takes longer with more prompt tokens."""
+        return self.step_costs is not None or self.prefill_token_s > 0
+
     def kv_post_s(self, num_blocks: int) -> float:
         """Return for how long the steps of a decode worker pause before a KV transfer."""
         return self.kv_post_block_s * num_blocks

@@ -340,7 +340,7 @@ class MockScheduler:
         for stream in self._prompts:
             limit = most
             # Otherwise, shorter steps take as long as others.
-            if not self._args.is_constant:
+            if self._args.has_prompt_time:
                 limit = step_limit(most, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
             if count > 0:
