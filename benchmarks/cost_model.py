@@ -23,11 +23,9 @@ import asyncio
 import json
 import os
 import random
-import selectors
 import tempfile
-import time
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +39,10 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.capabilities import MeasuresSteps
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.models import resolve
 from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS, Clocks
 from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, StepSample
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
@@ -55,6 +55,8 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
+from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
+from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 
 from .gpu.model import FULL_LAYERS, write_model
@@ -113,6 +115,7 @@ class Bench:
     service: WorkerService
     instance: Instance
     steps: deque[StepSample]
+    clocks: Clocks
     model: CostModel | None = None  # the newest
     judged: defaultdict[str, list[Judged]] = field(default_factory=lambda: defaultdict(list))
     frozen: CostModel | None = None
@@ -160,9 +163,9 @@ class Bench:
                 rnd.choices(range(100, min(2000, self.instance.card.vocab_size)), k=prompt_tokens)
             ),
             sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + 600,
+            deadline=self.clocks.epoch() + 600,
         )
-        begun_s = time.monotonic()
+        begun_s = self.clocks.monotonic()
         first_s = 0.0
         work = self._work(prompt_tokens)
         models = (("online", self.model), ("frozen", self.frozen))
@@ -179,7 +182,7 @@ class Bench:
                 ended.set_exception(event)
                 return
             if event.token_ids and not first_s:
-                first_s = time.monotonic()
+                first_s = self.clocks.monotonic()
             if isinstance(event, Chunk) and event.finish_reason is not None:
                 ended.set_result(None)
 
@@ -211,7 +214,7 @@ class Bench:
     async def run(self, loads: Loads, seconds: float, seed: int) -> None:
         """Run a load with each number of concurrent requests for some seconds."""
         for concurrency in loads.concurrency:
-            until_s = time.monotonic() + seconds
+            until_s = self.clocks.monotonic() + seconds
             lanes = [
                 self._lane(loads.prompts, until_s, seed + lane, lane / concurrency)
                 for lane in range(concurrency)
@@ -227,7 +230,7 @@ class Bench:
     ) -> None:
         rnd = random.Random(seed)
         await asyncio.sleep(delay_s)
-        while time.monotonic() < until_s:
+        while self.clocks.monotonic() < until_s:
             await self.ask(rnd, rnd.choice(prompts), rnd.randint(2, 60))
             if rnd.random() < 0.2:
                 await asyncio.sleep(rnd.random() * 0.2)
@@ -287,11 +290,19 @@ def configured(args: argparse.Namespace) -> Iterator[WorkerConfig]:
         yield WorkerConfig(model_path=model or "mock", **values)
 
 
+def _engine(config: WorkerConfig, clocks: Clocks, seed: int) -> Engine:
+    """Return the engine: the mock engine in virtual time, or another one."""
+    if config.engine != "mock":
+        return create_engine(config, instance_id=1)
+    backend = MemoryBackend({})
+    return MockEngine(config, instance_id=1, backend=backend, clocks=clocks, seed=seed)
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all loads. Return the results."""
-    random.seed(args.seed)  # of the mock engine's noise
+    clocks = virtual_clocks() if args.engine == "mock" else SYSTEM_CLOCKS
     with configured(args) as config:
-        engine = create_engine(config, instance_id=1)
+        engine = _engine(config, clocks, args.seed)
         try:
             info = await engine.start()
             instance = instance_of(info)
@@ -301,10 +312,16 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 step_tokens=getattr(info.cost_prior, "step_tokens", 0) or info.limits.max_num_tokens
             )
             assert isinstance(engine, MeasuresSteps)
-            bench = Bench(engine, None, instance, engine.steps)  # type: ignore[arg-type]
+            bench = Bench(engine, None, instance, engine.steps, clocks)  # type: ignore[arg-type]
             metrics.observe_prediction = bench.on_outcome  # type: ignore[method-assign]
             bench.service = WorkerService(
-                engine, instance, WorkerAdmission(), files={}, metrics=metrics, cost_prior=cost
+                engine,
+                instance,
+                WorkerAdmission(),
+                files={},
+                metrics=metrics,
+                cost_prior=cost,
+                clocks=clocks,
             )
             await bench.run(Loads(args.prompts, args.concurrency), args.load_s, args.seed)
             bench.learn()
@@ -324,33 +341,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model": msgspec.to_builtins(bench.frozen),
         "requests": bench.number,
     }
-
-
-class SimulatedClock(selectors.SelectSelector):
-    """A selector of an event loop for which time passes only while nothing is left to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 1.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let the time pass that the event loop would wait for."""
-        ready = super().select(0 if timeout is not None else None)
-        if not ready and timeout:
-            self.now_s += timeout
-        return ready
-
-
-def simulated(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in simulated time, which no other program of the machine delays."""
-    clock = SimulatedClock()
-    monotonic = time.monotonic
-    time.monotonic = lambda: clock.now_s
-    try:
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner:
-            return runner.run(work)
-    finally:
-        time.monotonic = monotonic
 
 
 def rows(judged: dict[str, list[Judged]]) -> list[dict[str, Any]]:
@@ -432,7 +422,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and print a table."""
     args = arguments(argv)
-    results = simulated(measure(args)) if args.engine == "mock" else uvloop.run(measure(args))
+    results = run_virtual(measure(args)) if args.engine == "mock" else uvloop.run(measure(args))
     print("loads    time          prediction  count  error p50   p90  within")
     for row in results["rows"]:
         print(

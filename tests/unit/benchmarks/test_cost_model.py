@@ -5,12 +5,13 @@ stated bounds.
 from __future__ import annotations
 
 from benchmarks import cost_model
+from dynamo_trtllm.simulate.virtual_time import run_virtual
 
 
 def test_cost_model_predicts_unseen_loads_of_noisy_mock() -> None:
     """Simulated time passes, so this is equal on all machines."""
     args = cost_model.arguments(["mock", "--seed", "2", "--load-s", "8"])
-    results = cost_model.simulated(cost_model.measure(args))
+    results = run_virtual(cost_model.measure(args))
     rows = {
         row["time"]: row
         for row in results["rows"]

@@ -45,7 +45,7 @@ def run(
             command.main([*words, "--constants", "constants.yaml"])
         output = capsys.readouterr()
         assert ended.value.code in (0, 2)
-        return output.out + output.err
+        return output.err if ended.value.code else output.out
 
     return run_command
 
