@@ -81,7 +81,7 @@ class SimulateConfig(LimitsConfig):
     engine, with the times that a model needs on a GPU. Equal commands print equal figures.
 
     examples:
-      %(prog)s deploy/local/simulated.yaml --shape 8192/256 --rate 4
+      %(prog)s deploy/local/gpt-oss-120b-2gpu-vllm.yaml --gpu h200 --shape 8192/256 --rate 4
       %(prog)s deployment.yaml --gpu h200 --shape 2000/600 --rate 8 --requests 1000
       %(prog)s deployment.yaml --gpu h200 --trace conversation_trace.jsonl.gz --speed 2
     A trace has the format of Mooncake: timestamp (ms), input_length, output_length, hash_ids.

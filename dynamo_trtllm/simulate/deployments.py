@@ -10,6 +10,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.simulate.cluster import SimulatedDeployment
 from dynamo_trtllm.simulate.constants import Constants, find_constants
@@ -58,9 +59,9 @@ def simulated_deployment(
     for spec in deployment.workers:
         config = _configured(WorkerConfig, _worker_flags(spec, common))
         if config.engine != _MOCK:
-            constants = find_constants(
-                known, config.model_path or config.model_name, str(config.engine), gpu
-            )
+            # A folder may have any name, so the name that clients send counts if there is one.
+            model = config.served_model_name or config.model_path
+            constants = find_constants(known, model, str(config.engine), gpu)
             config = as_mock(config, constants)
             known_s = max(known_s, constants.frontend_ms / 1000)
         workers += [config] * spec.count
@@ -97,8 +98,7 @@ def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
             "served_model_name": config.model_name,
             "extra_engine_args": None,
             "override_engine_args": arguments,
-            "tensor_parallel_size": None,
-            **dict.fromkeys(_FLAGS),
+            **dict.fromkeys(ENGINE_FLAGS),
         }
     )
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
+from dynamo_trtllm.config.layers import find_file
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.simulate.cluster import simulate
 from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
 from dynamo_trtllm.simulate.deployments import simulated_deployment
+from dynamo_trtllm.simulate.workload import Shape, arrivals_at
 
 CONSTANTS = Constants(
     models=("some-model",),
@@ -59,6 +62,16 @@ def test_workers_of_other_engines_take_the_constants() -> None:
     assert first.override_engine_args == CONSTANTS.mock
     assert first.disaggregation_mode is Role.AGGREGATED
     assert (found.num_gpus, found.frontend_s) == (4, 0.005)
+
+
+def test_packaged_deployment_can_be_simulated() -> None:
+    file = find_file(Path("deploy/local/gpt-oss-120b-2gpu-vllm.yaml"))
+    found = simulated_deployment(load_deployment(file), known_constants(), "h200")
+    (first, *others) = simulate(found, arrivals_at(Shape(2000, 20), [0.0, 5.0])).requests
+    assert first.is_ok
+    # Seconds apart, they do not meet.
+    assert others[0].ttft_s == pytest.approx(first.ttft_s)
+    assert found.num_gpus == 2
 
 
 def test_limits_of_the_engine_are_those_of_the_simulation(tmp_path: Path) -> None:
