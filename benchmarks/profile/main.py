@@ -15,6 +15,7 @@ and for a shape with more tokens than the model supports.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import platform
 import shlex
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -45,6 +46,7 @@ from .shapes import LAPTOP, SHAPES, Level, Shape, find_shape
 
 log = logging.getLogger(PROG)
 N = TypeVar("N", int, float)
+_CHARTS: Final = "matplotlib"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,15 +96,14 @@ Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
 
 
 def _load_report() -> Draw:
-    """Import the report before anything is measured.
+    """Return what writes the report. Call it before anything is measured.
 
-    Raise ValueError if its libraries are missing.
+    Raise ValueError if the library of the charts is missing, which the first chart imports.
     """
-    try:
-        from .plots import Series
-        from .report import report
-    except ModuleNotFoundError as exc:
-        raise ValueError(f"the report needs {exc.name}; {install_hint('bench')}") from exc
+    if importlib.util.find_spec(_CHARTS) is None:
+        raise ValueError(f"the report needs {_CHARTS}; {install_hint('bench')}")
+    from .plots import Series
+    from .report import report
 
     def draw(
         run: Run, lines: list[Line], earlier: tuple[Run, list[Line]] | None, command: str

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.profile import aiperf, phases
 from benchmarks.profile.budget import limit, missed
 from benchmarks.profile.goodput import count_good, parse_goals
-from benchmarks.profile.main import parser, shape_of
+from benchmarks.profile.main import main, parser, shape_of
 from benchmarks.profile.point import Target, load_of
 from benchmarks.profile.report import warnings
 from benchmarks.profile.result import Line, Point, Run, load_lines, load_run, save, summary
@@ -401,3 +401,13 @@ def test_aiperf_records_are_read_without_warmup(tmp_path: Path) -> None:
 def test_aiperf_when_it_wrote_nothing_then_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be read"):
         aiperf.read(tmp_path / "profile_export.jsonl")
+
+
+def test_without_matplotlib_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report needs it only at its first chart, when the load has run."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--shape", "laptop", "--url", "http://127.0.0.1:1"])
+    assert "the report needs matplotlib" in capsys.readouterr().err
