@@ -96,11 +96,13 @@ class ConcurrencyLimiter:
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
         if are_permits_free and self._has_share(claim) and places.model not in self._queues:
             counters = self.counters(places.model)
-            counters.lift(counters.counter(claim.client))
-            if places.may_begin(self._client_share(claim)):
+            counter = counters.counter(claim.client)
+            counters.lift(counter)
+            share = counters.share(counter)
+            if places.may_begin(share):
                 if not self.in_use:
                     self._restart_stale_rate()
-                return self._begin(claim, more_tokens)
+                return self._begin(claim, share, more_tokens)
         self._check_deadline(claim, within_s)
         if self._is_full(count):
             self._displace(claim.client.name)
@@ -192,13 +194,14 @@ class ConcurrencyLimiter:
                 first = self._queues[model].first(self._has_share)
                 if first is None:
                     break
-                if not first.claim.places.may_begin(self._client_share(first.claim)):
+                share = self._client_share(first.claim)
+                if not first.claim.places.may_begin(share):
                     break
                 if self.in_use + first.claim.num_choices > self.limit:
                     self._lacks_permits = True
                     return
                 self._queues.move_to_end(model)  # the models take turns
-                self._let_run(first)
+                self._let_run(first, share)
 
     def _restart_stale_rate(self) -> None:
         """Measure the rate of finished choices from now on, unless there is a recent one.
@@ -208,8 +211,8 @@ class ConcurrencyLimiter:
         if not self._finished.count or self._clock() - self._idle_since_s > WINDOW_S:
             self._finished.restart()
 
-    def _let_run(self, first: QueuedRequest) -> None:
-        """Let the first request of its queue run."""
+    def _let_run(self, first: QueuedRequest, share: ClientShare) -> None:
+        """Let the first request of its queue run. `share`: what its client has got."""
         claim = first.claim
         model = claim.places.model
         self._queues[model].take(first)
@@ -217,7 +220,7 @@ class ConcurrencyLimiter:
         if first.decided.cancelled():
             # The request is about to withdraw.
             return
-        first.counted = self._begin(claim, first.more_tokens)
+        first.counted = self._begin(claim, share, first.more_tokens)
         first.decided.set_result(None)
 
     def _has_share(self, claim: Claim) -> bool:
@@ -243,13 +246,15 @@ class ConcurrencyLimiter:
                 retry_after_s=_retry_after_s(wait_s - within_s),
             )
 
-    def _begin(self, claim: Claim, more_tokens: Callable[[], int]) -> CountedRequest:
+    def _begin(
+        self, claim: Claim, share: ClientShare, more_tokens: Callable[[], int]
+    ) -> CountedRequest:
         """Take the permits and places of a request, and count it for its client."""
         self.in_use += claim.num_choices
         self._held[claim.client.name] += claim.num_choices
-        claim.places.begin(self._client_share(claim))
+        claim.places.begin(share)
         counters = self.counters(claim.places.model)
-        return counters.begin(claim.client, claim.prompt_tokens, more_tokens)
+        return counters.begin(claim.client, share, claim.prompt_tokens, more_tokens)
 
     def _free(self, count: int, client: str) -> None:
         self.in_use -= count

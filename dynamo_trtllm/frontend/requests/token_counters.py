@@ -200,15 +200,22 @@ class TokenCounters:
         self._others_below_s = self._clock() if has_below else -math.inf
 
     def begin(
-        self, client: Client, prompt_tokens: int, more_tokens: Callable[[], int]
+        self,
+        client: Client,
+        share: ClientShare,
+        prompt_tokens: int,
+        more_tokens: Callable[[], int],
     ) -> CountedRequest:
         """Count a request of a client, which begins, until its end.
 
-        Arguments as for `CountedRequest`.
+        Args:
+            client: whose request begins.
+            share: what it has got until now, see `share`.
+            prompt_tokens, more_tokens: see `CountedRequest`.
         """
         counter = self.counter(client)
         now_s = self._clock()
-        if self.share(counter) is ClientShare.BELOW:
+        if share is ClientShare.BELOW:
             self._below_s = now_s
         else:
             self._begun_value = counter.value

@@ -65,7 +65,9 @@ class Queue:
         assert first is not None
         self.queue.take(first)
         claim = first.claim
-        return first, self.counters.begin(claim.client, claim.prompt_tokens, first.more_tokens)
+        share = self.counters.share(self.counters.counter(claim.client))
+        counted = self.counters.begin(claim.client, share, claim.prompt_tokens, first.more_tokens)
+        return first, counted
 
     def next(self) -> str:
         """Let the next request begin. Return its client."""
@@ -305,7 +307,7 @@ async def test_others_are_above_while_a_client_is_below() -> None:
     queue.add("b")
     queue.next()
     assert queue.share("b") is ClientShare.EVEN
-    queue.counters.begin(Client("a"), 1, lambda: 0)
+    queue.counters.begin(Client("a"), queue.share("a"), 1, lambda: 0)
     assert queue.share("b") is ClientShare.ABOVE
     queue.clock.now += IDLE_S
     assert queue.share("b") is ClientShare.EVEN

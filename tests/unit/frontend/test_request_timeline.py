@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.requests.token_counters import Client, CountedReques
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
-from dynamo_trtllm.protocol.messages import PhaseTimings
+from dynamo_trtllm.protocol.messages import ClientShare, PhaseTimings
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
@@ -283,7 +283,7 @@ async def test_priority_counts_among_clients_if_the_key_allows_it(
 
     async def acquire(claim: Claim, *_: object) -> CountedRequest:
         claims.append(claim)
-        return limits.choices.counters(MODEL).begin(claim.client, 0, lambda: 0)
+        return limits.choices.counters(MODEL).begin(claim.client, ClientShare.EVEN, 0, lambda: 0)
 
     monkeypatch.setattr(limits.choices, "acquire", acquire)
     request = HttpRequest("POST", "/v1/completions", "", Headers(), "10.0.0.1", lambda: None)
