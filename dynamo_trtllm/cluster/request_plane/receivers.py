@@ -20,7 +20,9 @@ from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, T
 # Time for which an iteration of the event loop passes frames on. In a frontend, a frame takes 5 to
 # 10 µs, and 100 to 300 µs if it is the first or the last one of its stream.
 PASSING_S = 0.004
-FRAMES_PER_CHECK = 8  # frames between two looks at the clock
+# Frames between two looks at the clock. If all of them are the first ones of streams, they take
+# about as long as PASSING_S.
+FRAMES_PER_CHECK = 16
 # Frames are merged only if at least this many arrive together. Fewer are passed on in half a
 # millisecond.
 MERGED_FRAMES = 64

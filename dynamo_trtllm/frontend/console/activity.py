@@ -202,5 +202,5 @@ def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
         migrations=migrations,
         kv_bytes=kv_bytes,
         kv_transfer_s=kv_transfer_s,
-        phases=tuple((role, phase, seconds) for (role, phase), seconds in end.phases.items()),
+        phases=tuple([(*phase, seconds) for phase, seconds in end.phases.items()]),
     )

@@ -74,7 +74,9 @@ class LastMinute:
     def _advance(self, now_s: float) -> None:
         """Clear the slots that passed since the last call."""
         slot = int(now_s / _SLOT_S)
+        if slot <= self._newest:
+            return
         first = max(self._newest + 1, slot - _NUM_SLOTS + 1)
         for passed in range(first, slot + 1):
             self._slots[passed % _NUM_SLOTS] = 0
-        self._newest = max(self._newest, slot)
+        self._newest = slot

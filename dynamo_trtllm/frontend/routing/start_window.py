@@ -116,10 +116,14 @@ class StartPlace:
         if request is None:
             return
         before = self._stage
-        request.count(-1, before, self._worker_id)
+        if worker_id != self._worker_id or stage < before:
+            request.count(-1, before, self._worker_id)
+            request.count(1, stage, worker_id)
+        else:
+            # It only stops counting for the limits of the stages that are over.
+            request.count(-1, before, worker_id, until=stage)
         self._stage = stage
         self._worker_id = worker_id
-        request.count(1, stage, worker_id)
         if stage > before:
             request.window.changed()
 
@@ -242,15 +246,22 @@ class RequestPlaces:
             self.window.changed()
         self._end_beginning()
 
-    def count(self, num_choices: int, stage: Stage, worker_id: int | None) -> None:
+    def count(
+        self,
+        num_choices: int,
+        stage: Stage,
+        worker_id: int | None,
+        until: Stage = Stage.NONE,
+    ) -> None:
         """Count choices of this stage.
 
         Args:
             num_choices: how many; negative: they do not count any more.
             stage: what they wait for.
             worker_id: of the worker that is called; None: the places are reserved.
+            until: the limits of this stage and of later ones do not change.
         """
-        for index in range(stage, Stage.NONE):
+        for index in range(stage, until):
             self._num_counted[index] += num_choices
             cost = num_choices * self.costs[index]
             usage = self.window.usages[index]
