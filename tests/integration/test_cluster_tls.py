@@ -34,6 +34,7 @@ from tests.kit.cluster import PLAIN, START_TIMEOUT_S, Process, until
 from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.request_planes import LIMITS, ScriptedService
+from tests.kit.request_planes import until as until_soon
 from tests.kit.waiting import SOON_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -258,6 +259,28 @@ async def test_changed_certificates_are_read_without_a_restart(
         await transport.aclose()
         await store.aclose()
         await discovery.aclose()
+
+
+async def test_failure_of_tls_at_a_reconnect_is_named(
+    secrets: Path, etcd: str, nats: str, tmp_path: Path
+) -> None:
+    authority = tmp_path / "ca.crt"
+    shutil.copy(secrets / "ca.crt", authority)
+    config = WorkerConfig(model_path="m", **settings(secrets, etcd, nats) | {"nats_ca": authority})
+    transport = NatsTransport(nats, access=NatsAccess.of(config))
+    await transport.connect(SOON_S)
+    try:
+        # A certificate that has not signed that of the server.
+        shutil.copy(secrets / "root.crt", authority)
+        await transport._client.force_reconnect()
+        await until_soon(lambda: "certificate" in (transport.unavailable_reason() or ""))
+        assert "check --nats-ca" in (transport.unavailable_reason() or "")
+        with pytest.raises(Unreachable, match="TLS with NATS"):
+            await NatsPlane.connect(nats, access=NatsAccess.of(config), connect_timeout_s=0.5)
+        shutil.copy(secrets / "ca.crt", authority)
+        await until_soon(lambda: transport.unavailable_reason() is None)
+    finally:
+        await transport.aclose()
 
 
 @pytest.mark.parametrize(

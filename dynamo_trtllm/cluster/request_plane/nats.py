@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -134,7 +135,9 @@ class NatsTransport:
         # The first so many messages of `_outgoing` were published while a loss was reported.
         self._num_from_callbacks = 0
         self._is_waiting_logged = False
-        self._rejection = ""  # of the last attempt to connect, by the server
+        # Why the last attempt to connect failed: the server rejects this process, or TLS fails.
+        self._rejection = ""
+        self._tls_failure = ""
         self._denied_subscription = ""  # last error of the server about a subscription
         self._num_denied = 0  # messages and subscriptions that the server has denied to this user
         # replies to requests, by the subject of the reply; None: it did not come in time
@@ -167,13 +170,14 @@ class NatsTransport:
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             raise self._unconnected() from exc
         self._is_open = True
-        self._rejection = ""  # of an earlier attempt
-        self._up.set()
+        self._connected()
 
     def _unconnected(self) -> Unreachable:
         rejection = self.rejection()
         if rejection is not None:
             return UserRejected(rejection, field="nats_credentials_file")
+        if self._tls_failure:
+            return Unreachable(self._why_down(), field="nats_ca")
         return Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server")
 
     @property
@@ -195,6 +199,11 @@ class NatsTransport:
 
     def _why_down(self) -> str:
         """Return why there is no connection, and what to do."""
+        if self._tls_failure:
+            return (
+                f"TLS with NATS at {self._address} fails ({self._tls_failure}); check --nats-ca,"
+                " --nats-cert and --nats-key, and the certificate of NATS"
+            )
         return self.rejection() or self._no_connection
 
     def rejection(self) -> str | None:
@@ -412,6 +421,8 @@ class NatsTransport:
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):
             # The receiver of a message has failed: a bug.
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
+        elif isinstance(error, ssl.SSLError):
+            self._note_tls_failure(error)
         elif DENIED in str(error):
             self._note_denied(str(error))
         elif not self._is_open:
@@ -434,6 +445,13 @@ class NatsTransport:
         if not is_known:
             log.error("%s; trying again", self.rejection())
 
+    def _note_tls_failure(self, error: ssl.SSLError) -> None:
+        """Note that no connection can be made because TLS fails. Log it once."""
+        is_known = bool(self._tls_failure)
+        self._tls_failure = str(error)
+        if not is_known:
+            log.error("%s; trying again", self._why_down())
+
     def _note_denied(self, reason: str) -> None:
         """Log that this user may not do something. A stream may be denied many messages."""
         if _DENIED_SUBSCRIPTION in reason:
@@ -450,9 +468,13 @@ class NatsTransport:
             self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
 
     async def _on_reconnected(self) -> None:
-        self._up.set()
-        self._rejection = ""
+        self._connected()
         log.info("reconnected to NATS at %s", self._address)
+
+    def _connected(self) -> None:
+        self._rejection = ""
+        self._tls_failure = ""
+        self._up.set()
 
     async def _on_closed(self) -> None:
         if self._is_open:
