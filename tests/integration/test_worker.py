@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
+from benchmarks import chaos
 from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Removed
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
@@ -35,6 +39,7 @@ from dynamo_trtllm.testing.engine_requests import tokens
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.timing import WorkerTiming
 from dynamo_trtllm.worker.worker import endpoint_of
+from tests.kit.cluster import Process
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import config, frontend_side, request
@@ -399,3 +404,32 @@ async def test_serve_asleep_is_deregistered_until_wake(
                 assert len(tokens(await frontend.ask(3))) == 3
         worker.stop()  # while it is asleep
         await serving
+
+
+async def test_event_loop_that_a_request_stops_is_no_drain(
+    etcd_server: str, nats_server: str
+) -> None:
+    """The request raises SystemExit in the worker. After a drain, it would go to the next one."""
+    chosen = config(etcd_server, nats_server)
+    stand_in = str(Path(chaos.__file__).with_name("stand_in"))
+    environ = {
+        **os.environ,
+        "ETCD_ENDPOINTS": etcd_server,
+        "NATS_SERVER": nats_server,
+        "PYTHONPATH": os.pathsep.join([stand_in, os.environ.get("PYTHONPATH", "")]),
+    }
+    flags = ["--engine", "mock", "--model", "tiny", "--system-port", "0"]
+    worker = Process("dynamo_trtllm", [*flags, "--namespace", chosen.namespace], environ)
+    try:
+        await asyncio.to_thread(worker.instance)
+        async with frontend_side(chosen) as side:
+            await side.until_instances(1)
+            (instance,) = side.view.instances()
+            call = structs.replace(
+                request(max_tokens=8), conversation_id="stand-in-query-of-death:system-exit:any:0"
+            )
+            async with aclosing(call_stream(side.plane, instance.subject, call)) as chunks:
+                with pytest.raises(EngineFailed, match="its event loop was stopped"):
+                    await anext(chunks)
+    finally:
+        await asyncio.to_thread(worker.stop)
