@@ -91,7 +91,7 @@ class UsageTable:
         # Ids of the keys whose usage may have changed since the last report, the oldest first.
         self._changed: dict[int, None] = {}
         self._own = _ProcessPart(self.numbers, number - 1)
-        self._others = [
+        self._other_parts = [
             _ProcessPart(self.numbers, index)
             for index in range(num_processes)
             if index != number - 1
@@ -113,11 +113,11 @@ class UsageTable:
 
     def other_rows(self, key_id: int) -> list[int]:
         """Return the places of a key's rows in the parts of the processes that know the key."""
-        found = [part.find(key_id) for part in self._others]
+        found = [part.find(key_id) for part in self._other_parts]
         return [row for row in found if row is not None]
 
     def changed(self, key_id: int) -> None:
-        """Report the usage of a key until it is nothing."""
+        """Note that the usage of a key may have changed. Reports have it until it is 0."""
         self._changed[key_id] = None
 
     def totals(self) -> dict[int, KeyTotals]:
@@ -160,7 +160,7 @@ class UsageTable:
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        return 1 + len(self._others)
+        return 1 + len(self._other_parts)
 
 
 class _ProcessPart:
@@ -262,13 +262,13 @@ class KeyUsage:
         self._table.changed(self._id)
         self._numbers[self._own + _RUNNING] -= charge.generations
         newest = self._advance()
-        more = tokens - charge.tokens
-        if more > 0:
-            self._count(_TOKENS, newest, more)
+        difference = tokens - charge.tokens
+        if difference > 0:
+            self._count(_TOKENS, newest, difference)
         elif charge.slot > newest - _NUM_SLOTS:
-            # They are taken from the slot that has them: from a later one they would be missing
-            # when that slot has left the minute.
-            self._count(_TOKENS, charge.slot, more)
+            # Unused tokens are given back in the slot where they were charged. In a later slot,
+            # they would be subtracted for longer than they counted.
+            self._count(_TOKENS, charge.slot, difference)
 
     def headers(self) -> dict[str, str]:
         """Return the response headers for the limits per minute, as OpenAI's API names them."""

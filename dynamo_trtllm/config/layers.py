@@ -71,6 +71,7 @@ def merge(layers: Iterable[Source]) -> Merged:
             for overridden in _overridden_keys(merged, key):
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
+                    # A note begins with the name of the flag: "--tp-size 4 overrides ...".
                     winner = f"{layer.source.removeprefix('flag ')} {_text(value)}"
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
                     notes.append(f"{winner} overrides {loser}")
@@ -112,7 +113,7 @@ def _has_plain_keys(level: Mapping[Any, Any]) -> bool:
 def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
     """Return the leaves that a new `key` replaces: itself, those above and those below it.
 
-    One above it becomes a mapping.
+    If `a` was a leaf and `a.b` comes, `a` becomes a mapping.
     """
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}

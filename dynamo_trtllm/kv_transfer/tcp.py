@@ -66,8 +66,8 @@ _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
 _REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after this time
-# Limits of open connections. Also, the process may open _FILES_PER_CONNECTION files for each of
-# them, so that foreign connections can't use up all its file descriptors.
+# Limits of open connections. Another limit is one connection for _FILES_PER_CONNECTION files that
+# the process may open, so that connections of strangers can't use up its file descriptors.
 _MAX_CONNECTIONS = 4096
 _FILES_PER_CONNECTION = 2
 # The same for connections without a request.
@@ -236,6 +236,7 @@ class TcpBackend:
                 await entry.checksum.stop()
 
     def check(self) -> None:
+        """See `TransferBackend.check`."""
         if self._acceptor is not None and self._acceptor.broken is not None:
             raise EngineFailed(
                 f"KV transfer over tcp accepts no connections ({self._acceptor.broken}); restart"
@@ -247,7 +248,7 @@ class TcpBackend:
         with connection:
             task = asyncio.current_task()
             assert task is not None
-            if not self._can_accept():
+            if not self._make_room():
                 return
             self._without_request[task] = None
             try:
@@ -279,10 +280,10 @@ class TcpBackend:
             finally:
                 self._without_request.pop(task, None)
 
-    def _can_accept(self) -> bool:
-        """Return whether another connection fits.
+    def _make_room(self) -> bool:
+        """Close the oldest connection without a request if there are too many connections.
 
-        If needed, close the oldest one without a request.
+        Return False if there are too many, and all of them have requests.
         """
         assert self._acceptor is not None
         max_connections = _MAX_CONNECTIONS

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from dynamo_trtllm.observability.output_relay import RelayedOutput, dropped_line
+from dynamo_trtllm.observability.output_relay import RelayedOutput, relay_line
 
 MAX_BYTES: Final = 8 << 20  # of one file
 _LAST_LINES_S: Final = 1.0  # the longest wait for the writer at the end
@@ -44,7 +44,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
     def notice(count: int, reason: str) -> bytes:
         why = f" ({reason})" if reason else ""
         text = f"{count} lines are not in this file: the disk was too slow or full{why}"
-        return _line(name, dropped_line(name, "text", text).decode().rstrip())
+        return _line(name, relay_line(name, "text", text).decode().rstrip())
 
     def rotate(written: int) -> None:
         nonlocal num_bytes

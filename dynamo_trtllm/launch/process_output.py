@@ -88,7 +88,7 @@ class ProcessOutput:
     def keeping_lines(self, path: Path) -> Iterator[str]:
         """Also write all lines to a file, hidden ones as well.
 
-        Yield the path; "" if the file can't be created, which a line says.
+        Yield the path. If the file can't be created, write a line that says so, and yield "".
         """
         with ExitStack() as stack:
             try:

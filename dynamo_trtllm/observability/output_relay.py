@@ -3,8 +3,9 @@
 `outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It
 must not import this package.
 
-It is a process because a thread of the served process would not do: it would need the GIL, which a
-library may hold while it prints. It would also end with a crash, whose last lines matter most.
+It is a process because a thread of the served process would not do. A thread needs the GIL, which a
+library may hold while it prints. And a crash would end the thread, although the last lines before a
+crash matter most.
 """
 
 from __future__ import annotations
@@ -90,8 +91,9 @@ class RelayedOutput:
         self._failure = ""  # reason why the last write failed; "" if it succeeded
         self._is_dropping = False  # the backlog was full and is not written yet
         self._skips_line = False  # the beginning of a line was dropped, so its end is dropped, too
-        self._is_mid_line = False  # what `add` has accepted ends within a line
-        self._has_torn_line = False  # what is written ends within a line
+        # Whether what `add` has accepted ends within a line, and whether what is written does.
+        self._accepted_mid_line = False
+        self._written_mid_line = False
         self._is_finished = False
         self.is_closed = False  # the reader of the output has exited
 
@@ -143,7 +145,8 @@ class RelayedOutput:
                 if is_written:
                     self._num_unreported -= num_reported
                 elif not is_notice:
-                    self._count(left.count(b"\n"))
+                    # The line about dropped lines is no line of the process.
+                    self._count_dropped(left.count(b"\n"))
                 if self.is_closed:
                     self._drop_queued()
             if is_written:
@@ -168,7 +171,8 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # The lines of failed writes are reported when there is more to write.
+                # The lines of failed writes are reported when there is more to write. While lines
+                # are dropped, the report follows the backlog, see above.
                 if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
@@ -176,7 +180,7 @@ class RelayedOutput:
     def _report(self) -> tuple[bytes, int]:
         """Return the line about all dropped lines that are not reported yet, and their number."""
         line = self._notice(self._num_unreported, self._failure)
-        if self._has_torn_line:
+        if self._written_mid_line:
             line = b"\n" + line
         self._num_bytes += len(line)
         return line, self._num_unreported
@@ -186,7 +190,7 @@ class RelayedOutput:
         self._chunks.append(data)
         self._on_queued(data.count(b"\n"))
         self._num_bytes += len(data)
-        self._is_mid_line = not data.endswith(b"\n")
+        self._accepted_mid_line = not data.endswith(b"\n")
         self._changed.notify()
 
     def _finish_line(self, data: bytes) -> bytes:
@@ -194,7 +198,7 @@ class RelayedOutput:
 
         Return the rest.
         """
-        if not self._is_mid_line or b"\n" not in data:
+        if not self._accepted_mid_line or b"\n" not in data:
             return data
         end, _, rest = data.partition(b"\n")
         self._append(end + b"\n")
@@ -212,8 +216,8 @@ class RelayedOutput:
         if self._skips_line:
             num_lines -= 1
         self._skips_line = ends_mid_line
-        self._is_mid_line = False
-        self._count(num_lines)
+        self._accepted_mid_line = False
+        self._count_dropped(num_lines)
 
     def _drop_queued(self) -> None:
         """Drop all that is queued, because the reader of the output has exited."""
@@ -221,9 +225,9 @@ class RelayedOutput:
         self._chunks.clear()
         self._num_bytes = 0
         self._on_queued(-num_lines)
-        self._count(num_lines)
+        self._count_dropped(num_lines)
 
-    def _count(self, num_lines: int) -> None:
+    def _count_dropped(self, num_lines: int) -> None:
         self._num_unreported += num_lines
         self._on_dropped(num_lines)
 
@@ -246,7 +250,7 @@ class RelayedOutput:
                 self._failure = exc.strerror or str(exc)
                 self.is_closed = exc.errno in (errno.EPIPE, errno.EBADF)
                 return bytes(left)
-            self._has_torn_line = left[written - 1] != ord("\n")
+            self._written_mid_line = left[written - 1] != ord("\n")
             left = left[written:]
         self._failure = ""
         return b""
@@ -327,7 +331,7 @@ class Relay:
         self.answer_flush()
 
 
-def dropped_line(process_name: str, log_format: str, text: str) -> bytes:
+def relay_line(process_name: str, log_format: str, text: str) -> bytes:
     """Return a log line of this relay in the format of the process's other lines.
 
     Args:
@@ -369,13 +373,13 @@ def main(argv: Sequence[str]) -> None:
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
         text = f"{num_lines} lines of this output were dropped: {why}"
-        return dropped_line(process_name, log_format, text)
+        return relay_line(process_name, log_format, text)
 
-    def report_failure(failed: int, reason: str) -> None:
+    def report_failure(failed_pipe: int, reason: str) -> None:
         text = f"an output can't be written: {reason}; its lines are dropped"
-        line = dropped_line(process_name, log_format, text)
+        line = relay_line(process_name, log_format, text)
         for output in pipes.values():
-            if output is not pipes.get(failed):
+            if output is not pipes.get(failed_pipe):
                 output.add(line)
 
     pipes: dict[int, RelayedOutput] = {}

@@ -5,11 +5,12 @@ The module works around these traps of nats-py 2.16:
 * An oversized message closes the client for good.
 * Only pings detect a frozen server.
 * A slow consumer loses messages silently.
-* After a `flush` was cancelled or timed out, its reply stops the read loop. It is never called.
-* `request` may return a reply that was for a cancelled caller, and takes twice the CPU time of one
-  inbox for all replies. It is not called either.
-* `publish` waits while `pending_size` bytes are unsent, and drops cancels meanwhile. `pending_size`
-  is more than is ever unsent.
+* After a `flush` was cancelled or timed out, its reply stops the read loop. So this module never
+  calls `flush`.
+* `request` may return a reply that was for a cancelled caller. It also takes twice the CPU time of
+  the inbox that this module has for all replies. So it never calls `request` either.
+* `publish` waits while `pending_size` bytes are unsent, and swallows a cancellation meanwhile. So
+  `pending_size` is more than is ever unsent.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class NatsTransport:
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
-        # The first so many messages of `_outgoing` were published while a loss was reported.
+        # How many of `_outgoing`, from its start, were published by callbacks that got a report of
+        # a loss.
         self._num_from_callbacks = 0
         self._is_waiting_logged = False
         # Why the last attempt to connect failed: the server rejects this process, or TLS fails.
@@ -252,7 +254,15 @@ class NatsTransport:
         return unsubscribe
 
     async def until_subscribed(self, timeout_s: float) -> None:
-        """Send a message to this process, which arrives after errors of earlier subscriptions."""
+        """Wait until the server has accepted all subscriptions of this process, or denied one.
+
+        A message of this process to itself arrives after the errors of earlier subscriptions.
+
+        Raises:
+            UserRejected: the server has denied a subscription.
+            Unreachable: the message did not arrive within `timeout_s` seconds.
+            Disconnected: the connection is lost.
+        """
         own_subject = f"{self._replies_to}{next(self._reply_numbers)}"
         message = await self._await_reply(
             own_subject, partial(self._send, own_subject, b""), timeout_s
@@ -340,8 +350,8 @@ class NatsTransport:
         if len(subject) > _MAX_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
-        # It is sent after this call: an error while sending ends all streams, and each of these
-        # publishes a cancel, maybe while its caller is in this function.
+        # It is sent after this call. An error while sending ends all streams, and the end of a
+        # stream publishes a cancel: this function would be entered again before it has returned.
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
         self._outgoing.append((subject, data))
@@ -361,7 +371,7 @@ class NatsTransport:
             try:
                 self._send(subject, data)
             except nats_errors.BadSubjectError:
-                # A caller sent this subject. Other callers lose no message.
+                # A remote caller has chosen this subject for its reply. Others lose no message.
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 lost = Disconnected(f"sending to {subject} failed: {exc!r}")
@@ -427,8 +437,11 @@ class NatsTransport:
             self._note_denied(str(error))
         elif not self._is_open:
             reason = str(error) or type(error).__name__
-            # The server also closes the connection, which is another error.
-            if isinstance(error, nats_errors.Error) and not isinstance(error, TimeoutError):
+            is_answer_of_server = isinstance(error, nats_errors.Error) and not isinstance(
+                error, TimeoutError
+            )
+            # After a rejection, the server closes the connection. That error says nothing new.
+            if is_answer_of_server:
                 self._rejection = reason
             if not self._is_waiting_logged:
                 self._is_waiting_logged = True

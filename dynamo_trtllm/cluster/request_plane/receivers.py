@@ -64,8 +64,8 @@ class StreamReceiver(TaskStream):
         self._on_end = on_end
         self._send_cancel = send_cancel
         self._next_number = 0
-        # Number of the last ping, to any worker, that was sent before the worker acknowledged the
-        # stream. None: the worker has not acknowledged it.
+        # How many pings were sent, to all workers, before this stream was acknowledged. None: it is
+        # not acknowledged.
         self.last_ping_before_ack: int | None = None
         self.waiting: list[Frame] = []  # received, not yet fed
 
@@ -75,7 +75,7 @@ class StreamReceiver(TaskStream):
         return self._next_number + len(self.waiting)
 
     def catch_up(self) -> None:
-        """Feed the waiting frames, with consecutive frames that have only tokens merged.
+        """Feed the waiting frames. Consecutive ones that have only tokens become one.
 
         The loop runs once per token while this process is behind.
         """
@@ -109,11 +109,11 @@ class StreamReceiver(TaskStream):
         """Feed the tokens of the frames before `next_number`, if there are any."""
         if next_number == self._next_number:
             return
-        # The merged frame has the number of the last of its frames.
+        # The merged frame has the number of the last of its frames. `feed` expects this number.
         number = next_number - 1
         self._next_number = number
         chunk = Chunk(token_ids=ids, logprobs=tuple(logprobs))
-        self.feed(Frame(0, number, chunk))
+        self.feed(Frame(stream=0, number=number, chunk=chunk))  # `feed` does not read the stream
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
@@ -223,8 +223,8 @@ class StreamDemux(dict[int, StreamReceiver]):
     become one chunk. This delays no token, because the client would get all of them in one write
     anyway. In one iteration of the event loop, frames are passed on for PASSING_S seconds, and
     further ones wait. Waiting streams are fed one by one, in the order in which they began to wait.
-    Streams that wait for their first frame take turns with the others, because it decides the time
-    to first token.
+    For each of them, one stream whose first frame waits is fed, because first frames decide the
+    time to first token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -263,7 +263,7 @@ class StreamDemux(dict[int, StreamReceiver]):
         finally:
             if messages:  # a bug in one stream's receiver must not lose other streams' messages
                 asyncio.get_running_loop().call_soon(self.pass_on)
-            # If it is scheduled, it feeds the deferred frames in the next iteration.
+            # A scheduled `_feed_waiting` feeds the deferred frames in the next iteration.
             if is_behind and not self._is_scheduled:
                 self._feed_waiting()
 

@@ -90,7 +90,8 @@ class Transport(Protocol):
     def try_publish(self, subject: str, data: bytes) -> bool:
         """Send a message that may be lost, unless it could displace others.
 
-        Return False if it can't be sent now.
+        Return False if it can't be sent now. A message that is too large is dropped, and counts as
+        sent.
         """
 
     async def aclose(self) -> None:

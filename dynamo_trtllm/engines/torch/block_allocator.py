@@ -78,7 +78,7 @@ class BlockAllocator:
         """
         prompt_tokens = seq.prompt_tokens
         if seq.num_computed_tokens == prompt_tokens:
-            is_whole = seq.request.kv_params is None or self._pool.holds_all(prompt_tokens)
+            is_whole = seq.request.kv_params is None or self._pool.transfers_all_rows(prompt_tokens)
         else:
             # The output's blocks can follow only if all full blocks of the prompt are stored.
             is_whole = len(seq.block_table.chain) == prompt_tokens // self._pool.block_tokens

@@ -365,7 +365,7 @@ class KvPool:
     def is_finite(self, blocks: Tensor, tokens: int) -> bool:
         """Return whether all KV that the next token can see is finite.
 
-        Blocks until the device has computed it.
+        Waits for the device.
 
         Args:
             blocks: the block numbers of the sequence, int64 [blocks].
@@ -418,7 +418,7 @@ class KvPool:
             num_rows += len(group.rows_of_block_0) * num_blocks
         return num_rows
 
-    def holds_all(self, tokens: int) -> bool:
+    def transfers_all_rows(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens transfers all rows of its blocks.
 
         Thread-safe.

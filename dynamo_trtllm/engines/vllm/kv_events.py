@@ -30,8 +30,8 @@ from dynamo_trtllm.protocol.messages import token_ids
 
 log = logging.getLogger(__name__)
 
-# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times
-# as many, but a step of 16384 prompt tokens takes 80 kB per KV cache group.
+# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100,000 and
+# 10,000, but a step of 16384 prompt tokens takes 80 kB per KV cache group.
 _QUEUED_STEPS = 1000
 _REPLAY_S = 5.0
 # Kinds of layers whose prefix can be reused as long as it is cached: those that see all tokens.
@@ -40,7 +40,8 @@ _DEVICE = "GPU"  # vLLM's name of the engine's own KV pool, also on CPUs
 _END_OF_REPLAY: Final = (1 << 64) - 1  # -1 in 8 bytes
 
 BlockHash = int | bytes  # bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0
-# From a rank and a first number to the numbers and payloads from there.
+# Called with a rank and the number of a batch. Yields the number and the payload of this batch and
+# of all later ones.
 Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]
 
 
@@ -136,9 +137,8 @@ class VllmEventConverter:
         rank = batch.data_parallel_rank or 0
         cache = self._ranks.setdefault(rank, _CacheOfRank())
         if number < cache.next:
-            # A replay had this batch.
             if batch.ts <= cache.ts:
-                return
+                return  # a replay had this batch
             log.warning("vLLM's KV events begin again: its engine process was restarted")
             cache = _CacheOfRank()
             self._ranks[rank] = cache
@@ -194,6 +194,7 @@ class VllmEventConverter:
             return
         for block_hash in event.block_hashes:
             number = _number(block_hash)
+            # -1: the block was never reported, see `_stored`.
             copies_left = cache.copies.pop(number, 0) - 1
             if copies_left > 0:
                 cache.copies[number] = copies_left
@@ -225,7 +226,8 @@ class VllmEventConverter:
             salt = _salt_in(first_keys)
             if salt is not None:
                 first_keys = None
-        # Such blocks depend on more than tokens and salt, for example on an image.
+        # Blocks with other keys depend on more than tokens and salt, for example on an image. They
+        # are not reported.
         if first_keys is not None or any(other_keys):
             return
         for number in hashes:
@@ -268,7 +270,8 @@ class KvEventSubscriber:
         """
         self._ranks = range(ranks)
         self._zmq = library
-        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-"))  # vLLM's own paths there are longer
+        # The path of a socket has at most 107 characters. The paths that vLLM chooses are longer.
+        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-"))
         # vLLM appends the rank to an endpoint with "inproc" in it, and has no rule for others of
         # kind ipc.
         self._endpoint = f"ipc://{self._folder}/inproc"
@@ -322,6 +325,7 @@ class KvEventSubscriber:
                 for rank in self._ranks:
                     post(list(converter.catch_up(rank)))
                 while True:
+                    # From vLLM 0.26 on, the topic is before these two parts.
                     number, payload = subscription.recv_multipart()[-2:]
                     post(list(converter.read(int.from_bytes(number, "big"), payload)))
         except self._zmq.ContextTerminated:
@@ -342,7 +346,6 @@ class KvEventSubscriber:
             question.send_multipart((b"", first.to_bytes(8, "big")))
             try:
                 while True:
-                    # From 0.26 on, the topic is before them.
                     encoded_number, payload = question.recv_multipart()[-2:]
                     number = int.from_bytes(encoded_number, "big")
                     if number == _END_OF_REPLAY:

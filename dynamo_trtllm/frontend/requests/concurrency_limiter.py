@@ -14,12 +14,12 @@ from dynamo_trtllm.frontend.requests.token_counters import CountedRequest, Token
 from dynamo_trtllm.observability.metrics import ClientLoad
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import ClientShare
-from dynamo_trtllm.support.network.by_network import ByNetwork
+from dynamo_trtllm.support.network.by_group import ByGroup
 
 _MAX_RETRY_S = 60
-# A client may hold this many times as many permits as are free. So one client leaves a sixteenth of
-# all permits to others, however long its answers are and however slowly it reads them. A limit of
-# up to 15 permits leaves none.
+# For each permit that is free, one client may hold 15. So it leaves a sixteenth of all permits to
+# others, however long its answers are and however slowly it reads them. With up to 15 permits, one
+# client may hold all of them.
 _MAX_HELD_PER_FREE = 15
 
 
@@ -27,7 +27,7 @@ class ConcurrencyLimiter:
     """A limit on running choices, and the queue of the requests that may not run yet.
 
     Further requests wait in a fair queue; beyond its size they are rejected. Requests for a model
-    wait as well while its workers have enough to start (`start_window`).
+    wait as well while its workers are busy enough (`start_window`).
 
     Each choice takes a permit, because each is a stream of its own for engines and memory. A
     request gets the permits of all its choices at once: otherwise it would hold some while it waits
@@ -36,8 +36,8 @@ class ConcurrencyLimiter:
 
     Args:
         limit: permits.
-        max_queued: requests that may wait. Further ones may wait if there are permits for the
-            choices of all of them: they only wait for workers.
+        max_queued: requests that may wait for permits. If there are permits for all requests that
+            wait, they only wait for workers, and are not limited.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -49,7 +49,7 @@ class ConcurrencyLimiter:
         self._max_queued = max_queued
         self._clock = clock
         self._held = Counter[str]()  # permits by client
-        self._waiting = ByNetwork[QueuedRequest]()
+        self._waiting = ByGroup(_client_of)
         self._num_waiting_choices = 0
         # The queues by model. An empty queue is removed.
         self._queues: OrderedDict[str, FairQueue] = OrderedDict()
@@ -75,7 +75,7 @@ class ConcurrencyLimiter:
     async def acquire(
         self, claim: Claim, within_s: float, more_tokens: Callable[[], int]
     ) -> CountedRequest:
-        """Take the permits of one request, waiting for its turn. Its places begin.
+        """Wait for the turn of one request. Take its permits and reserve its places at the workers.
 
         Args:
             claim: what the request needs.
@@ -83,7 +83,7 @@ class ConcurrencyLimiter:
             more_tokens: see `CountedRequest`.
 
         Returns:
-            What counts the request for its client. The caller ends it.
+            The entry of the request in the token counters. The caller calls its `end`.
 
         Raises:
             DeadlineUnreachable: the request would wait for more than `within_s` seconds.
@@ -94,9 +94,11 @@ class ConcurrencyLimiter:
         count = claim.num_choices
         places = claim.places
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
-        if are_permits_free and self._has_share(claim) and places.model not in self._queues:
+        is_first = places.model not in self._queues
+        if are_permits_free and is_first and self._may_hold(claim):
             counters = self.counters(places.model)
             counter = counters.counter(claim.client)
+            # The client gets no credit for the time in which none of its requests waited.
             counters.lift(counter)
             share = counters.share(counter)
             if places.may_begin(share):
@@ -112,7 +114,8 @@ class ConcurrencyLimiter:
         if not are_permits_free:
             self._lacks_permits = True
         else:
-            self.grant()  # the requests before it may be of clients that hold their share
+            # It begins at once if the clients of those before it may not hold more permits.
+            self.grant()
         try:
             async with asyncio.timeout(within_s):
                 await waiting.decided
@@ -147,9 +150,9 @@ class ConcurrencyLimiter:
         return {} if queue is None else queue.weights()
 
     def loads(self) -> dict[str, ClientLoad]:
-        """Return what clients use, by name: those with requests now, or tokens of the last minute.
+        """Return the load of each client, by name, in this process.
 
-        They are those of this process.
+        A client is listed if it has requests now, or got tokens in the last minute.
         """
         waiting = self._waiting.counts()
         weights: dict[str, float] = {}
@@ -179,7 +182,7 @@ class ConcurrencyLimiter:
     def retry_after_s(self) -> int:
         """Estimate, in whole seconds, how long one more choice would wait.
 
-        The rate of finished choices stays the recent one.
+        The estimate assumes that choices keep finishing at the recent rate.
         """
         wait_s = self._finished.seconds_for(self._num_waiting_choices + 1)
         return _retry_after_s(1.0 if wait_s is None else wait_s)
@@ -191,7 +194,7 @@ class ConcurrencyLimiter:
             return
         for model in list(self._queues):
             while model in self._queues:
-                first = self._queues[model].first(self._has_share)
+                first = self._queues[model].first(self._may_hold)
                 if first is None:
                     break
                 share = self._client_share(first.claim)
@@ -223,8 +226,8 @@ class ConcurrencyLimiter:
         first.counted = self._begin(claim, share, first.more_tokens)
         first.decided.set_result(None)
 
-    def _has_share(self, claim: Claim) -> bool:
-        """Return whether the client of a request may hold its permits, too."""
+    def _may_hold(self, claim: Claim) -> bool:
+        """Return whether the client of a request may hold the permits of this one, too."""
         free = self.limit - self.in_use
         return self._held[claim.client.name] + claim.num_choices <= _MAX_HELD_PER_FREE * free
 
@@ -296,8 +299,8 @@ class ConcurrencyLimiter:
     def _displaced_by(self, client: str) -> QueuedRequest | None:
         """Return the request that gives its place to one more of this client.
 
-        It is the newest of the client with the most. Return None if that client would then have
-        fewer requests than this one.
+        It is the newest request of the client that has the most waiting ones. Return None if that
+        client would then have fewer than this one.
         """
         largest = self._waiting.largest()  # a client
         if largest is None:
@@ -333,6 +336,10 @@ class ConcurrencyLimiter:
             f"the server is at capacity: {self.in_use} of {self.limit} choices are running and"
             f" {len(self._waiting)} of {self._max_queued} requests are queued; try again later"
         )
+
+
+def _client_of(waiting: QueuedRequest) -> str:
+    return waiting.claim.client.name
 
 
 def _retry_after_s(wait_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Order the requests for one model that wait: by priority, then by what their clients have got."""
+"""Order the waiting requests of one model by priority, then by the tokens of their clients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep those of all others waiting. When a
-# request has waited for so long, one of every OVERDUE_TURNS turns is for those of its rank.
-MAX_WAIT_S: Final = 30.0
+# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
+OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # Choices that must have begun while others waited, before a wait is predicted from their rate.
 _LEAST_BEGUN: Final = 8
@@ -37,7 +37,8 @@ class Claim:
     prompt_tokens: int  # of all choices
     places: RequestPlaces
     rank: int = 0  # its priority among the requests of all clients. Lower values first
-    priority: int = 0  # that among the requests of its own client, which may be lower
+    # Its priority among the requests of its own client. Lower values first, too.
+    priority: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -51,20 +52,15 @@ class QueuedRequest:
     order: tuple[int, int] = (0, 0)  # priority, and number of arrival
     counted: CountedRequest | None = None  # None: it has no permits yet
 
-    @property
-    def network(self) -> str:
-        """Return the client, by which `ByNetwork` counts."""
-        return self.claim.client.name
-
 
 class _Flow:
     """The requests of one client and one rank, in the order of priority and arrival."""
 
-    __slots__ = ("counter", "requests", "since")
+    __slots__ = ("counter", "last_turn", "requests")
 
-    def __init__(self, counter: TokenCounter, since: int) -> None:
+    def __init__(self, counter: TokenCounter, last_turn: int) -> None:
         self.counter = counter
-        self.since = since  # the number of its last turn, or of its arrival
+        self.last_turn = last_turn  # the number of its last turn, or of its arrival
         self.requests: list[QueuedRequest] = []
 
 
@@ -91,10 +87,10 @@ class _Rank:
         return sum(map(_num_choices, self._arrivals))
 
     def num_choices_before(self, client: Client, priority: int) -> int:
-        """Return how many choices begin at least before one more request of a client.
+        """Return a lower bound of the choices that begin before a further request of a client.
 
-        They are those before it of its own client, and of others as many as have their turns
-        meanwhile.
+        It counts the earlier choices of the client itself. Of each other client, it counts those
+        that get their turns while these begin.
         """
         own = self._flows.get(client.name)
         if own is None:
@@ -106,8 +102,8 @@ class _Rank:
         total = num_own
         for flow in self._flows.values():
             if flow is not own:
-                turns = num_own * flow.counter.weight / client.weight
-                total += min(int(turns), sum(map(_num_choices, flow.requests)))
+                num_meanwhile = int(num_own * flow.counter.weight / client.weight)
+                total += min(num_meanwhile, sum(map(_num_choices, flow.requests)))
         return total
 
     @property
@@ -149,7 +145,7 @@ class _Rank:
         assert first is not None
         return first.counter.value
 
-    def first(self, has_share: Callable[[Claim], bool]) -> _Flow | None:
+    def first(self, may_hold: Callable[[Claim], bool]) -> _Flow | None:
         """Return the client whose request is the next; None if none may run."""
         heap = self._heap
         passed: list[tuple[float, int, _Flow]] = []
@@ -158,9 +154,9 @@ class _Rank:
             value, since, flow = heap[0]
             if not flow.requests:
                 heapq.heappop(heap)
-            elif flow.counter.value > value or flow.since > since:
-                heapq.heapreplace(heap, (flow.counter.value, flow.since, flow))
-            elif has_share(flow.requests[0].claim):
+            elif flow.counter.value > value or flow.last_turn > since:
+                heapq.heapreplace(heap, (flow.counter.value, flow.last_turn, flow))
+            elif may_hold(flow.requests[0].claim):
                 found = flow
             else:
                 passed.append(heapq.heappop(heap))
@@ -170,12 +166,12 @@ class _Rank:
 
     def reorder(self) -> None:
         """Order all clients again, because counters may have become less."""
-        self._heap = [(flow.counter.value, flow.since, flow) for flow in self._flows.values()]
+        self._heap = [(flow.counter.value, flow.last_turn, flow) for flow in self._flows.values()]
         heapq.heapify(self._heap)
 
     def take(self, first: QueuedRequest, number: int) -> None:
         """Remove the next request. `number`: of the client's turn."""
-        self._flows[first.claim.client.name].since = number
+        self._flows[first.claim.client.name].last_turn = number
         self.remove(first)
 
 
@@ -225,6 +221,7 @@ class FairQueue:
         request.queued_s = self._clock()
         counter = self._counters.counter(claim.client)
         rank = self._ranks.setdefault(claim.rank, _Rank())
+        # A client without a waiting request gets no credit for the time in which it had none.
         if rank.is_empty:
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
@@ -238,16 +235,16 @@ class FairQueue:
         self._ranks[request.claim.rank].remove(request)
         self._drop_if_empty(request.claim.rank)
 
-    def first(self, has_share: Callable[[Claim], bool]) -> QueuedRequest | None:
+    def first(self, may_hold: Callable[[Claim], bool]) -> QueuedRequest | None:
         """Return the request that is the next; None if none may run.
 
         Args:
-            has_share: returns whether the client of a request may hold its permits. Clients that
+            may_hold: returns whether the client of a request may hold its permits. Clients that
                 may not are passed over.
         """
         self._update()
         for rank in self._in_turn():
-            flow = rank.first(has_share)
+            flow = rank.first(may_hold)
             if flow is not None:
                 return flow.requests[0]
         return None
@@ -269,8 +266,8 @@ class FairQueue:
 
         Args:
             claim: of the request.
-            enough_s: the caller only asks whether the wait is longer than this. If all that waits
-                begins sooner, the order of clients is not looked at.
+            enough_s: the caller only asks whether the wait is longer than this. If the whole queue
+                begins sooner, this returns the time of the whole queue, which costs less.
         """
         if self._begun.count < _LEAST_BEGUN:
             return 0.0
@@ -294,7 +291,7 @@ class FairQueue:
         """Yield the ranks in the order of their turns."""
         if self._ranks and self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1:
             oldest = min(self._ranks.values(), key=_waiting_since)
-            if self._clock() - oldest.oldest.queued_s >= MAX_WAIT_S:
+            if self._clock() - oldest.oldest.queued_s >= OVERDUE_AFTER_S:
                 yield oldest
         for number in sorted(self._ranks):
             yield self._ranks[number]

@@ -43,6 +43,9 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.streams import StreamEvent
 
+# A second failure of a KV transfer is not retried: each has waited for its time limit.
+_MAX_TRANSFER_FAILURES = 1
+
 
 class State(Enum):
     """The states of a generation; see the table in `GenerationFlow`."""
@@ -67,12 +70,13 @@ class _Attempt:
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
     worker: Instance  # the last one that was called. A failure is attributed to it.
-    # The call without a phase. The answer of the prefill worker turns it into the decode call.
+    # The call without a phase, as an aggregated worker gets it. After the prefill, it is the decode
+    # call.
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # The number of tokens after which the call of a suspect has settled (see `suspects`). 0: the
-    # call has settled, or the request is no suspect.
+    # Of a request that may have ended a worker (see `suspects`): the tokens after which this call
+    # is known not to end its worker in the same way. 0: it is known, or this is no such request.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
@@ -154,7 +158,7 @@ class GenerationFlow:
         self._num_rounds = 0  # how often all instances were tried again
         # The wait for other workers has timed out, and no attempt or round has begun since.
         self._wait_timed_out = False
-        # The last call had just begun when its worker died: see `suspects`.
+        # It has probably ended its last worker: see `suspects`.
         self.is_prime_suspect = False
         # As a prime suspect, it waits for workers that run no other suspect.
         self.awaits_turn = False
@@ -218,7 +222,8 @@ class GenerationFlow:
     def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
         """Begin an attempt.
 
-        Without workers, wait for others, then try pairs that were never probed, then all again.
+        Without workers, wait for others. If none comes, try pairs that were never probed
+        (`is_last_resort`), and then all instances again, also those that have failed (a round).
         """
         if self.awaits_turn and not self._timeline.suspicion.unexplained_deaths():
             # Another request was the cause.
@@ -360,9 +365,10 @@ class GenerationFlow:
         announces_kv = chunk.finish_reason is FinishReason.KV_TRANSFER
         has_kv = chunk.kv_params is not None
         if announces_kv != has_kv:
+            parameters = "KV transfer parameters" if has_kv else "no KV transfer parameters"
             text = (
-                f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters;"
-                " restart it"
+                f"prefill instance {attempt.worker.id:x} returned {parameters} with finish reason"
+                f" {chunk.finish_reason}; restart it"
             )
             return self._attempt_failed(attempt, errors.StreamIncomplete(text))
         self._timeline.prefill_stats = chunk.stats
@@ -468,7 +474,7 @@ class GenerationFlow:
         """
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
-        query_of_death = self._driver.record_death(attempt.worker)
+        given_up = self._driver.record_death(attempt.worker)
         if self._driver.is_death_explained(attempt.worker):
             self._num_explained += 1
         # See the definition of a prime suspect in `suspects`.
@@ -478,9 +484,9 @@ class GenerationFlow:
         is_charged_again = len(deaths) > 1
         self.is_prime_suspect = is_charged_again or (is_charged_with_this and has_just_begun)
         self.awaits_turn = self.is_prime_suspect
-        if query_of_death is not None:
-            query_of_death.__cause__ = error
-        return query_of_death
+        if given_up is not None:
+            given_up.__cause__ = error
+        return given_up
 
     def _count_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure.
@@ -497,13 +503,14 @@ class GenerationFlow:
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
             max_retries = self._options.retries + self._num_explained
-            if self._timeline.retries > max_retries or self._num_transfer_failures > 1:
+            has_retries = self._timeline.retries <= max_retries
+            if not has_retries or self._num_transfer_failures > _MAX_TRANSFER_FAILURES:
                 return error
             return None
         feature = _feature_with_state(self.request.sampling)
         if feature is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
             return _migration_failed(
-                error, f"its engine cannot resume {feature}; retry, or send the request without"
+                error, f"its engine cannot resume {feature}; retry, or send the request without it"
             )
         if was_accepted:
             self._timeline.count_migration()

@@ -133,7 +133,7 @@ class HarmonyParser:
     ) -> None:
         self._texts = texts
         self._token_bytes = texts[Channel.FINAL].token_bytes
-        self._reasoning = _Position.REASONING if is_reasoning_split else _Position.FINAL
+        self._reasoning_position = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
         # Fast path for a token that continues the current body: the texts of its channel.
@@ -144,7 +144,8 @@ class HarmonyParser:
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # number of tokens in the header that are not output
+        # Number of tokens in the header that are not output. While the forced tokens are parsed,
+        # these are all tokens of the header.
         self._num_forced_in_header = len(forced_ids)
         self._run(forced_ids)
         self._num_forced_in_header = len(self._header)
@@ -221,8 +222,8 @@ class HarmonyParser:
             return False
         if self._header[0] >= FIRST_SPECIAL:
             return True
-        # A token has at least one byte, so the text of these tokens is longer than `_RECIPIENT`.
-        # An earlier token has shown that the text begins with `_RECIPIENT`.
+        # A token has at least one byte, so the text of these tokens is longer than `_RECIPIENT`. It
+        # begins with `_RECIPIENT`: otherwise, an earlier call would have returned False.
         if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
@@ -242,7 +243,7 @@ class HarmonyParser:
                 self._out.add_arguments(self._calls, text_input.OPENING)
             self._calls += 1
         elif header.is_reasoning:
-            self._position = self._reasoning
+            self._position = self._reasoning_position
         else:
             self._position = _Position.COMMENTARY if header.is_commentary else _Position.FINAL
 
@@ -269,18 +270,23 @@ class HarmonyParser:
             control: self._bytes(ids).decode(errors="replace").split()
             for control, ids in parts.items()
         }
-        sent = words.get(START, [])
-        addressed = words.get(CHANNEL, [])
+        sender_words = words.get(START, [])
+        channel_words = words.get(CHANNEL, [])
         content_type = words.get(CONSTRAIN, [])
         role = ASSISTANT
-        if sent and self._header[0] == START:
-            role = sent.pop(0)
+        if sender_words and self._header[0] == START:
+            role = sender_words.pop(0)
         channel = ""
-        if addressed:
-            channel = addressed.pop(0)
-        recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
-        others = [word for word in addressed if not _is_recipient(word)]
-        if not all(map(_is_recipient, sent)) or _is_recipient(channel):
+        if channel_words:
+            channel = channel_words.pop(0)
+        recipients = {
+            word.removeprefix(_TO)
+            for word in (*sender_words, *channel_words)
+            if _is_recipient(word)
+        }
+        others = [word for word in channel_words if not _is_recipient(word)]
+        # Only recipients may follow the role, and the channel comes before a recipient.
+        if not all(map(_is_recipient, sender_words)) or _is_recipient(channel):
             return None
         if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
             return None

@@ -85,6 +85,7 @@ class RemoteAgents:
                 peer = RemoteAgent(offer.agent)
                 self._connected[offer.agent] = peer
             if offer.memory and offer.memory not in peer.known:
+                # NIXL adds this memory to what it knows of the agent.
                 agent.add_remote_agent(offer.memory)
                 peer.known.add(offer.memory)
             peer.fetches += 1
@@ -223,7 +224,7 @@ class Fetch:
         """Post a read or write. `peer`: the prefill worker's name at this agent."""
         handle = agent.initialize_xfer(verb, ours, theirs, peer)
         try:
-            self._require_alive(agent.transfer(handle))
+            self._check_state(agent.transfer(handle))
         except BaseException:
             # No caller has the handle yet, so no caller would release it.
             agent.release_xfer_handle(handle)
@@ -231,9 +232,10 @@ class Fetch:
         return _XferHandle(agent, handle)
 
     def _is_done(self, xfer: _XferHandle | None) -> bool:
-        return xfer is None or self._require_alive(xfer.agent.check_xfer_state(xfer.handle))
+        return xfer is None or self._check_state(xfer.agent.check_xfer_state(xfer.handle))
 
-    def _require_alive(self, state: str) -> bool:
+    def _check_state(self, state: str) -> bool:
+        """Raise TransferFailed if a transfer has failed. Return whether it is done."""
         if state not in ("DONE", "PROC"):
             self._peer.broken = True
             raise TransferFailed(
@@ -275,6 +277,7 @@ class Fetch:
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
             raise self.checksums.mismatch(self.transfer_id)
+        # An acknowledgment is the beginning of the nonce, which our slot has a copy of.
         ack_word = part(self.validity_slots.descriptor(self.slot), ACK_BYTES)
         ack_at = part(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
@@ -352,4 +355,5 @@ class Fetch:
                     xfer.agent.release_xfer_handle(xfer.handle)
                     break
                 except self.bindings.errors:
+                    # It fails until the abort is over.
                     yield MAX_SLEEP_S

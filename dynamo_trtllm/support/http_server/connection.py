@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # Beyond these, nothing is received.
 _UNREAD_BYTES = 64 << 10  # of a body that its handler has not read yet
 _WAITING = 8  # requests that wait behind another one
-# The most that is parsed at once. The parser does not report where in it a head begins, so the
-# received bytes of a head are only known to this precision. Nor does it stop at the end of a
+# The most that is parsed at once. The parser does not report where in such a part a head begins, so
+# the received bytes of a head are only known to this precision. Nor does it stop at the end of a
 # request, so a few more than `_WAITING` may wait.
 _PART_BYTES = 2 << 10
 _PROBE_PATHS = frozenset({"/live", "/ready", "/health"})  # answered at any load
@@ -59,7 +59,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     _is_paused = False  # the client does not read what was written
     _is_reading = True
     _unparsed = memoryview(b"")  # received, and left for a turn, or until fewer requests wait
-    _awaits_turn = False  # in `ParsingTurns`; nothing is received until then
+    _awaits_turn = False  # it waits in `ParsingTurns`, and receives nothing until its turn
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
     _read_timer: ReadTimer
 
@@ -122,7 +122,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._current is not None:
             self._current.response.resume()
         if self._waiting:
-            self._await_turn(is_behind=True)
+            self._await_turn(has_rest=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes are received.
@@ -141,13 +141,13 @@ class HttpConnection(asyncio.BufferedProtocol):
             data = b"".join((self._unparsed, data))
         self._unparsed = memoryview(data)
         turns = self._server.parsing_turns
-        while self._may_parse and not (turns.is_over or self._awaits_turn):
+        while self._may_parse and not (turns.is_time_over or self._awaits_turn):
             turns.run(self._parse_part)
         if self._may_parse:
-            self._await_turn(is_behind=False)
+            self._await_turn(has_rest=False)
         elif self._ignores_data:
             # What is discarded must take no time from others.
-            self._await_turn(is_behind=True)
+            self._await_turn(has_rest=True)
         self._update_reading()
 
     @property
@@ -167,13 +167,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._ignores_data:
             self._unparsed = memoryview(b"")
 
-    def _await_turn(self, *, is_behind: bool) -> None:
+    def _await_turn(self, *, has_rest: bool) -> None:
         if not self._awaits_turn:
             self._awaits_turn = True
-            begins_request = self.begins_request and not is_behind
-            self._server.parsing_turns.wait(
-                self, is_behind=is_behind, begins_request=begins_request
-            )
+            begins_request = self.begins_request and not has_rest
+            self._server.parsing_turns.wait(self, has_rest=has_rest, begins_request=begins_request)
 
     def take_turn(self) -> None:
         """Begin the next request that waits, and parse a part of what was received.
@@ -185,7 +183,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._may_parse:
             self._parse_part()
         if self._may_parse:
-            self._await_turn(is_behind=True)
+            self._await_turn(has_rest=True)
         self._update_reading()
 
     def _feed_parser(self, part: memoryview) -> None:
@@ -220,7 +218,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             if not request.is_probe:
                 self._server.check_capacity()
             # Until its body is there, this connection may be evicted, but after all others.
-            self._server.idle.add(self)
+            self._server.mark_idle(self)
         if request.large_head_bytes or self in self._server.large_heads:
             self._hold_heads(request.large_head_bytes)
         response = HttpResponse(
@@ -236,7 +234,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
-        # `_begin_next` has done so if the request runs.
+        # If the request runs, `_begin_next` has limited the time of its body.
         if self._waiting:
             self._arm_body()
         self._update_reading()
@@ -340,7 +338,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._server.large_heads.reduce(self, ended.request.large_head_bytes)
 
     def _lose(self, exchange: Exchange) -> None:
-        """End a request whose client gets no response. Cancel its handler if that asked for it."""
+        """End a request whose client gets no response.
+
+        Its handler is cancelled if it wants that (`cancels_handler`).
+        """
         request, response = exchange
         request.lose()
         response.lose()
@@ -396,7 +397,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not keeps_alive:
             self._close()
         elif self._waiting:
-            self._await_turn(is_behind=True)
+            self._await_turn(has_rest=True)
         elif self._server.is_draining:
             self.drain()
         elif self._parser.awaits_head:
@@ -468,7 +469,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def hang_up(self) -> None:
         """Close the connection, whose client sends no more.
 
-        The event loop does the same at the end of what it reads.
+        While the connection reads, the event loop does this. This is for one that does not read.
         """
         if self._is_lingering:
             return  # the client may still read the response, which an early end would discard
@@ -512,8 +513,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
-        Of a response that has begun, the client does not know that it is the last one. It may send
-        another request, which gets 503 `draining`.
+        If a response has begun, its client can't be told that it is the last one. The client may
+        send another request, which gets 503 `draining`.
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:
@@ -556,7 +557,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        # While a head is awaited, the error is in it, and it has no request yet.
+        # An error in a head has no request yet: the newest one is before it.
         if newest is not None and not self._parser.awaits_head:
             if newest.response.ended:
                 self._linger()
@@ -589,11 +590,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Close the connection after the client has had time to read what was sent."""
         self._is_lingering = True
         self._transport.write_eof()
-        self._end_linger()
+        self._limit_linger()
 
-    def _end_linger(self) -> None:
+    def _limit_linger(self) -> None:
+        """Close the connection some time after everything was sent."""
         if self._transport.get_write_buffer_size():
             self._read_timer.watch()
-            self._arm(self._timing.linger_s, self._end_linger)
+            self._arm(self._timing.linger_s, self._limit_linger)
         else:
             self._arm(self._timing.linger_s, self.abort)

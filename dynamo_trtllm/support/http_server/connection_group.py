@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from operator import attrgetter
 from typing import Protocol
 
 from dynamo_trtllm.protocol.errors import Overloaded
@@ -15,7 +16,7 @@ from dynamo_trtllm.support.http_server.hangup_watch import HangupWatch
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.support.http_server.request_head import HeadHolder, LargeHeads
-from dynamo_trtllm.support.network.by_network import ByNetwork, HasNetwork
+from dynamo_trtllm.support.network.by_group import ByGroup
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,12 @@ _RECEIVE_BYTES = 16 << 10
 _LOG_EVERY_S = 10.0
 
 
-class OpenConnection(HasNetwork, HeadHolder, Protocol):
+class OpenConnection(HeadHolder, Protocol):
     """A connection of the group."""
+
+    @property
+    def network(self) -> str:
+        """The client's network, see `addresses.network_of`."""
 
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received."""
@@ -52,7 +57,7 @@ class ConnectionGroup:
         self.open: set[OpenConnection] = set()
         # Those of `open` that may be closed to accept others, because they run no request. Some
         # receive one.
-        self.idle = ByNetwork[OpenConnection]()
+        self.idle = ByGroup[OpenConnection](attrgetter("network"))
         self.large_heads = LargeHeads(limits.max_large_head_bytes)
         self.parsing_turns = ParsingTurns()
         self.hangups = HangupWatch()

@@ -8,16 +8,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from dynamo_trtllm.support.network.by_network import HasNetwork
-
 PARSING_S = 0.01
 HANDLER_S = 0.0002  # what a handler takes at its beginning
 # what a turn takes in addition to parsing: the connection stops and resumes reading
 _TURN_S = 0.00005
 
 
-class ParsingConnection(HasNetwork, Protocol):
+class ParsingConnection(Protocol):
     """A connection that parses what it has received."""
+
+    @property
+    def network(self) -> str:
+        """The client's network, see `addresses.network_of`."""
 
     def take_turn(self) -> None:
         """Parse one part."""
@@ -54,9 +56,9 @@ class ParsingTurns:
     waits, and receives nothing more: as long as 1,024 sockets have data, libuv reads from up to
     49,152 of them in one iteration.
 
-    In its turn, a connection parses one part. The networks of clients take turns, and those of its
-    connections that have just received something do with those that are behind. So others are not
-    delayed by a client that sends much, or small pieces that take long.
+    In its turn, a connection parses one part. The networks of clients take turns. Within a network,
+    connections with new data take turns with those that have parts left from their last turn. So a
+    client delays no others if it sends much, or small pieces that take long.
 
     Every second turn is for a connection whose request begins. So a small request does not wait for
     the bodies of thousands of networks.
@@ -67,11 +69,11 @@ class ParsingTurns:
         self._used_s = 0.0  # in this iteration
         self._is_scheduled = False  # the next iteration calls `_begin_iteration`
         self._beginning = _WaitingGroups()  # by network
-        self._others = _WaitingGroups()  # by network, and whether they are behind
+        self._others = _WaitingGroups()  # by network, and whether parts are left from the last turn
         self._is_turn_of_others = False
 
     @property
-    def is_over(self) -> bool:
+    def is_time_over(self) -> bool:
         """True if this iteration has no time left for parsing."""
         return self._used_s >= PARSING_S
 
@@ -88,20 +90,20 @@ class ParsingTurns:
         self._used_s += HANDLER_S
 
     def wait(
-        self, connection: ParsingConnection, *, is_behind: bool, begins_request: bool = False
+        self, connection: ParsingConnection, *, has_rest: bool, begins_request: bool = False
     ) -> None:
         """Let a connection wait for its turn.
 
         Args:
             connection: its `take_turn` is called once.
-            is_behind: it has not finished in its last turn.
+            has_rest: a part of what it has received is left from an earlier turn.
             begins_request: nothing of its next request was parsed yet.
         """
         self._schedule()
         if begins_request:
             self._beginning.add(connection.network, connection)
         else:
-            self._others.add((connection.network, is_behind), connection)
+            self._others.add((connection.network, has_rest), connection)
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -111,7 +113,7 @@ class ParsingTurns:
     def _begin_iteration(self) -> None:
         self._is_scheduled = False
         self._used_s = 0.0
-        while (self._beginning or self._others) and not self.is_over:
+        while (self._beginning or self._others) and not self.is_time_over:
             self.run(self._next().take_turn, _TURN_S)
 
     def _next(self) -> ParsingConnection:

@@ -115,9 +115,9 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
                 return
         self._incoming.write(received)
         turns = self._group.parsing_turns
-        if turns.is_over:
+        if turns.is_time_over:
             self._awaits_turn = True
-            turns.wait(self, is_behind=False, begins_request=self._connection.begins_request)
+            turns.wait(self, has_rest=False, begins_request=self._connection.begins_request)
             self._update_reading()
         else:
             turns.run(self._decrypt)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from dynamo_trtllm.frontend.requests.fair_queue import (
-    MAX_WAIT_S,
+    OVERDUE_AFTER_S,
     OVERDUE_TURNS,
     Claim,
     FairQueue,
@@ -225,7 +225,7 @@ async def test_overdue_rank_has_one_of_eight_turns() -> None:
     for _ in range(40):
         queue.add("a")
     assert queue.order(OVERDUE_TURNS) == "a" * OVERDUE_TURNS
-    queue.clock.now += MAX_WAIT_S
+    queue.clock.now += OVERDUE_AFTER_S
     for _ in range(40):
         queue.add("a")
     # The oldest request of all has the turn.

@@ -19,7 +19,7 @@ from typing import IO
 
 import pytest
 
-from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, RelayedOutput, dropped_line
+from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, RelayedOutput, relay_line
 from tests.kit.waiting import SOON_S
 
 # Two or more times what pipe and backlog hold together.
@@ -333,7 +333,7 @@ log.info("closed")
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_dropped_line_notice_is_like_a_log_line(log_format: str) -> None:
-    line = dropped_line("w", log_format, "3 lines").decode()
+    line = relay_line("w", log_format, "3 lines").decode()
     assert line.endswith("\n")
     if log_format == "json":
         entry = json.loads(line)

@@ -75,8 +75,10 @@ def test_non_finite_key_is_found_in_its_block() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "is_whole"), [(4, True), (10, True), (11, False), (40, False)])
-def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: bool) -> None:
-    assert make_pool().holds_all(tokens) is is_whole
+def test_transfers_all_rows_when_a_window_hides_blocks_then_false(
+    tokens: int, is_whole: bool
+) -> None:
+    assert make_pool().transfers_all_rows(tokens) is is_whole
 
 
 def test_shared_blocks_of_waiting_prompts_count_once() -> None:

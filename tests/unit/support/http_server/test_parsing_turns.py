@@ -47,7 +47,7 @@ class WaitingConnection:
         self._clock.now_s += PARSING_S / 2
         self._num_parts -= 1
         if self._num_parts:
-            self._turns.wait(self, is_behind=True)  # type: ignore[arg-type]
+            self._turns.wait(self, has_rest=True)  # type: ignore[arg-type]
 
 
 async def test_turns_of_waiting_clients_alternate() -> None:
@@ -56,7 +56,7 @@ async def test_turns_of_waiting_clients_alternate() -> None:
     turns = ParsingTurns(clock)
     for name, num_parts in (("a1", 3), ("a2", 3), ("a3", 1), ("b1", 1)):
         connection: Any = WaitingConnection(name, num_parts, turns, clock, log)
-        turns.wait(connection, is_behind=num_parts > 1)
+        turns.wait(connection, has_rest=num_parts > 1)
     for _ in range(4):
         log.append("|")
         await asyncio.sleep(0)
