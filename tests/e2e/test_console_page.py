@@ -91,6 +91,14 @@ def test_charts_move_and_requests_show_their_timelines(mock_cluster: Cluster) ->
         page.keyboard.press("Enter")
         page.wait_for_selector(".details td:text('received')")
         assert "kv fetched" in page.inner_text(".details")
+        page.locator(".request[aria-expanded=true]").click()
+        card = page.locator(".column.decode .worker-card").first
+        card.get_by_role("button").click()
+        worker = card.get_attribute("data-worker")
+        expect(page, "!document.querySelector('#of-worker').hidden")
+        shown = page.locator(".request .worker").all_inner_texts()
+        assert shown
+        assert set(shown) == {worker}
         check(opened, mock_cluster)
 
 

@@ -13,8 +13,8 @@ const STATUS = { healthy: "Healthy", degraded: "Needs attention", not_ready: "No
 
 let apiKey = sessionStorage.getItem(KEY) || "";
 const charts = new Charts(byId("charts"));
-const workers = new Workers();
 const requests = new Requests(() => apiKey);
+const workers = new Workers(id => requests.showWorker(id));
 const chat = new Chat(() => apiKey, askForKey);
 
 function askForKey(sentence) {

@@ -27,6 +27,13 @@ export async function fetchTimeline(id, key) {
   }
 }
 
+/** Return the heads of the columns. The bars reach from 0 to `scale` seconds. */
+const heading = scale => make("div", { class: "request-heading soft" },
+  make("span", { class: "when" }, "ended"), make("span", { class: "code" }, "outcome"),
+  make("span", { class: "tokens" }, "prompt → output"), make("span", { class: "ttft" }, "first token"),
+  make("span", { class: "total" }, "total"), make("span", { class: "worker" }, "decode worker"),
+  make("span", { class: "axis" }, make("span", {}, "0"), make("span", {}, seconds(scale))));
+
 export class Requests {
   constructor(apiKey) {
     this.apiKey = apiKey;
@@ -35,16 +42,27 @@ export class Requests {
     this.open = null; // id of the request whose timeline is shown
     this.details = null;
     this.isPaused = false;
+    this.worker = ""; // id of the worker whose requests are shown; "": of all
     this.scale = 0; // seconds of a whole bar
     this.buttons = new Map(); // by id of the request, all in this scale
     byId("phase-legend").append(...legend(ALL_GROUPS));
     byId("request-filter").addEventListener("change", () => this.draw());
     byId("pause").addEventListener("click", () => this.pause(!this.isPaused));
+    byId("all-workers").addEventListener("click", () => this.showWorker(""));
+  }
+
+  /** Show only the requests of a worker. "": show those of all workers. */
+  showWorker(id) {
+    this.worker = id;
+    byId("of-worker").hidden = !id;
+    byId("worker-shown").textContent = id;
+    this.draw();
+    byId("requests").scrollIntoView({ block: "nearest" });
   }
 
   pause(isPaused) {
     this.isPaused = isPaused;
-    byId("pause").textContent = isPaused ? "Go on" : "Pause";
+    byId("pause").textContent = isPaused ? "Resume" : "Pause";
     byId("pause").setAttribute("aria-pressed", String(isPaused));
     if (!isPaused) this.draw();
   }
@@ -65,10 +83,12 @@ export class Requests {
 
   selected() {
     const filter = byId("request-filter").value;
-    if (filter === "failed") return this.rows.filter(isFailure);
-    if (filter === "ttft") return [...this.rows].sort((one, other) => (other.first_token_s || 0) - (one.first_token_s || 0));
-    if (filter === "total") return [...this.rows].sort((one, other) => other.total_s - one.total_s);
-    return this.rows;
+    // A request with choices on several workers names all of them.
+    const rows = this.rows.filter(row => !this.worker || `${row.prefill} ${row.decode}`.includes(this.worker));
+    if (filter === "failed") return rows.filter(isFailure);
+    if (filter === "ttft") return rows.sort((one, other) => (other.first_token_s || 0) - (one.first_token_s || 0));
+    if (filter === "total") return rows.sort((one, other) => other.total_s - one.total_s);
+    return rows;
   }
 
   draw() {
@@ -78,8 +98,9 @@ export class Requests {
     this.scale = scale;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.request : null;
     const items = shown.map(row => this.item(row));
-    const none = byId("request-filter").value === "failed" ? "None of the latest requests failed." : "No request has ended yet.";
-    byId("request-list").replaceChildren(...(items.length ? items : [make("p", { class: "soft" }, none)]));
+    const of = this.worker ? ` of ${this.worker}` : "";
+    const none = byId("request-filter").value === "failed" ? `None of the latest requests${of} failed.` : `No request${of} has ended yet.`;
+    byId("request-list").replaceChildren(...(items.length ? [heading(scale), ...items] : [make("p", { class: "soft" }, none)]));
     if (focused) {
       const again = byId("request-list").querySelector(`[data-request="${CSS.escape(focused)}"]`);
       if (again) again.focus({ preventScroll: true });
@@ -106,6 +127,7 @@ export class Requests {
     make("span", { class: "tokens" }, `${number(row.prompt_tokens)} → ${number(row.output_tokens)}`),
     make("span", { class: "ttft" }, row.first_token_s === null ? NONE : seconds(row.first_token_s)),
     make("span", { class: "total" }, seconds(row.total_s)),
+    make("span", { class: "worker", title: row.decode }, row.decode || NONE),
     phaseBar(row.phases, row.total_s, this.scale));
   }
 

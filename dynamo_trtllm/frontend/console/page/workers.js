@@ -51,7 +51,9 @@ function goneWorkers(events, now) {
 }
 
 export class Workers {
-  constructor() {
+  /** `onPick(id)` is called when the card of a worker is chosen. */
+  constructor(onPick) {
+    this.onPick = onPick;
     this.lines = makeSvg("svg", { class: "lines", "aria-hidden": "true" });
     this.columns = make("div", { class: "columns" });
     byId("topology").append(this.lines, this.columns);
@@ -79,7 +81,8 @@ export class Workers {
       const own = workers.filter(worker => worker.role === role);
       const missing = gone.filter(event => event.role === role);
       if (!own.length && !missing.length) continue;
-      const ranked = own.length > MAX_CARDS ? [...own].sort((a, b) => (stateOf(a)[0] === "good") - (stateOf(b)[0] === "good")) : own;
+      // Workers that need something come first.
+      const ranked = [...own].sort((one, other) => (stateOf(one)[0] === "good") - (stateOf(other)[0] === "good"));
       const shown = ranked.slice(0, MAX_CARDS);
       const cards = shown.map(worker => this.card(worker));
       const ghosts = missing.slice(0, 4).map(event => make("li", { class: "worker-card gone", "data-worker": event.id },
@@ -91,19 +94,26 @@ export class Workers {
         own.length > shown.length ? make("p", { class: "soft" }, `${own.length - shown.length} more in the table.`) : null));
     }
     if (!columns.length) columns.push(make("p", { class: "soft" }, "No worker has registered yet."));
+    const focused = document.activeElement && document.activeElement.closest(".worker-card");
     this.columns.replaceChildren(...columns);
+    // The new card of the same worker gets the focus of the keyboard.
+    const again = focused && this.cards.get(focused.dataset.worker);
+    if (again) again.querySelector("button").focus({ preventScroll: true });
   }
 
   card(worker) {
     const [state, word] = stateOf(worker);
     const busy = worker.running === null ? "load not reported yet"
       : `${number(worker.running)} running · ${number(worker.waiting)} waiting`;
+    const pick = make("button", { type: "button", class: "plain", title: "Show the latest requests of this worker", onclick: () => this.onPick(worker.id) },
+      make("code", {}, worker.id));
     const card = make("li", { class: `worker-card ${state}`, "data-worker": worker.id, title: `${worker.engine} · ${worker.model}` },
-      make("p", { class: "name" }, make("span", { class: `dot ${state}` }), make("code", {}, worker.id),
+      make("p", { class: "name" }, make("span", { class: `dot ${state}` }), pick,
         make("b", { class: "word" }, state === "good" ? "" : word)),
+      make("p", { class: state }, stepText(worker)),
       make("p", {}, busy),
       make("p", {}, kvBar(worker)),
-      make("p", { class: "soft" }, stepText(worker), worker.role === "prefill" ? "" : ` · ${number(worker.tokens_per_s)} tokens/s`));
+      worker.role === "prefill" ? null : make("p", { class: "soft" }, `${number(worker.tokens_per_s)} tokens/s of all its streams`));
     this.cards.set(worker.id, card);
     return card;
   }
