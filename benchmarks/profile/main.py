@@ -30,6 +30,7 @@ import msgspec
 
 from dynamo_trtllm.config.client_commands import DEFAULT_FRONTEND
 from dynamo_trtllm.config.load import program
+from dynamo_trtllm.config.token_counts import parse_tokens
 from dynamo_trtllm.launch.running_deployments import frontend_here
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
@@ -250,6 +251,17 @@ def _count(text: str) -> int:
     return value
 
 
+def _tokens(text: str) -> int:
+    """Return a number of tokens, which may have a suffix."""
+    try:
+        value = parse_tokens(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r}: {exc}") from exc
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more tokens")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
     made = argparse.ArgumentParser(
@@ -273,8 +285,13 @@ def _add_load(made: argparse.ArgumentParser) -> None:
         help=f"{', '.join(_described(shape) for shape in SHAPES.values())}; or a YAML file with"
         f" isl, osl, concurrency or request_rate, ... (default: {LAPTOP.name})",
     )
-    add("--isl", type=_count, help="tokens of the prompt, about; default: the shape's")
-    add("--osl", type=_count, help="tokens of the answer; default: the shape's")
+    add(
+        "--isl",
+        type=_tokens,
+        help="tokens of the prompt, about, such as 8192, 8k (8,000) or 8K (8,192); default: the"
+        " shape's",
+    )
+    add("--osl", type=_tokens, help="tokens of the answer; default: the shape's")
     add(
         "--url",
         type=_url,

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from dynamo_trtllm.config.child_settings import to_argv
 from dynamo_trtllm.config.commands import PreflightConfig
+from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file, read_yaml
-from dynamo_trtllm.config.load import command, load
+from dynamo_trtllm.config.load import command, load, process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import argument_schema as schema
@@ -43,6 +45,22 @@ from dynamo_trtllm.protocol.sanitize import escape_controls
 
 # GPUs of the machine for which the arguments are checked.
 _NUM_GPUS = 8
+
+
+class CheckedWorker(NamedTuple):
+    """A worker to check.
+
+    Attributes:
+        role: its role.
+        file: file with its engine arguments; None: it has none.
+        words: its other flags.
+        where: the file that names it, for findings.
+    """
+
+    role: Role
+    file: Path | None
+    words: Sequence[str]
+    where: Path
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,25 +216,21 @@ def evaluate(config: PreflightConfig) -> Report:
         ConfigError: a file, model, GPU, release or flag does not exist.
     """
     manifest = trtllm_manifests.release_for(config.release)
-    model = _model(config.model_path)
+    checked, model_name = _from_deployment(config) if config.deployment else _from_flags(config)
+    model = _model(model_name)
     gpu = _gpu(config.gpu)
     report = Report(release=config.release, gpu=gpu.name if gpu else None)
-    for role, path, flags in (
-        (Role.PREFILL, config.prefill, config.prefill_args),
-        (Role.DECODE, config.decode, config.decode_args),
-        (Role.AGGREGATED, config.agg, config.agg_args),
-    ):
-        if path is None:
-            continue
-        worker = _worker(role, path, flags, config)
+    for one in checked:
+        worker = _worker(one, model_name)
         try:
             args = trtllm_args(worker, manifest, [gpu] * _NUM_GPUS if gpu else [])
         except ConfigError as exc:  # a finding, and not an error of this command line
-            _check_engine_of(path)
-            report.findings.append((str(role), _rejected(path, exc)))
+            if one.file is not None:
+                _check_engine_of(one.file)
+            report.findings.append((str(one.role), _rejected(one.where, exc)))
             continue
         facts = RoleFacts(
-            role=role,
+            role=one.role,
             args=args,
             release=config.release,
             model=model,
@@ -230,6 +244,69 @@ def evaluate(config: PreflightConfig) -> Report:
         prefill, decode = report.roles
         _add_pair(report, prefill, decode)
     return report
+
+
+def _from_flags(config: PreflightConfig) -> tuple[list[CheckedWorker], str | None]:
+    """Return the workers that flags name, and the name of the model."""
+    checked = []
+    for role, path, flags in (
+        (Role.PREFILL, config.prefill, config.prefill_args),
+        (Role.DECODE, config.decode, config.decode_args),
+        (Role.AGGREGATED, config.agg, config.agg_args),
+    ):
+        if path is None:
+            continue
+        try:
+            words = shlex.split(flags or "")
+        except ValueError as exc:
+            raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
+        checked.append(CheckedWorker(role, path, words, path))
+    return checked, config.model_path
+
+
+def _from_deployment(config: PreflightConfig) -> tuple[list[CheckedWorker], str | None]:
+    """Return the workers of a deployment file, and the name of their model.
+
+    None: its files are not on this machine.
+
+    Raises:
+        ConfigError: the file is not valid, has workers of another engine, or several groups of
+            workers of one role.
+    """
+    path = Path(config.deployment or "")
+    checked: dict[Role, CheckedWorker] = {}
+    model_name = config.model_path
+    for worker in load_deployment(path, process_environment()).workers:
+        flags = dict(worker.flags)
+        engine = flags.pop("engine", None)
+        if engine not in (None, "trtllm"):
+            raise ConfigError(
+                f"preflight checks TensorRT-LLM workers only, but {worker.name} of {path} has"
+                f" --engine {engine}; to check its arguments: {CONSOLE} worker with its flags and"
+                " --print-config"
+            )
+        if worker.disaggregation_mode in checked:
+            raise ConfigError(
+                f"{path} has several groups of {worker.disaggregation_mode} workers, and one is"
+                " compared; leave one in a copy of the file"
+            )
+        names = (flags.pop("model_path", None), flags.get("served_model_name"))
+        model_name = model_name or next(filter(_is_readable, names), None)
+        engine_file = flags.pop("extra_engine_args", None)
+        checked[worker.disaggregation_mode] = CheckedWorker(
+            role=worker.disaggregation_mode,
+            file=None if engine_file is None else Path(engine_file),
+            words=to_argv(WorkerConfig, flags),
+            where=path,
+        )
+    return list(checked.values()), model_name
+
+
+def _is_readable(model: str | None) -> bool:
+    """Return whether `_model` can read a model: its shape is known, or its folder exists."""
+    if model is None:
+        return False
+    return model.removeprefix("openai/") in SHAPES or os.path.isdir(os.path.expanduser(model))
 
 
 def _add_role(report: Report, facts: RoleFacts) -> None:
@@ -292,7 +369,7 @@ def _check_engine_of(path: Path) -> None:
             )
 
 
-def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
+def _worker(checked: CheckedWorker, model_name: str | None) -> WorkerConfig:
     """Return the settings that the worker would load from this command line.
 
     The environment of this process is not read.
@@ -300,20 +377,19 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     Raises:
         ConfigError: the file does not exist, or a flag is wrong or sets what this command sets.
     """
-    if not os.path.isfile(find_file(path)):
-        raise ConfigError(f"file {path} does not exist")
+    role, file, words, _ = checked
     # What this command sets, by field: the value, and what to do instead of another one.
     fixed = {
-        "model_path": (config.model_path or "model", "pass --model-path to this command"),
+        "model_path": (model_name or "model", "pass --model-path to this command"),
         "engine": ("trtllm", "only TensorRT-LLM is checked"),
-        "extra_engine_args": (str(path), "pass the file with --prefill, --decode or --agg"),
         "disaggregation_mode": (str(role), "--prefill, --decode and --agg set the role"),
     }
+    if file is not None:
+        if not os.path.isfile(find_file(file)):
+            raise ConfigError(f"file {file} does not exist")
+        instead = "pass the file with --prefill, --decode or --agg"
+        fixed["extra_engine_args"] = (str(file), instead)
     environ = {f"{ENV_PREFIX}{name.upper()}": value for name, (value, _) in fixed.items()}
-    try:
-        words = shlex.split(flags or "")
-    except ValueError as exc:
-        raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
     try:
         if "--print-config" in words:
             raise ConfigError("--print-config can't be used here: remove it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,15 +21,21 @@ from dynamo_trtllm.config.config_base import (
 from dynamo_trtllm.config.http_access import HttpClientConfig
 from dynamo_trtllm.protocol.number_types import MAX_SECONDS
 
+# HOST:PORT, perhaps with a path.
+_WITHOUT_SCHEME = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}(/.*)?")
+
 
 def _server_url(value: str) -> str:
+    """Return an address with its scheme, http if it has none, and without `/v1`."""
+    if _WITHOUT_SCHEME.fullmatch(value):
+        value = f"http://{value}"
     try:
         parts = urllib.parse.urlsplit(value)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address:
-        raise ValueError("expected an address like http://localhost:8000")
+        raise ValueError("expected an address like localhost:8000 or https://HOST:PORT")
     return value.rstrip("/").removesuffix("/v1")
 
 
@@ -40,7 +47,7 @@ class DeploymentChoiceConfig(Config):
     """The setting with which a command chooses among the deployments that run on this machine."""
 
     deployment_name: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         help="Name of a deployment that was launched on this machine, as status shows it. Default:"
         " the only one.",
@@ -51,12 +58,23 @@ class ChatConfig(HttpClientConfig, DeploymentChoiceConfig):
     """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT
     and speed.
 
+    If the output is not a terminal, it contains the answers only, without reasoning.
+
     examples:
       %(prog)s
-      %(prog)s --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
-      echo "What is KV?" | %(prog)s
+      %(prog)s "What is the KV cache?"
+      %(prog)s --url gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
+      cat questions.txt | %(prog)s > answers.txt
+    exit status: 0, 1 if a frontend is unreachable or a question got no answer, 2 for a bad command
+    line
     """
 
+    question: NonEmpty | None = option(
+        "this command",
+        None,
+        positional=True,
+        help="A question, in quotes: print its answer and exit. Default: a conversation.",
+    )
     # None selects the server's own default.
     url: ServerUrl | None = option(
         "HTTP and routing",
@@ -103,19 +121,24 @@ class StatusConfig(ConnectionConfig, HttpClientConfig, DeploymentChoiceConfig):
         f" otherwise the frontend at {DEFAULT_FRONTEND} and the workers registered in etcd.",
     )
     deployment_name: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         help="Show only the deployment of this name, of those launched on this machine.",
     )
-    watch: bool = option("process", False, help="Show the status again and again until Ctrl-C.")
+    watch: bool = option(
+        "this command", False, help="Show the status again and again until Ctrl-C."
+    )
     interval_s: PositiveFloat = option(
-        "process", 2.0, help="Seconds between two outputs of --watch."
+        "this command", 2.0, help="Seconds between two outputs of --watch."
     )
     timeout_s: PositiveFloat = option(
-        "process", 3.0, help="Maximum seconds to wait for the answers of all processes."
+        "this command", 3.0, help="Maximum seconds to wait for the answers of all processes."
     )
     json_output: bool = option(
-        "process", False, aliases=("--json",), help="Print JSON, with --watch one line each time."
+        "this command",
+        False,
+        aliases=("--json",),
+        help="Print JSON, with --watch one line each time.",
     )
 
 
@@ -134,51 +157,51 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
     """
 
     request: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         positional=True,
         help="Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header"
         " X-Request-Id, or of a log line. Default: list the latest requests.",
     )
     stuck: bool = option(
-        "process",
+        "this command",
         False,
         help="List requests that have not ended and are silent, with the process that holds each.",
     )
     older_than_s: Annotated[float, Field(ge=1.5, le=MAX_SECONDS)] = option(
-        "process",
+        "this command",
         10.0,
         help="Seconds of silence after which a request counts as stuck, at least 1.5: the progress"
         " of a stream is recorded once a second.",
     )
     perfetto: Path | None = option(
-        "process",
+        "this command",
         None,
         help="Write the events to this file as a Chrome trace (JSON), for Perfetto.",
     )
     trace: Path | None = option(
-        "process",
+        "this command",
         None,
         help="Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's"
         " format (JSONL).",
     )
     json_output: bool = option(
-        "process", False, aliases=("--json",), help="With --stuck: print JSON."
+        "this command", False, aliases=("--json",), help="With --stuck: print JSON."
     )
     recorder_dir: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         help="Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR,"
         " otherwise /dev/shm/dynamo_trtllm-UID.",
     )
     local: bool = option(
-        "process",
+        "this command",
         False,
         help="Read only the files of this machine. Default: the running processes of other"
         " machines and containers are asked, too, over etcd and NATS.",
     )
     timeout_s: PositiveFloat = option(
-        "process",
+        "this command",
         2.0,
         help="Maximum seconds to wait for etcd, for NATS, and for the answers of all processes.",
     )
@@ -209,14 +232,16 @@ class StopConfig(Config):
     """
 
     deployment_name: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         positional=True,
         help="Name of the deployment, as status shows it. Default: the only one.",
     )
-    kill: bool = option("process", False, help="End all processes at once. Running requests fail.")
+    kill: bool = option(
+        "this command", False, help="End all processes at once. Running requests fail."
+    )
     timeout_s: PositiveFloat = option(
-        "process", 120.0, help="Maximum seconds to wait for the end of all processes."
+        "this command", 120.0, help="Maximum seconds to wait for the end of all processes."
     )
 
 
@@ -232,18 +257,18 @@ class LogsConfig(DeploymentChoiceConfig):
     """
 
     process: NonEmpty | None = option(
-        "process",
+        "this command",
         None,
         positional=True,
         help="Name of a process, as status shows it, or launch for the launcher. Default: all, each"
         " line with the name of its process.",
     )
     follow: bool = option(
-        "process",
+        "this command",
         False,
         aliases=("-f",),
         help="Also show new lines, until Ctrl-C or the end of the deployment.",
     )
     tail: NonNegativeInt | None = option(
-        "process", None, aliases=("-n",), help="Number of lines to begin with. Default: all."
+        "this command", None, aliases=("-n",), help="Number of lines to begin with. Default: all."
     )

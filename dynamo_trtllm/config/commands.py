@@ -38,6 +38,7 @@ from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
 from dynamo_trtllm.config.simulation import PlanConfig as PlanConfig
 from dynamo_trtllm.config.simulation import ProfileConfig as ProfileConfig
 from dynamo_trtllm.config.simulation import SimulateConfig as SimulateConfig
+from dynamo_trtllm.config.token_counts import TokenCount
 from dynamo_trtllm.protocol.number_types import (
     MAX_PRIORITY,
     MAX_WEIGHT,
@@ -53,9 +54,18 @@ class PreflightConfig(Config):
       %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
         --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b
         \\ --isl 8192 --osl 1024 --concurrency 1536
+    the workers of a deployment file:
+      %(prog)s deploy/local/gpt-oss-120b-disagg.yaml --gpu b200
     exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
     """
 
+    deployment: Path | None = option(
+        "role",
+        None,
+        positional=True,
+        help="Deployment file of the launcher. Its workers and their flags are checked, instead of"
+        " those of --prefill, --decode and --agg.",
+    )
     prefill: Path | None = option(
         "role", None, help="YAML file of a prefill worker's engine arguments."
     )
@@ -94,13 +104,13 @@ class PreflightConfig(Config):
         help="Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b"
         " for their published shape. Without it, the model's limits and memory are not checked.",
     )
-    isl: PositiveInt | None = option(
+    isl: TokenCount | None = option(
         "load",
         None,
-        help="Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer"
-        " buffer.",
+        help="Tokens of the longest prompt, such as 8192, 8k (8,000) or 8K (8,192). Default: the"
+        " smaller of max_seq_len and the transfer buffer.",
     )
-    osl: PositiveInt | None = option("load", None, help="Tokens of the longest output.")
+    osl: TokenCount | None = option("load", None, help="Tokens of the longest output.")
     concurrency: PositiveInt | None = option("load", None, help="Number of concurrent requests.")
     json_output: bool = option(
         "process", False, aliases=("--json",), help="Print JSON instead of tables."
@@ -112,8 +122,23 @@ class PreflightConfig(Config):
             raise ValueError(
                 "--agg can't be combined with --prefill or --decode; give it alone, or those two"
             )
-        if self.agg is None and self.prefill is None and self.decode is None:
-            raise ValueError("nothing to check; give --prefill and --decode, or --agg")
+        of_roles = (
+            self.prefill,
+            self.decode,
+            self.agg,
+            self.prefill_args,
+            self.decode_args,
+            self.agg_args,
+        )
+        if self.deployment is not None and any(value is not None for value in of_roles):
+            raise ValueError(
+                "a deployment file has all settings of its workers; give it without --prefill,"
+                " --decode, --agg and their flags"
+            )
+        if self.deployment is None and of_roles[:3] == (None, None, None):
+            raise ValueError(
+                "nothing to check; give --prefill and --decode, --agg, or a deployment file"
+            )
         if self.isl is None and (self.osl is not None or self.concurrency is not None):
             raise ValueError("--osl and --concurrency need --isl; add it")
         return self

@@ -156,6 +156,7 @@ _ROLE_HELP = " {role} in its path stands for frontend, worker, or tool for other
 
 # titles in --help, in this order
 Group = Literal[
+    "this command",
     "model",
     "engine",
     "role",

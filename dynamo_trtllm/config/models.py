@@ -33,6 +33,7 @@ from dynamo_trtllm.config.config_base import (
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.http_access import FrontendAccessConfig, HttpAccessConfig
+from dynamo_trtllm.config.token_counts import TokenCount
 from dynamo_trtllm.protocol.messages import Role
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
@@ -84,11 +85,12 @@ class WorkerConfig(HttpAccessConfig):
         help="Chat template (Jinja) instead of the model's own. Pass it to all workers of the"
         " model. Not for gpt-oss, whose format (Harmony) has no template.",
     )
-    max_seq_len: PositiveInt | None = option(
+    max_seq_len: TokenCount | None = option(
         "model",
         None,
         aliases=("--max-model-len",),
-        help="Maximum prompt and output tokens per request.",
+        help="Maximum prompt and output tokens per request, such as 8192, 8k (8,000) or 8K"
+        " (8,192).",
     )
     engine: EngineName | None = option(
         "engine",
@@ -141,8 +143,8 @@ class WorkerConfig(HttpAccessConfig):
         help="Maximum seconds of the warm-up before the worker registers, in which kernels are"
         " compiled. A step that runs then is finished. 0: only one request.",
     )
-    max_num_tokens: PositiveInt | None = option(
-        "engine", None, help="Maximum tokens in one engine step."
+    max_num_tokens: TokenCount | None = option(
+        "engine", None, help="Maximum tokens in one engine step, such as 8192, 8k or 8K."
     )
     max_batch_size: PositiveInt | None = option(
         "engine", None, help="Maximum requests in one engine step."

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from dynamo_trtllm.config.client_commands import ServerUrl
 from dynamo_trtllm.config.config_base import (
     Config,
     NonEmpty,
@@ -16,6 +17,7 @@ from dynamo_trtllm.config.config_base import (
     PositiveInt,
     option,
 )
+from dynamo_trtllm.config.token_counts import TokenCount
 
 
 class LimitsConfig(Config):
@@ -62,15 +64,15 @@ class ProfileConfig(Config):
     """
 
     model: NonEmpty = option("model", ..., positional=True, help="Model that the worker serves.")
-    url: NonEmpty = option(
-        "HTTP and routing", ..., help="Address of the worker's --system-port, with http://."
+    url: ServerUrl = option(
+        "HTTP and routing", ..., is_address=True, help="Address of the worker's --system-port."
     )
     gpu: NonEmpty = option("engine", ..., help="Its GPU model, such as h200.")
     engine: NonEmpty = option("engine", "vllm", help="Its engine.")
     engine_version: NonEmpty = option("engine", "unknown", help="Release of its engine.")
     tensor_parallel_size: PositiveInt = option("engine", 1, help="Its GPUs.")
     kv_block_size: PositiveInt = option("engine", 128, help="Its tokens per KV block.")
-    max_num_tokens: PositiveInt = option("engine", 8192, help="Its prompt tokens per step.")
+    max_num_tokens: TokenCount = option("engine", 8192, help="Its prompt tokens per step.")
     out: Path = option("process", ..., help="YAML file to write, for --constants.")
 
 

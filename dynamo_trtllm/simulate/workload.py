@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import random
-import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.config.token_counts import parse_tokens
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
@@ -27,7 +27,6 @@ TRACE_BLOCK_TOKENS: Final = 512
 _TOKENS: Final = 200_000
 # The blocks of a trace have lower numbers, those of a shape this number and higher ones.
 _FIRST_OF_SHAPE: Final = 1 << 31
-_SHAPE = re.compile(r"(?P<input>\d+)/(?P<output>\d+)")
 
 
 class Arrival(NamedTuple):
@@ -65,17 +64,21 @@ class _Line(msgspec.Struct):
 
 
 def parse_shape(text: str) -> Shape:
-    """Read a shape such as `8192/256`.
+    """Read a shape such as `8192/256` or `8K/256`.
 
     Raises:
         ConfigError: it is none.
     """
-    match = _SHAPE.fullmatch(text)
-    if match is None or not int(match["input"]) or not int(match["output"]):
+    try:
+        input_tokens, output_tokens = map(parse_tokens, text.split("/"))
+    except ValueError:
+        input_tokens = output_tokens = 0
+    if input_tokens < 1 or output_tokens < 1:
         raise ConfigError(
             f"{text!r} is not a shape; write the tokens of a prompt and of its answer as 8192/256"
+            " or 8K/256"
         )
-    return Shape(int(match["input"]), int(match["output"]))
+    return Shape(input_tokens, output_tokens)
 
 
 def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) -> list[Arrival]:

@@ -111,6 +111,7 @@ def test_shape_at_rates_sends_a_minute_of_requests() -> None:
     [
         ([], "laptop", ["concurrency 1", "concurrency 4"], 16),
         (["--isl", "500", "--num-prompts", "9"], "500-32", ["concurrency 1", "concurrency 4"], 9),
+        (["--isl", "8k", "--osl", "1K"], "8000-1024", ["concurrency 1", "concurrency 4"], 16),
         (["--request-rate", "2,4.5"], "laptop", ["2 requests/s", "4.5 requests/s"], 120),
         (["--request-rate", "2", "--num-prompts", "7"], "laptop", ["2 requests/s"], 7),
     ],

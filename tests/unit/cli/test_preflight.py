@@ -21,6 +21,8 @@ TARGET = [
     "--decode",
     f"{CONFIGS}/k8s-disagg/decode.yaml",
 ]
+LOCAL = CONFIGS.parents[1] / "deploy" / "local"
+DEPLOYMENT = f"{LOCAL}/gpt-oss-120b-disagg.yaml"
 KNOWN = ["--gpu", "gb200", "--model", "gpt-oss-120b"]
 LOAD = ["--isl", "8192", "--osl", "1024", "--concurrency", "1536"]
 
@@ -271,10 +273,44 @@ def test_main_with_one_file_checks_only_that_role(capsys: pytest.CaptureFixture[
     assert "prefill" not in out
 
 
+def test_main_checks_the_workers_of_a_deployment_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, _ = run(capsys, DEPLOYMENT, "--gpu", "b200", "--isl", "8K", "--json")
+    report = json.loads(out)
+    assert (status, report["errors"]) == (0, 0)
+    assert len(report["memory"]) == 2  # its served model is known
+    assert report["kv_transfer"]["tokens"] == 8192
+
+
+def test_main_uses_flags_of_the_deployment_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spoiled = tmp_path / "deployment.yaml"
+    text = Path(DEPLOYMENT).read_text(encoding="utf-8")
+    spoiled.write_text(text.replace("max-batch-size: 128", "max-seq-len: 100"))
+    status, out, _ = run(capsys, str(spoiled), "--gpu", "b200")
+    assert status == 1
+    assert "decode: 100 (flag --max-seq-len)" in out
+
+
+def test_main_rejects_two_groups_of_a_role(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = Path(DEPLOYMENT).read_text(encoding="utf-8")
+    twice = tmp_path / "deployment.yaml"
+    twice.write_text(text.replace("disaggregation_mode: decode", "disaggregation_mode: prefill"))
+    status, _, err = run(capsys, str(twice))
+    assert status == 2
+    assert "several groups of prefill workers" in err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "nothing to check; give --prefill and --decode, or --agg"),
+        ([], "nothing to check; give --prefill and --decode, --agg, or a deployment file"),
+        ([*TARGET, DEPLOYMENT], "a deployment file has all settings of its workers"),
+        ([f"{LOCAL}/demo.yaml"], "preflight checks TensorRT-LLM workers only, but prefill of"),
         ([*TARGET, "--agg", "a.yaml"], "--agg can't be combined with --prefill or --decode"),
         ([*TARGET, "--osl", "5"], "--osl and --concurrency need --isl"),
         ([*TARGET, "--gpu", "b2000"], "Unknown --gpu b2000. Choose one of a100"),

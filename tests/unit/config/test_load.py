@@ -153,7 +153,7 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
         ("--model m --max-batch-size", ["--max-batch-size", "expected one argument"]),
         ("", ["--model-path is missing", "DYN_TRTLLM_MODEL_PATH"]),
         ("--model=", ["flag --model is empty"]),
-        ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "integer"]),
+        ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "number of tokens"]),
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
         (
             "--model m --lease-ttl-s inf",
@@ -244,6 +244,9 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
         (WorkerConfig, "--context-length 4096", "use --max-seq-len"),
         (WorkerConfig, "--max-num-seqs 8", "use --max-batch-size"),
         (WorkerConfig, "--model-name x", "use --served-model-name"),
+        (WorkerConfig, "--enable-lora", "not supported: no engine serves LoRA adapters"),
+        (WorkerConfig, "--enable-auto-tool-choice", "leave it out: tools are always accepted"),
+        (WorkerConfig, "--chat-template t", "use --custom-jinja-template"),
         (WorkerConfig, "--model_path x", "did you mean --model-path?"),
         (WorkerConfig, "--dtype fp8", "--override-engine-args"),
         (WorkerConfig, "--port 1", "--http-port of dynamo-trtllm frontend"),

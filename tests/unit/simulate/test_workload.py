@@ -91,6 +91,10 @@ def test_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
         read_trace(written(tmp_path, GOOD), speed=0.0)
 
 
+def test_shape_may_have_suffixes() -> None:
+    assert parse_shape("8K/0.5k") == Shape(8192, 500)
+
+
 @pytest.mark.parametrize("text", ["", "8192", "8192/0", "0/1", "8192/256/1", "-1/5"])
 def test_text_that_is_no_shape_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a shape"):
