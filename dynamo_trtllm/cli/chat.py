@@ -1,6 +1,6 @@
 """Chat with a running frontend (`python -m dynamo_trtllm.chat`).
 
-The questions come from a terminal, or line by line from a pipe.
+The questions come from the command line, from a terminal, or line by line from a pipe.
 """
 
 from __future__ import annotations
@@ -103,18 +103,22 @@ class ChatServer(NamedTuple):
 
 
 def _converse(config: ChatConfig, server: ChatServer) -> int:
-    """Chat until the input ends; return how many questions from a pipe failed."""
+    """Chat until the input ends; return how many questions of others than a terminal failed."""
     is_terminal = sys.stdin.isatty()
-    has_colors = is_terminal and sys.stdout.isatty() and not is_color_disabled()
+    shows_all = sys.stdout.isatty()
+    has_colors = is_terminal and shows_all and not is_color_disabled()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
         partial(stream_chat, server),
-        LiveOutput(sys.stdout, has_colors=has_colors),
+        LiveOutput(sys.stdout, has_colors=has_colors, shows_reasoning=shows_all),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
+    if config.question is not None:
+        chat.run([config.question])
+        return chat.failures
     if not is_terminal:
         chat.run(sys.stdin)
         return chat.failures
@@ -449,17 +453,21 @@ def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
 class LiveOutput:
     """Prints an answer while it streams.
 
-    Each part begins a line; reasoning is dim, or labeled without colors.
+    Each part begins a line; reasoning is dim, or labeled without colors. A program that reads the
+    answer gets no reasoning.
     """
 
-    def __init__(self, out: TextIO, *, has_colors: bool) -> None:
+    def __init__(self, out: TextIO, *, has_colors: bool, shows_reasoning: bool = True) -> None:
         self._out = out
         self._has_colors = has_colors
+        self._shows_reasoning = shows_reasoning
         self._kind: Kind | None = None
         self._is_at_line_start = True
 
     def show(self, kind: Kind, text: str) -> None:
         """Print one delta, without control characters."""
+        if kind == "reasoning" and not self._shows_reasoning:
+            return
         if kind != self._kind:
             self._begin(kind)
         self._write(_CONTROL.sub("", text))

@@ -18,6 +18,7 @@ from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
+_HELP_ABOUT = "--help="
 _VERSION = ("--version", "-V", "-v")
 # Commands of other programs, and what to type instead.
 _OTHER_PROGRAMS = {
@@ -118,6 +119,11 @@ def _run(words: Sequence[str]) -> int | None:
     if not set(flags).isdisjoint(_HELP):
         parser_of(command).print_help()
         return 0
+    words_of_help = [flag.partition("=")[2] for flag in flags if flag.startswith(_HELP_ABOUT)]
+    parser = parser_of(command) if words_of_help else None
+    if isinstance(parser, CommandParser):
+        parser.print_help_about(words_of_help[0])
+        return 0
     status: int | None = _loaded(command.main)()
     return status
 
@@ -144,7 +150,8 @@ def _overview() -> CommandParser:
         prog=CONSOLE,
         usage=f"{CONSOLE} COMMAND [flags]",
         description="Serve language models with prefill and decode on separate GPUs.",
-        epilog=f"The flags of a command: {CONSOLE} COMMAND --help. First steps: {CONSOLE} demo",
+        epilog=f"The flags of a command: {CONSOLE} COMMAND --help; those with a word:"
+        f" {CONSOLE} COMMAND --help=WORD. First steps: {CONSOLE} demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for title, commands in GROUPS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -75,6 +76,7 @@ def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
 
 
 START = "start"
+_SHIPPED = Path("deploy/local")
 
 # Settings that the launcher passes itself, and the key of the deployment file that sets each.
 _RESERVED = {
@@ -257,6 +259,13 @@ class DeploymentConfig(Section):
         return self
 
 
+def _check_exists(path: Path) -> None:
+    """Raise ConfigError if there is no such file, but a shipped one has this name."""
+    shipped = _SHIPPED / f"{path.name.removesuffix('.yaml')}.yaml"
+    if not os.path.exists(find_file(path)) and os.path.exists(find_file(shipped)):
+        raise ConfigError(f"there is no file {path}; did you mean {shipped}?", field="deployment")
+
+
 def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> DeploymentConfig:
     """Read and check a deployment file.
 
@@ -267,6 +276,7 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
     Raises:
         ConfigError: the file is not valid. The message names the file and the path inside it.
     """
+    _check_exists(path)
     content = read_yaml(find_file(path))
     data = {
         key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in content.items()

@@ -11,7 +11,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -191,6 +191,23 @@ class _Store(argparse.Action):
         given[flag] = _Given(value, text)
 
 
+class _Switch(argparse.BooleanOptionalAction):
+    """A flag that is on or off: --x or --no-x."""
+
+    def hide_off(self) -> None:
+        """Leave --no-x out of the help. Call it once the parser has both forms."""
+        self.option_strings = [name for name in self.option_strings if not name.startswith("--no-")]
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
+
+
 class _Append(argparse.Action):
     """Stores all values of a flag that may be repeated."""
 
@@ -217,12 +234,7 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
     first_line, _, examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
-    epilog = (
-        f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL."
-        " Flags win."
-    )
-    if examples:
-        epilog = f"{examples}\n{epilog}"
+    epilog = "\n".join(part for part in (examples, _about_flags(flags)) if part)
     parser = CommandParser(
         prog=prog,
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
@@ -244,10 +256,22 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
             continue
         group = parser.add_argument_group(title)
         for flag in in_group:
-            action = _add(group, flag, _help_text(flag, model.model_fields[flag.field]))
+            action = _add(group, flag, model.model_fields[flag.field])
             if flag.choices or flag.kind is Path:
                 parser.values[action] = flag.choices
     return parser
+
+
+def _about_flags(flags: Sequence[Flag]) -> str:
+    """Return what `--help` says of all flags, with one of the command as the example."""
+    named = {flag.field: flag for flag in flags if not flag.positional}
+    if not named:
+        return ""
+    example = named.get("log_level") or next(iter(named.values()))
+    return (
+        f"Every flag can be set by an environment variable: {example.names[0]} by"
+        f" {variable(example.field)}. Flags win. --help=WORD shows only the flags with this word."
+    )
 
 
 def _usage(flag: Flag) -> str:
@@ -255,8 +279,9 @@ def _usage(flag: Flag) -> str:
     return value if flag.positional else f"{flag.names[0]} {value}"
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag, help_text: str) -> argparse.Action:
+def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> argparse.Action:
     """Add the arguments of a flag, and return the one that takes its value."""
+    help_text = _help_text(flag, info)
     metavar = {int: "INT", float: "NUMBER", dict: "JSON"}.get(flag.kind, flag.field.upper())
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
@@ -265,9 +290,10 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, help_text: str) -> argparse
             flag.field, metavar=metavar, action=_Store, nargs="?", help=help_text
         )
     if flag.kind is bool:
-        return group.add_argument(
-            *flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text
-        )
+        switch = group.add_argument(*flag.names, dest=flag.field, action=_Switch, help=help_text)
+        if isinstance(switch, _Switch) and info.default is False:
+            switch.hide_off()  # only an environment variable can make it useful
+        return switch
     store = _Append if flag.kind is tuple else _Store
     action = group.add_argument(
         *flag.names, dest=flag.field, metavar=metavar, action=store, help=help_text

@@ -112,6 +112,29 @@ class CommandParser(argparse.ArgumentParser):
             self.formatter_class = Formatter
         super().print_help(file)
 
+    def print_help_about(self, word: str) -> None:
+        """Print the part of the help that names a word, in a flag or in its text.
+
+        Raises:
+            ConfigError: no flag does.
+        """
+        formatter = self._get_formatter()
+        is_known = False
+        for group in self._action_groups:
+            matching = [
+                action
+                for action in group._group_actions
+                if word.lower() in f"{' '.join(action.option_strings)} {action.help}".lower()
+            ]
+            if matching:
+                is_known = True
+                formatter.start_section(group.title)
+                formatter.add_arguments(matching)
+                formatter.end_section()
+        if not is_known:
+            raise ConfigError(f"no flag of {self.prog} contains {word!r}; see --help")
+        self._print_message(formatter.format_help(), sys.stdout)
+
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse ignores errors here, but a command must exit with 1 then.
         (file or sys.stderr).write(message)

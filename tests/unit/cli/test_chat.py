@@ -98,6 +98,15 @@ def test_run_distinguishes_parts_and_reports_the_turn() -> None:
     assert talk.notes.getvalue().endswith(" tokens/s\n")
 
 
+def test_output_for_a_program_has_the_answer_only() -> None:
+    out = io.StringIO()
+    live_output = LiveOutput(out, has_colors=False, shows_reasoning=False)
+    talk = Talk(Server([*ANSWER, *ENDING]))
+    talk.chat.live_output = live_output
+    talk.chat.run(["2+2?"])
+    assert out.getvalue() == "Four.\n"
+
+
 def test_run_with_colors_dims_only_reasoning() -> None:
     talk = Talk(Server([*ANSWER, *ENDING]), has_colors=True)
     talk.chat.run(["2+2?"])
@@ -286,11 +295,17 @@ def test_only_model_without_a_choice_says_what_to_do(names: list[str], message: 
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"]
+    "url", ["x", "x:0", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"]
 )
 def test_url_that_is_no_server_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
         load(ChatConfig, prog="x", argv=["--url", url], environ={})
+
+
+@pytest.mark.parametrize("typed", ["gpu-host:8000", "gpu-host:8000/v1", "http://gpu-host:8000/"])
+def test_url_without_a_scheme_is_http(typed: str) -> None:
+    config = load(ChatConfig, prog="x", argv=["--url", typed], environ={})
+    assert config.url == "http://gpu-host:8000"
 
 
 @pytest.mark.parametrize(

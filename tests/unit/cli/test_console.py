@@ -118,6 +118,30 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
         assert any(f"\n{title}:\n" in said for title in GROUPS)
 
 
+def test_help_about_a_word_shows_only_its_flags(
+    capsys: pytest.CaptureFixture[str], typed: Type
+) -> None:
+    assert typed("worker --help=MAX-SEQ") == 0
+    assert capsys.readouterr().out.startswith("model:\n  --max-seq-len INT, --max-model-len INT\n")
+
+
+def test_help_begins_with_what_the_command_is_for(
+    capsys: pytest.CaptureFixture[str], typed: Type
+) -> None:
+    assert typed("explain --help") == 0
+    said = capsys.readouterr().out
+    assert said.index("--stuck") < said.index("--etcd-endpoints")
+
+
+def test_help_shows_one_form_of_a_switch_that_is_off(
+    capsys: pytest.CaptureFixture[str], typed: Type
+) -> None:
+    assert typed("status --help") == 0
+    assert "\n  --json-output, --json\n" in capsys.readouterr().out
+    assert typed("frontend --help=console") == 0
+    assert "  --console, --no-console\n" in capsys.readouterr().out
+
+
 def test_help_names_the_allowed_words_of_an_argument(
     capsys: pytest.CaptureFixture[str], typed: Type
 ) -> None:
@@ -233,7 +257,11 @@ def test_table_has_a_function_for_every_command() -> None:
                 " dynamo-trtllm"
             ),
         ),
-        ("chat hello", "dynamo-trtllm chat: unexpected argument 'hello'"),
+        ("chat a b", "dynamo-trtllm chat: 'b' is a second QUESTION; give only one\n"),
+        (
+            "worker --help=xyzzy",
+            "dynamo-trtllm worker: no flag of dynamo-trtllm worker contains 'xyzzy'; see --help\n",
+        ),
         ("demo a b", "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one\n"),
         (
             f"launch {300 * 'a'}",
@@ -247,7 +275,7 @@ def test_table_has_a_function_for_every_command() -> None:
             "status --url x",
             (
                 "dynamo-trtllm status: flag --url is 'x': expected an address like"
-                " http://localhost:8000\n"
+                " localhost:8000 or https://HOST:PORT\n"
             ),
         ),
         (

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from dynamo_trtllm.config.deployment import load_deployment
@@ -142,3 +144,9 @@ workers:
         ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, got 'a'"
     ):
         load_deployment(path, {"GPUS": "a"})
+
+
+@pytest.mark.parametrize("name", ["demo", "demo.yaml"])
+def test_load_deployment_names_the_shipped_file_of_a_name(name):
+    with pytest.raises(ConfigError, match=r"there is no file demo.* deploy/local/demo\.yaml\?"):
+        load_deployment(Path(name))
