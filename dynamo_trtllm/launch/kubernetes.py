@@ -48,7 +48,7 @@ _NEAR: Final = """\
                 topologyKey: $near
                 labelSelector:
                   matchLabels: {nvidia.com/dynamo-graph-deployment-name: $name, \
-dynamo-trtllm/gpu: "true"}
+dynamo-trtllm/worker: "true"}
 """
 _GPU_NODES: Final = """\
       affinity:

@@ -96,6 +96,8 @@ def _patched(folder: Path, patch: Doc, docs: list[Doc]) -> list[Doc]:
         kind = patch["target"]["kind"]
         name = re.compile(patch["target"]["name"])
         hit = [d for d in docs if d["kind"] == kind and name.fullmatch(d["metadata"]["name"])]
+        if isinstance(given, dict):
+            given.pop("metadata", None)  # the target's name counts
     else:
         kind = given["kind"]
         exact = given["metadata"]["name"]
@@ -115,9 +117,9 @@ def _patched(folder: Path, patch: Doc, docs: list[Doc]) -> list[Doc]:
 
 def _json_patch(doc: Doc, operation: Doc) -> None:
     *parents, last = operation["path"].strip("/").split("/")
-    at = doc
+    at: Any = doc
     for key in parents:
-        at = at[key]
+        at = at[int(key)] if isinstance(at, list) else at[key]
     assert last in at, f"{operation['path']} is not there"
     if operation["op"] == "remove":
         del at[last]
@@ -137,8 +139,12 @@ def _merged(base: Any, patch: Any) -> Any:
         key = next((key for key in _MERGE_KEYS if all(key in item for item in base + patch)), None)
         if key is not None:
             there = {item[key]: item for item in base}
-            new = [_merged(there.get(item[key]), item) for item in patch]
-            return new + [item for item in base if item[key] not in {n[key] for n in new}]
+            new = [
+                _merged(there.get(item[key]), item)
+                for item in patch
+                if item.get("$patch") != "delete"
+            ]
+            return new + [item for item in base if item[key] not in {p[key] for p in patch}]
     return copy.deepcopy(patch)
 
 

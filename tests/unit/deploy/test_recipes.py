@@ -224,7 +224,7 @@ def test_probes_use_existing_paths_and_ports(name: str) -> None:
         assert "/v1/models/{id}/ready" in frontend_paths  # asked by the perf Jobs
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [name for name in WHOLE if not of_kind(SETS[name], "Ingress")])
 def test_frontends_without_keys_are_closed_to_other_namespaces(name: str) -> None:
     for pod in frontends(SETS[name]):
         config = frontend_config(pod)
@@ -384,6 +384,28 @@ def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None
         target = doc["spec"]["scaleTargetRef"]
         (scaled,) = [d for d in of_kind(docs, target["kind"]) if name_of(d) == target["name"]]
         assert "replicas" not in scaled["spec"]  # else an apply would set it back
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if of_kind(ALL[name], "Ingress")])
+def test_ingress_leads_to_a_service_that_needs_keys(name: str) -> None:
+    ports = {
+        (name_of(doc), port["name"])
+        for doc in of_kind(ALL[name], "Service")
+        for port in doc["spec"]["ports"]
+    }
+    for ingress in of_kind(ALL[name], "Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            for path in rule["http"]["paths"]:
+                service = path["backend"]["service"]
+                assert (service["name"], service["port"]["name"]) in ports
+    assert all("DYN_TRTLLM_API_KEYS_FILE" in environment(pod) for pod in frontends(ALL[name]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_only_objects_with_gpus_are_named_after_them(name: str) -> None:
+    for pod in pods(ALL[name]):
+        labels = [label for label in pod.labels if "gpu" in label]
+        assert not labels or gpus(pod), pod.owner
 
 
 @pytest.mark.parametrize("name", ALL_WHOLE)
