@@ -107,8 +107,9 @@ def test_troubleshooting_names_existing_findings_and_codes() -> None:
     rules = set(
         re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE)
     )
-    lists = re.findall(r"[Ff]indings? ((?:`[a-z-]+`(?:, | |[;.]))+)", text)
-    listed = set(re.findall(r"`([a-z-]+)`", " ".join(lists)))
+    headings = re.findall(r"^### (.*)", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    lists = re.findall(r"findings (?:are )?((?:`[a-z-]+`(?:, | and |[ ;.]))+)", text)
+    listed = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", " ".join([*headings, *lists])))
     assert len(listed) > 20
     assert listed <= rules
     named = set(re.findall(r"codes? `(\w+)`", text)) | set(
@@ -122,6 +123,7 @@ def test_troubleshooting_names_existing_findings_and_codes() -> None:
 GUIDES_ADVICE = {
     "Questions": (),
     "CUDA out of memory": ("lower `--max-num-tokens`", "`free_gpu_memory_fraction` is too high"),
+    "Installation": (),
     "The worker does not start": (
         "expected format",
         "`CUDA_VISIBLE_DEVICES` does not fit",
@@ -138,7 +140,7 @@ GUIDES_ADVICE = {
         "one line per request",
         "`max_batch_size` is larger",
         "chunked prefill",
-        "another process uses port 8000",
+        "Another process uses port 8000",
     ),
     "Containers": ("Container Toolkit", "restart the daemon", "the disk is full"),
     "Repetition, or an answer that does not stop": ('`"top_p": 1`',),
