@@ -7,7 +7,7 @@ These are all subjects that this project uses, and nothing else is allowed:
 | NAMESPACE_COMPONENT.ENDPOINT-ID, and the same with `.control` | frontends | that worker |
 | _INBOX_frontend.> | workers: token streams, replies, heartbeats | frontends |
 | _INBOX_worker.> | frontends: replies to heartbeats; a worker to itself | workers |
-| _INBOX_tool.> | workers and frontends: recordings | tools |
+| _INBOX_tool.> | workers and frontends: recordings; a tool to itself | tools |
 | NAMESPACE.load, NAMESPACE.kv_events | workers | frontends |
 | NAMESPACE.frontend_usage | frontends | frontends |
 | NAMESPACE.frontend_samples | frontends | frontends |
@@ -165,7 +165,7 @@ def _worker(
 
 
 def _tool(namespaces: Sequence[str]) -> ClusterUser:
-    publish = []
+    publish = [_TOOLS]
     for namespace in namespaces:
         stream = f"KV_{bucket_of(namespace)}"
         publish += [

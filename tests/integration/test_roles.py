@@ -26,7 +26,7 @@ from dynamo_trtllm.cluster.discovery.etcd_connection import EtcdConnection
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, prefix_end
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.cluster.etcd_users import set_permissions
-from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
+from dynamo_trtllm.cluster.request_plane.nats import NatsPlane, NatsTransport
 from dynamo_trtllm.cluster.request_plane.nats_connection import (
     NatsAccess,
     NatsClient,
@@ -130,7 +130,7 @@ MAY_PUBLISH = {
     },
     "worker": {TO_FRONTEND, TO_WORKER, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
     OWN_USER: {TO_FRONTEND, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
-    "tool": {"dynamo.recordings", STREAM % "INFO", STREAM % "DELETE"},
+    "tool": {TO_TOOL, "dynamo.recordings", STREAM % "INFO", STREAM % "DELETE"},
 }
 MAY_SUBSCRIBE = {
     "frontend": {
@@ -351,6 +351,19 @@ async def test_control_verbs_are_for_frontends_alone(servers: Servers, user: str
         finally:
             await stranger.aclose()
     assert service.verbs == []
+
+
+@pytest.mark.parametrize(("user", "prefix"), [("worker", "_INBOX_worker"), ("tool", "_INBOX_tool")])
+async def test_process_that_waits_for_answers_reaches_itself(
+    servers: Servers, user: str, prefix: str
+) -> None:
+    access = NatsAccess(inbox_prefix=prefix, credentials_file=servers.file(user))
+    transport = NatsTransport(servers.nats.address, access=access)
+    await transport.connect(5.0)
+    try:
+        await transport.until_subscribed(5.0)
+    finally:
+        await transport.aclose()
 
 
 async def test_worker_with_another_component_does_not_start(
