@@ -20,6 +20,7 @@ REGISTERED: Final = "registered"
 UNREACHABLE: Final = "unreachable"
 _HEAD: Final = ("process", "role", "state", "address", "load")
 _BAR_CHARS: Final = 10
+_MAX_STATE_CHARS: Final = 60  # of a cell; a longer reason is a line below the table
 _COLORS: Final = {READY: "green", REGISTERED: "green", UNREACHABLE: "red"}
 
 
@@ -108,20 +109,30 @@ def _title(report: DeploymentReport) -> str:
 def _problems(report: DeploymentReport) -> str:
     lines = [f"not ready: {line}" for line in report.not_ready]
     lines += [f"problem: {line}" for line in report.problems]
+    lines += [
+        f"{process.name}: {process.reason}"
+        for process in report.processes
+        if process.reason and _state(process) == process.state
+    ]
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
 def _rows(report: DeploymentReport, *, has_bars: bool = False) -> Iterator[tuple[str, ...]]:
     for process in report.processes:
-        state = f"{process.state}: {process.reason}" if process.reason else process.state
         cells = (
             process.name,
             process.role,
-            state,
+            _state(process),
             process.address or "-",
             _load(process, has_bars=has_bars),
         )
         yield tuple(map(escape_controls, cells))
+
+
+def _state(process: ProcessStatus) -> str:
+    """Return the state of a process, with its reason if that is short."""
+    state = f"{process.state}: {process.reason}" if process.reason else process.state
+    return state if len(state) <= _MAX_STATE_CHARS else process.state
 
 
 def _load(process: ProcessStatus, *, has_bars: bool) -> str:

@@ -28,3 +28,13 @@ def test_status_shows_tokens_of_keys_beside_their_shares() -> None:
 def test_status_without_keys_has_no_table_of_them() -> None:
     frontend = ProcessStatus(name="frontend", role="frontend", state="ready")
     assert "API key" not in as_text([DeploymentReport(namespace="n", processes=[frontend])])
+
+
+def test_long_reason_is_a_line_below_the_table() -> None:
+    reason = "http://127.0.0.1:8000/metrics rejects a client without an API key; set one"
+    frontend = ProcessStatus(name="frontend", role="frontend", state="ready", reason=reason)
+    worker = ProcessStatus(name="decode", role="decode", state="loading", reason="weights 43%")
+    lines = as_text([DeploymentReport(namespace="n", processes=[frontend, worker])]).splitlines()
+    assert lines[2].split() == ["frontend", "frontend", "ready", "-", "-"]
+    assert "loading: weights 43%" in lines[3]
+    assert lines[4:] == [f"frontend: {reason}"]
