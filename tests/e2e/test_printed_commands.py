@@ -49,7 +49,7 @@ def clone(tmp_path: Path) -> Path:
 def test_printed_commands_that_serve_answer(clone: Path) -> None:
     (by_hand,) = [block for block in blocks("docs/serve-a-model.md") if END in block]
     quickstart = blocks("docs/getting-started.md")
-    (measure,) = [block for block in quickstart if "benchmarks.profile" in block]
+    (measure,) = [block for block in quickstart if "dynamo-trtllm bench" in block]
     serve, _, stop = by_hand.partition(END)
     workers = re.findall(r"^(dynamo-trtllm worker .*) &$", serve, re.MULTILINE)
     assert len(workers) == 2
@@ -83,7 +83,7 @@ def test_printed_commands_that_serve_answer(clone: Path) -> None:
 
 @pytest.mark.parametrize("page", TYPED)
 def test_printed_commands_without_server_succeed(page: str, clone: Path) -> None:
-    served = re.compile(r"curl|benchmarks\.profile")
+    served = re.compile(r"curl|dynamo-trtllm bench")
     others = [shortened(block) for block in blocks(page) if not served.search(block)]
     said = typed("\n".join([ACTIVATE, *others]), clone)
     assert PRINTED[page] in said

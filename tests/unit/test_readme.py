@@ -35,8 +35,8 @@ EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
 CONFIGS = {
     name: program.model for program in PROGRAMS for name in (program.module, program.command)
 }
-# module or subcommand, and flags
-TYPED = r"(?:python -m (?=dynamo_trtllm)|dynamo-trtllm )(\w[\w.-]*) ([^`\n&#]*)"
+# module or subcommand, and flags; tests/repository/test_page_commands.py knows those of bench
+TYPED = r"(?:python -m (?=dynamo_trtllm)|dynamo-trtllm (?!bench))(\w[\w.-]*) ([^`\n&#]*)"
 LINES = sorted(
     {line for line in re.findall(TYPED, START.replace("\\\n", " ")) if "--help" not in line[1]}
 )
