@@ -248,7 +248,7 @@ class TcpBackend:
         with connection:
             task = asyncio.current_task()
             assert task is not None
-            if not self._make_room():
+            if not self._may_keep_another():
                 return
             self._without_request[task] = None
             try:
@@ -280,7 +280,7 @@ class TcpBackend:
             finally:
                 self._without_request.pop(task, None)
 
-    def _make_room(self) -> bool:
+    def _may_keep_another(self) -> bool:
         """Close the oldest connection without a request if there are too many connections.
 
         Return False if there are too many, and all of them have requests.

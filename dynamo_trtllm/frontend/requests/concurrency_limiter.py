@@ -116,6 +116,17 @@ class ConcurrencyLimiter:
         else:
             # It begins at once if the clients of those before it may not hold more permits.
             self.grant()
+        await self._wait(waiting, within_s)
+        if waiting.counted is None:
+            raise errors.Overloaded(
+                "the server is at capacity, and a request of another client took the place of this"
+                " one in the queue, because its client has the most waiting requests; send fewer at"
+                " the same time, or try again later"
+            )
+        return waiting.counted
+
+    async def _wait(self, waiting: QueuedRequest, within_s: float) -> None:
+        """Wait until a request has permits or was displaced. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(within_s):
                 await waiting.decided
@@ -128,13 +139,6 @@ class ConcurrencyLimiter:
         except asyncio.CancelledError:
             self._withdraw(waiting)
             raise
-        if waiting.counted is None:
-            raise errors.Overloaded(
-                "the server is at capacity, and a request of another client took the place of this"
-                " one in the queue, because its client has the most waiting requests; send fewer at"
-                " the same time, or try again later"
-            )
-        return waiting.counted
 
     def counters(self, model: str) -> TokenCounters:
         """Return the counters of a model that exists."""

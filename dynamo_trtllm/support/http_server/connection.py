@@ -338,10 +338,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._server.large_heads.reduce(self, ended.request.large_head_bytes)
 
     def _lose(self, exchange: Exchange) -> None:
-        """End a request whose client gets no response.
-
-        Its handler is cancelled if it wants that (`cancels_handler`).
-        """
+        """End a request whose client gets no response. Cancel its handler if `cancels_handler`."""
         request, response = exchange
         request.lose()
         response.lose()
@@ -513,8 +510,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
-        If a response has begun, its client can't be told that it is the last one. The client may
-        send another request, which gets 503 `draining`.
+        The client of a response that has begun does not know that it is the last one. Its next
+        request gets 503 `draining`.
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:

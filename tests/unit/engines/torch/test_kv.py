@@ -75,9 +75,7 @@ def test_non_finite_key_is_found_in_its_block() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "is_whole"), [(4, True), (10, True), (11, False), (40, False)])
-def test_transfers_all_rows_when_a_window_hides_blocks_then_false(
-    tokens: int, is_whole: bool
-) -> None:
+def test_transfers_all_rows_unless_a_window_hides_blocks(tokens: int, is_whole: bool) -> None:
     assert make_pool().transfers_all_rows(tokens) is is_whole
 
 

@@ -222,6 +222,6 @@ def test_aggregated_worker_rejects_partial_calls() -> None:
     assert caught.value.field == "phase"
 
 
-def test_decode_when_the_transfer_transfers_all_rows_tokens_then_refused() -> None:
+def test_decode_when_the_transfer_holds_all_tokens_then_refused() -> None:
     with pytest.raises(RequestRejected):
         VllmRequest(request(phase=Phase.DECODE, max_tokens=1), RULES, TRANSFER_PARAMS)
