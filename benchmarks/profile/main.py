@@ -15,7 +15,6 @@ and for a shape with more tokens than the model supports.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import platform
 import shlex
@@ -24,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +32,7 @@ from dynamo_trtllm.config.load import program
 from dynamo_trtllm.config.token_counts import parse_tokens
 from dynamo_trtllm.launch.running_deployments import frontend_here
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.support.charts import can_draw
 
 from ..client import choose_model
 from ..client_shards import AllRequestsFailed
@@ -47,7 +47,6 @@ from .shapes import LAPTOP, SHAPES, Level, Shape, find_shape
 
 log = logging.getLogger(PROG)
 N = TypeVar("N", int, float)
-_CHARTS: Final = "matplotlib"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,8 +100,8 @@ def _load_report() -> Draw:
 
     Raise ValueError if the library of the charts is missing, which the first chart imports.
     """
-    if importlib.util.find_spec(_CHARTS) is None:
-        raise ValueError(f"the report needs {_CHARTS}; {install_hint('bench')}")
+    if not can_draw():
+        raise ValueError(f"the report needs matplotlib; {install_hint('bench')}")
     from .plots import Series
     from .report import report
 

@@ -1,11 +1,12 @@
-"""Charts of the report as SVG. Each color has its own line style or marker, for printing."""
+"""Charts of the report as SVG."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from dynamo_trtllm.support.charts import COLORS, DASHES, HATCHES, line_style, svg
 
 from ..stream import RequestRecord
 from .result import Line, Run, Summary, summary
@@ -16,20 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-_DASHES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "x")
-_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 _BINS = 120
-_STYLE: Any = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "dynamo_trtllm",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +29,6 @@ class Series:
     lines: Sequence[Line]
 
 
-def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 3.0) -> str:
-    # Only a report with charts needs it, and importing it takes most of a second.
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        draw(figure)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
-
-
 def throughput(series: Sequence[Series]) -> str:
     """Plot tokens per second by level of the load, and tokens per second per user against those per
     GPU.
@@ -63,12 +38,7 @@ def throughput(series: Sequence[Series]) -> str:
         left, right = figure.subplots(1, 2)
         for index, measured in enumerate(series):
             values = summary(measured.run)
-            style = {
-                "color": _COLORS[index],
-                "ls": _DASHES[index % 4],
-                "marker": _MARKERS[index],
-                "label": measured.name,
-            }
+            style = line_style(index) | {"label": measured.name}
             _with_spread(left, values, "output_tokens_per_s", style)
             scale = measured.run.gpus or 1
             users = [
@@ -95,7 +65,7 @@ def throughput(series: Sequence[Series]) -> str:
         )
         left.legend(fontsize=7)
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def _has_user(row: Mapping[str, object]) -> bool:
@@ -127,8 +97,8 @@ def latency(series: Sequence[Series]) -> str:
                     f"{measured.name}, {level.value:g}" if len(series) > 1 else f"{level.value:g}"
                 )
                 style = {
-                    "color": _COLORS[place % len(_COLORS)],
-                    "ls": _DASHES[(place + index) % 4],
+                    "color": COLORS[place % len(COLORS)],
+                    "ls": DASHES[(place + index) % 4],
                     "label": name,
                 }
                 firsts = [(r.first_s - r.planned_s) * 1e3 for r in records if r.first_s is not None]
@@ -142,7 +112,7 @@ def latency(series: Sequence[Series]) -> str:
         if left.lines:
             left.legend(fontsize=7, title=_level_name(series), title_fontsize=7)
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def _mean_gap_ms(record: RequestRecord) -> float:
@@ -191,8 +161,8 @@ def phases(series: Sequence[Series]) -> str | None:
         for index, name in enumerate(names):
             heights = [values.get(name, 0.0) * 1e3 for _, values in bars]
             style: dict[str, Any] = {
-                "color": _COLORS[index % len(_COLORS)],
-                "hatch": _HATCHES[index % len(_HATCHES)],
+                "color": COLORS[index % len(COLORS)],
+                "hatch": HATCHES[index % len(HATCHES)],
             }
             axes.bar(
                 [label for label, _ in bars],
@@ -207,7 +177,7 @@ def phases(series: Sequence[Series]) -> str | None:
         axes.set(xlabel=_level_name(series), ylabel="mean time before the first token (ms)")
         axes.legend(fontsize=7)
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def _mean_phases(run: Run, level: Level) -> dict[str, float]:
@@ -243,9 +213,9 @@ def timeline(measured: Series) -> str:
                     rates[index] += tokens_between(record, edges[index], edges[index + 1]) / width_s
         running = [sum(r.planned_s <= edge < r.end_s for r in records) for edge in edges[:-1]]
         at_s = [edge - point.origin_s for edge in edges[:-1]]
-        axes.step(at_s, rates, where="post", color=_COLORS[0], label="output tokens/s")
+        axes.step(at_s, rates, where="post", color=COLORS[0], label="output tokens/s")
         other = axes.twinx()
-        other.step(at_s, running, where="post", color=_COLORS[1], ls="--", label="running requests")
+        other.step(at_s, running, where="post", color=COLORS[1], ls="--", label="running requests")
         if point.steady is not None:
             axes.axvspan(
                 point.steady.begin_s - point.origin_s,
@@ -261,4 +231,4 @@ def timeline(measured: Series) -> str:
         )
         other.set(ylabel="running requests (dashed)", ylim=(0, None))
 
-    return _svg(draw)
+    return svg(draw)
