@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
-from dynamo_trtllm.engines.mock import scheduler
+from dynamo_trtllm.engines.mock import scheduler, stream
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
@@ -60,7 +60,7 @@ class LossyPrefixes(ClusterPrefixes):
 if __name__ == "__main__":
     # They are for measurements, so no flags name them.
     scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
-    scheduler._OPENING = (_MESSAGE,)  # type: ignore[assignment]
+    stream._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     mains = {"worker": worker.main, "frontend": frontend.main}
     run_main = mains[sys.argv.pop(1)]

@@ -46,7 +46,7 @@ from dynamo_trtllm.simulate.direct_plane import DirectPlane
 from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
 from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
-from dynamo_trtllm.simulate.workload import Arrival, Shape, check_context, poisson_arrivals
+from dynamo_trtllm.simulate.workload import Arrival, Shape, check_context, varied_arrivals
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.description import admission_of, describe
 from dynamo_trtllm.worker.health import broadcast_load
@@ -89,13 +89,13 @@ def simulate_closed_loop(
     concurrency: int,
     num_requests: int,
     seed: int = 1,
+    least_part: float = 1.0,
 ) -> Outcome:
     """Run requests of one shape, of which a fixed number runs at any time.
 
-    Args and errors as for `simulate`.
+    Args and errors as for `simulate`, and of `varied_arrivals`.
     """
-    # Only their number and order count, not their times.
-    arrivals = poisson_arrivals(shape, 1.0, num_requests, seed)
+    arrivals = varied_arrivals(shape, least_part, num_requests, seed)
     return run_virtual(_simulate(deployment, arrivals, seed, concurrency))
 
 

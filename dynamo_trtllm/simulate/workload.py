@@ -102,10 +102,32 @@ def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) ->
 
 def arrivals_at(shape: Shape, times_s: Sequence[float]) -> list[Arrival]:
     """Return requests that come at these times. Their prompts have nothing in common."""
+    return [_arrival_at(shape, at_s, number) for number, at_s in enumerate(times_s)]
+
+
+def _arrival_at(shape: Shape, at_s: float, number: int) -> Arrival:
+    """Return a request whose prompt has nothing in common with those of other numbers."""
     num_blocks = -(-shape.input_tokens // TRACE_BLOCK_TOKENS)
+    return Arrival(at_s, *shape, (_FIRST_OF_SHAPE + number,) * num_blocks)
+
+
+def varied_arrivals(shape: Shape, least_part: float, num_requests: int, seed: int) -> list[Arrival]:
+    """Return requests that all come at once, with prompts and answers of different lengths.
+
+    Args:
+        shape: the most tokens of a request.
+        least_part: the least tokens, as part of these. Lengths between them are equally frequent.
+        num_requests: how many.
+        seed: of the lengths.
+    """
+    source = random.Random(seed)
+
+    def length(most: int) -> int:
+        return source.randint(max(1, int(least_part * most)), most)
+
     return [
-        Arrival(at_s, *shape, (_FIRST_OF_SHAPE + number,) * num_blocks)
-        for number, at_s in enumerate(times_s)
+        _arrival_at(Shape(length(shape.input_tokens), length(shape.output_tokens)), 0.0, number)
+        for number in range(num_requests)
     ]
 
 

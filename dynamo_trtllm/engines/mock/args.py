@@ -77,6 +77,21 @@ class MockArgs(BaseModel):
         0.0, description="standard deviation of a step's time: 0.1: 10%"
     )
     prefill_tokens_per_step: _Count = Field(8192, description="maximum prompt tokens per step")
+    decodes_take_step_tokens: bool = Field(
+        False,
+        description="let each decode request of a step take one of these tokens, as in vLLM and"
+        " TensorRT-LLM: a prompt of as many tokens then needs a second step",
+    )
+    splits_prompts: bool = Field(
+        True,
+        description="compute a part of a prompt in a step that has no place for all of it; false as"
+        " in TensorRT-LLM without enable_chunked_prefill",
+    )
+    prefill_launch_s: NonNegativeFloat = Field(
+        0.0,
+        description="seconds for which the engine launches a step with more than 1,024 prompt"
+        " tokens, which no CUDA graph has: meanwhile it sends no results of the step before",
+    )
     kv_cache_blocks: _Count = Field(65536, description="number of KV blocks")
     kv_block_size: _Count = Field(32, description="tokens per KV block")
     enable_prefix_caching: bool = Field(

@@ -34,7 +34,8 @@ from dynamo_trtllm.engines.engine_interface import (
     check_request,
 )
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
-from dynamo_trtllm.engines.mock.scheduler import MAX_SEED, MockScheduler, MockStream
+from dynamo_trtllm.engines.mock.scheduler import MockScheduler
+from dynamo_trtllm.engines.mock.stream import MAX_SEED, MockStream
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-import zlib
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.capabilities import MAX_STEPS
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.mock.stream import MockStream
 from dynamo_trtllm.engines.waiting_requests import (
-    FIRST,
-    QueueOrder,
     enqueue,
     group_of,
     promote_overdue,
-    queue_order,
     record_wait,
     step_limit,
 )
@@ -29,83 +27,13 @@ from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
 from dynamo_trtllm.protocol.cost_model import StepSample, decode_features, prefill_features
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
-from dynamo_trtllm.protocol.messages import Chunk, FinishReason, GenerateRequest, Phase, token_ids
+from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
 from dynamo_trtllm.protocol.number_types import ceil_div
-from dynamo_trtllm.protocol.phases import CallPhases, QueueWaits
-from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
+from dynamo_trtllm.protocol.phases import QueueWaits
 
-MAX_SEED = 0xFFFF
-# <|channel|>final<|message|> of the Harmony format. The tokens after it are content.
-_OPENING = (200005, 17196, 200008)
-
-
-class MockStream(TaskStream):
-    """One request in the simulated batch, and the stream of its output.
-
-    Args:
-        request: the request.
-        on_event: receives the events.
-        tasks: see `TaskStream`.
-        kv_holder: see `Stream`.
-        retire: removes the stream from the batch in any state.
-        clock: returns seconds of a monotonic clock.
-    """
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        on_event: OnEvent,
-        *,
-        tasks: set[asyncio.Task[None]],
-        kv_holder: KvHolder,
-        retire: Callable[[MockStream], None],
-        clock: Callable[[], float] = SYSTEM_CLOCKS.monotonic,
-    ) -> None:
-        super().__init__(on_event, tasks, kv_holder)
-        self._retire = retire
-        self.request = request
-        # Tokens that an earlier worker generated follow the client's prompt.
-        prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
-        prompt = request.token_ids[:prompt_tokens]
-        self.seed = zlib.crc32(prompt) & MAX_SEED
-        self.block_table = BlockTable()
-        self.prefill_left = 0 if request.kv_params else len(request.token_ids)
-        self.num_output = 0
-        self.wanted = 0  # tokens to generate, one per step
-        self.first_step = 0  # number of the first step that may have it
-        self.phases = CallPhases(request.kv_params, clock)
-        # How long the queue had waited for each resource when the stream was queued.
-        self.queue_waits: dict[str, float] = {}
-        # The attributes of `WaitingRequest`.
-        self.queued_s = 0.0
-        self.is_overdue = False
-        self.recorded_wait = ""
-
-    @property
-    def queue_order(self) -> QueueOrder:
-        """Return the place in the queue."""
-        return FIRST if self.is_overdue else queue_order(self.request)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Return the number of tokens to reserve KV blocks for."""
-        prompt_tokens = len(self.request.token_ids)
-        if self.request.phase is Phase.PREFILL:
-            return prompt_tokens
-        return prompt_tokens + self.request.sampling.max_tokens
-
-    def token(self, index: int) -> int:
-        """Return an output token of this call.
-
-        The output begins with the Harmony prefix. Then each token is a function of seed and index.
-        """
-        position = self.request.num_resumed_output_tokens + index
-        if position < len(_OPENING):
-            return _OPENING[position]
-        return 1000 + (self.seed + position * 7919) % 4000
-
-    def _free(self) -> None:
-        self._retire(self)
+# Steps with more prompt tokens are launched kernel by kernel: the largest CUDA graph that vLLM
+# captures with 256 requests in a step.
+_MAX_GRAPH_TOKENS = 1024
 
 
 class _Post(NamedTuple):
@@ -148,7 +76,11 @@ class MockScheduler:
         )
         # The KV transfers that begin before the next step: the seconds for which each pauses it.
         self._posts: list[_Post] = []
+        # Results of the last step that are sent when the step that runs is launched.
+        self._held: list[Callable[[], None]] = []
+        self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # of the step that runs, or of the last one
+        self._num_decoding = 0  # tokens of it that decode requests take from those of prompts
         # The number of the first step that is not planned yet.
         self._next_unplanned = 0
         self._work = asyncio.Event()  # set when the next step has work
@@ -306,21 +238,24 @@ class MockScheduler:
         try:
             while True:
                 self._step_number += 1
+                self._num_decoding = self._count_decoding()
                 self._admit()
                 pause_s = self._begin_posts()
                 if not any(self._is_in_step(stream) for stream in self._running):
+                    self._send_held()
                     self._next_unplanned = 0
                     self._work.clear()
                     await self._work.wait()
                     begun_s = self._clock()
                     last_s = begun_s
+                    self._sent_s = begun_s
                     continue
                 prompts = self._plan_prompts()
-                self._plan_next(prompts)
                 if is_constant:
                     step_s = self._args.step_s + pause_s
                 else:
                     step_s = self._step_seconds(prompts) + pause_s
+                await self._launch(prompts, begun_s + step_s)
                 await asyncio.sleep(begun_s + step_s - self._clock())
                 now = self._clock()
                 # The step after a late one is shorter. At most one missed step is caught up on.
@@ -332,21 +267,49 @@ class MockScheduler:
             for stream in (*self._waiting, *self._running):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
+    async def _launch(self, prompts: Mapping[MockStream, int], end_s: float) -> None:
+        """Launch the step that has begun: send what waited for it, and plan the next one.
+
+        The launch begins when the results of the step before the last one are sent. Until it ends,
+        the engine takes up what comes for the next step.
+
+        Args:
+            prompts: the tokens of prompts that the step computes.
+            end_s: when the step ends.
+        """
+        if self._args.prefill_launch_s and sum(prompts.values()) > _MAX_GRAPH_TOKENS:
+            self._next_unplanned = self._step_number + 1
+            launched_s = self._sent_s + self._args.prefill_launch_s
+            await asyncio.sleep(min(launched_s, end_s) - self._clock())
+        if self._held:
+            self._send_held()
+        self._plan_next(prompts)
+
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
         most = self._args.prefill_tokens_per_step
         planned: dict[MockStream, int] = {}
-        num_planned = 0
+        num_planned = self._num_decoding
         for stream in self._prompts:
             limit = most
             # Otherwise, shorter steps take as long as others.
             if self._args.has_prompt_time:
                 limit = step_limit(most, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
+            if planned and count < stream.prefill_left and not self._args.splits_prompts:
+                break
             if count > 0:
                 planned[stream] = count
                 num_planned += count
         return planned
+
+    def _count_decoding(self) -> int:
+        """Return how many tokens of the step that begins decode requests take."""
+        if not self._args.decodes_take_step_tokens:
+            return 0
+        return sum(
+            1 for stream in self._running if self._is_in_step(stream) and not stream.prefill_left
+        )
 
     def _is_in_step(self, stream: MockStream) -> bool:
         """Return whether the step that begins has work for a stream."""
@@ -412,7 +375,7 @@ class MockScheduler:
     def _admit(self) -> None:
         lacking = ""  # what the first waiting request lacks
         # Tokens of a step that running prompts do not take, by group of `QueueOrder`.
-        budgets = [self._args.prefill_tokens_per_step] * 2
+        budgets = [self._args.prefill_tokens_per_step - self._num_decoding] * 2
         for stream in self._prompts:
             _take(budgets, stream)
         while self._waiting:
@@ -481,6 +444,7 @@ class MockScheduler:
             stream.prefill_left -= count
         self._prompts = [stream for stream in self._prompts if stream.prefill_left]
         number = self._step_number
+        emit = self._hold if self._is_launch_slow() else MockStream.emit
         for stream in list(self._running):
             # As `_is_in_step`.
             if stream.prefill_left or stream.wanted <= 0 or stream.first_step > number:
@@ -488,15 +452,41 @@ class MockScheduler:
             if stream not in prompts:
                 num_decoding += 1
                 context_tokens += len(stream.request.token_ids) + stream.num_output
-            self._generate(stream)
+            self._generate(stream, emit)
+        if not self._held:
+            self._sent_s = self._clock()
         if num_decoding or prefill_tokens:
             sample = StepSample(
                 seconds, num_decoding, context_tokens, prefill_tokens, attention_pairs
             )
             self.steps.append(sample)
 
-    def _generate(self, stream: MockStream) -> None:
-        """Generate the next token of a stream."""
+    def _is_launch_slow(self) -> bool:
+        """Return whether the results of this step wait until the next one is launched."""
+        if not self._args.prefill_launch_s:
+            return False
+        num_tokens = sum(stream.prefill_left for stream in self._prompts)
+        if self._waiting and self._waiting[0].first_step <= self._step_number + 1:
+            num_tokens += self._waiting[0].prefill_left
+        return num_tokens > _MAX_GRAPH_TOKENS
+
+    def _hold(self, stream: MockStream, chunk: Chunk) -> None:
+        self._held.append(partial(stream.emit, chunk))
+
+    def _send_held(self) -> None:
+        """Send the results that waited for the launch of a step."""
+        for send in self._held:
+            send()
+        self._held.clear()
+        self._sent_s = self._clock()
+
+    def _generate(self, stream: MockStream, emit: Callable[[MockStream, Chunk], None]) -> None:
+        """Generate the next token of a stream.
+
+        Args:
+            stream: the stream.
+            emit: sends it, or keeps it for later.
+        """
         request = stream.request
         token = stream.token(stream.num_output)
         stats = None
@@ -513,7 +503,7 @@ class MockScheduler:
         stream.num_output += 1
         stream.wanted -= 1
         if stream.wanted:
-            stream.emit(Chunk(token_ids=token_ids((token,)), stats=stats))
+            emit(stream, Chunk(token_ids=token_ids((token,)), stats=stats))
         elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
             self._on_prefilled(stream, token)
         else:
@@ -522,7 +512,7 @@ class MockScheduler:
                 finish_reason=FinishReason.LENGTH,
                 stats=stream.phases.timings(),
             )
-            stream.emit(last)
+            emit(stream, last)
 
 
 def _attention_pairs(stream: MockStream, count: int) -> float:

@@ -81,6 +81,56 @@ def test_planned_step_has_no_place_for_what_comes_later() -> None:
     assert found[1].ttft_s - found[0].ttft_s == pytest.approx(STEP_S)
 
 
+def test_decode_requests_take_tokens_of_a_step() -> None:
+    # A prompt of a full step comes while a request decodes.
+    arrivals = arrivals_at(Shape(500, 50), [1.0]) + arrivals_at(Shape(1000, 5), [1.1])
+    found = [
+        simulate(deployment(worker(Role.AGGREGATED, decodes_take_step_tokens=takes)), arrivals)
+        for takes in (False, True)
+    ]
+    waits_s = [outcome.requests[1].ttft_s for outcome in found]
+    # Its last token needs a step of its own.
+    assert waits_s[1] - waits_s[0] == pytest.approx(STEP_S)
+
+
+def test_prompts_that_are_not_split_wait_for_a_step() -> None:
+    # Two prompts of 600 tokens, and steps of 1,000.
+    arrivals = arrivals_at(Shape(600, 5), [1.0, 1.0])
+    found = [
+        simulate(deployment(worker(Role.AGGREGATED, splits_prompts=splits)), arrivals)
+        for splits in (True, False)
+    ]
+    first_s = [[one.ttft_s for one in outcome.requests] for outcome in found]
+    assert first_s[0] == pytest.approx([STEP_S + 0.1, 2 * STEP_S + 0.12])
+    assert first_s[1] == pytest.approx([STEP_S + 0.06, 2 * STEP_S + 0.12])
+
+
+def test_launch_of_a_prefill_step_splits_its_gap() -> None:
+    # Results of the step before come when the step with the prompt is launched.
+    arrivals = arrivals_at(Shape(500, 50), [1.0]) + arrivals_at(Shape(1100, 5), [1.1])
+    prefill_s = STEP_S + 1100 * 1e-4
+    found = [
+        simulate(
+            deployment(
+                worker(Role.AGGREGATED, prefill_launch_s=launch_s, prefill_tokens_per_step=2000)
+            ),
+            arrivals,
+        )
+        for launch_s in (0.0, 0.04, 0.08)
+    ]
+    gaps_s = [outcome.requests[0].worst_gap_s for outcome in found]
+    assert gaps_s == pytest.approx([prefill_s, prefill_s - 0.03, 0.08])
+    assert len({outcome.requests[0].end_s for outcome in found}) == 1
+
+
+def test_launch_of_a_short_prompt_is_in_a_graph() -> None:
+    arrivals = arrivals_at(Shape(500, 50), [1.0]) + arrivals_at(Shape(900, 5), [1.1])
+    (request, _) = simulate(
+        deployment(worker(Role.AGGREGATED, prefill_launch_s=0.04)), arrivals
+    ).requests
+    assert request.worst_gap_s == pytest.approx(STEP_S + 900 * 1e-4)
+
+
 def test_posting_a_transfer_pauses_other_streams() -> None:
     # The second request is prefilled while the first one decodes.
     arrivals = arrivals_at(Shape(500, 50), [1.0, 1.1])
