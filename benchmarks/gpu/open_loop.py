@@ -9,6 +9,10 @@ Poisson and the same for all topologies. Before each load, warm-up rounds run un
 agree. Two definitions of a good request are counted: first token and mean gap within their limits,
 and first token and worst gap within theirs. Intervals of 95% are by bootstrap over the requests.
 The result file is written after each load.
+
+With --profile-s, `dynamo-trtllm profile` runs first, on the worker of a topology with one: its
+constants are beside the result file, and `benchmarks.calibration` compares simulations with the
+loads.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from dynamo_trtllm.simulate.outcomes import waits_grow
 
 from ..deployment import NotReady
 from ..stream import RequestRecord
@@ -42,6 +49,8 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _GOOD_SHARE = 0.9  # of the requests, to count a rate as kept
 # with a smaller share of good requests by both definitions, higher rates are not run
 _HOPELESS = 0.2
+_PROFILE_END_S = 60.0  # longest time of a profile besides its loads
+_CONSTANTS_MODEL = "gpt-oss-120b"  # whose architecture the dummy weights have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +138,7 @@ def cell(
         limits: definitions of a good request.
     """
     good = [record for record in records if record.is_ok]
+    in_order = sorted(good, key=lambda record: record.planned_s)
     found: dict[str, Any] = {
         "topology": word,
         "gpus": gpus,
@@ -137,6 +147,7 @@ def cell(
         "requests_per_s": rate,
         "requests": len(records),
         "failed": len(records) - len(good),
+        "is_saturated": waits_grow([ttft_s(record) for record in in_order]),
     }
     intervals: dict[str, Any] = {}
     for name, of in (("ttft_ms", ttft_s), ("tpot_ms", mean_gap_s), ("worst_gap_ms", worst_gap_s)):
@@ -285,15 +296,52 @@ class Ladder:
                 }
                 self.result["starts"].append(start)
                 say(f"{word}: ready after {deployment.started_s:.1f} s")
+                if self._args.profile_s and isinstance(deployment, GpuDeployment):
+                    self._profile(deployment)
                 await self._loads(word, deployment, num_devices(workers))
             except (NotReady, OSError) as exc:
                 self._skip(f"{word}: {type(exc).__name__}: {exc}"[-800:])
             finally:
                 deployment.stop()
 
+    def _profile(self, deployment: GpuDeployment) -> None:
+        """Let the only worker learn the times of its steps, and write its constants."""
+        (name,) = deployment.workers
+        setup = self._plan.setup()
+        flags = {
+            "--url": deployment.health_url(name),
+            "--frontend-url": deployment.url,
+            "--seconds": str(self._args.profile_s),
+            "--gpu": self._args.profile_gpu,
+            "--engine": self._plan.engine,
+            "--engine-version": machine.versions().get(self._plan.engine, "unknown"),
+            "--kv-block-size": str(setup["engine_arguments"].get("block_size", 16)),
+            "--max-num-tokens": str(self._plan.max_num_tokens),
+            "--max-batch-size": str(self._plan.max_batch_size),
+            "--out": str(self._args.out.with_suffix(".yaml")),
+        }
+        argv = [sys.executable, "-m", "dynamo_trtllm.cli.profile", _CONSTANTS_MODEL]
+        for flag, value in flags.items():
+            argv += [flag, value]
+        self._args.out.parent.mkdir(parents=True, exist_ok=True)
+        begun_s = time.monotonic()
+        done = subprocess.run(
+            argv,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=self._args.profile_s + _PROFILE_END_S,
+        )
+        self.result["profile"] = {
+            "seconds": round(time.monotonic() - begun_s, 1),
+            "exit_status": done.returncode,
+            "output": (done.stdout + done.stderr)[-800:],
+        }
+        say(f"profile of {name}: {self.result['profile']}")
+
     async def _loads(self, word: str, deployment: GpuDeployment | RoutedServers, gpus: int) -> None:
-        for shape in self._args.shapes:
-            for rate in self._args.rates:
+        for shape, rates in self._args.loads:
+            for rate in rates:
                 name = f"{word} {shape[0]}/{shape[1]} at {rate:g}/s"
                 if self._until_s - time.monotonic() < self._args.cell_s:
                     self._skip(f"{name}: no time left")
@@ -398,6 +446,15 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     ]
 
 
+def _loads(text: str) -> list[tuple[tuple[int, int], list[float]]]:
+    """Return each shape with its only rate."""
+    found: list[tuple[tuple[int, int], list[float]]] = []
+    for part in text.split(","):
+        shape, _, rate = part.partition("@")
+        found.append((_shapes(shape)[0], _numbers(rate)))
+    return found
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit with status 2 on errors."""
     parser = argparse.ArgumentParser(
@@ -422,6 +479,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     needs_tokenizer = any(word.startswith(PREFIX) for word in args.topologies)
     args.only = ["vllm-router"] if needs_tokenizer else []
+    if args.loads is None:
+        args.loads = [(shape, args.rates) for shape in args.shapes]
+    if args.profile_s and args.topologies != ["1A"]:
+        parser.error("--profile-s needs --topologies 1A")
     try:
         for word in args.topologies:
             topology(plan_of(args, None), word.removeprefix(PREFIX))
@@ -446,6 +507,19 @@ def _add_loads(parser: argparse.ArgumentParser) -> None:
         type=_numbers,
         help="comma-separated requests per second, rising",
     )
+    add(
+        "--loads",
+        type=_loads,
+        help="comma-separated ISL/OSL@RATE, such as 8192/256@2,128/256@24, instead of --shapes and"
+        " --rates",
+    )
+    add(
+        "--profile-s",
+        default=0.0,
+        type=float,
+        help="before the loads of 1A, run dynamo-trtllm profile with loads of so many seconds",
+    )
+    add("--profile-gpu", default="h200", help="the GPU model, for its constants (default: h200)")
     add(
         "--cell-s",
         default=60.0,

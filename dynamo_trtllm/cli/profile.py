@@ -4,22 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
+from dynamo_trtllm.cli.profile_loads import Alone, LoadFailed, ProfileLoads
 from dynamo_trtllm.config.commands import ProfileConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.observability.metrics import PREFIX, read_costs
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
-from dynamo_trtllm.protocol.cost_model import DECODE_TERMS, PREFILL_TERMS
+from dynamo_trtllm.protocol.cost_model import (
+    DECODE_TERMS,
+    PREFILL_TERMS,
+    prefill_features,
+    prior_fit,
+)
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.simulate.constants import Constants, known_constants
 from dynamo_trtllm.support import http_client
+from dynamo_trtllm.support.tls import client_context
 
-_TIMEOUT_S = 10.0
-_MIN_SAMPLES = 100
-_KINDS = {"decode": ("decode_step", DECODE_TERMS), "prefill": ("prefill_step", PREFILL_TERMS)}
+_TIMEOUT_S: Final = 10.0
+_LEARNED_S: Final = 2.5  # a worker learns once a second
+_MIN_SAMPLES: Final = 100
+_MAX_METRICS_BYTES: Final = 1 << 20
+_KINDS: Final = {
+    "decode": ("decode_step", DECODE_TERMS),
+    "prefill": ("prefill_step", PREFILL_TERMS),
+}
+# Arguments of the mock engine that no worker learns. The first ones are the same for all models of
+# an engine, the others depend on the model and the GPU, too.
+_OF_ENGINE: Final = (
+    "kv_block_size",
+    "recompute_last_token",
+    "plan_ahead",
+    "decodes_take_step_tokens",
+    "splits_prompts",
+)
+_OF_MODEL: Final = (
+    "prefill_launch_s",
+    "kv_transfer_s",
+    "kv_transfer_block_s",
+    "kv_post_block_s",
+)
 
 
 class NotProfiled(Exception):
@@ -30,11 +58,10 @@ class NotProfiled(Exception):
 def main(config: ProfileConfig) -> None:
     """Run the command.
 
-    Exit with status 0; 1 if the worker is unreachable or has learned too little; 2 for a bad
-    command line.
+    Exit with status 0; 1 if a process is unreachable, a request fails or the worker has learned too
+    little; 2 for a bad command line.
     """
-    page = asyncio.run(_metrics(config.url.rstrip("/")))
-    content = {"constants": [constants_of(page, config)]}
+    content = {"constants": [asyncio.run(_profiled(config))]}
     try:
         config.out.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as exc:
@@ -44,7 +71,31 @@ def main(config: ProfileConfig) -> None:
     sys.stdout.write(f"wrote {config.out}\n")
 
 
-async def _metrics(url: str) -> str:
+async def _profiled(config: ProfileConfig) -> dict[str, Any]:
+    """Send the loads, if a frontend is given, and return what the worker has learned."""
+    url = config.url.rstrip("/")
+    frontend = config.frontend_url
+    if frontend is None:
+        return constants_of(await _metrics(url, config), config)
+    # Without a worker that answers, the loads would be for nothing.
+    await _metrics(url, config)
+    loads = ProfileLoads(
+        frontend,
+        config.model,
+        config.max_num_tokens,
+        http_client.bearer(config.api_key),
+        client_context(frontend, config.client_tls_files),
+    )
+    try:
+        await loads.run(config.seconds)
+        alone = await loads.alone()
+    except LoadFailed as exc:
+        raise NotProfiled(str(exc)) from exc
+    await asyncio.sleep(_LEARNED_S)
+    return constants_of(await _metrics(url, config), config, alone)
+
+
+async def _metrics(url: str, config: ProfileConfig) -> str:
     """Return the metrics of a worker as text.
 
     Raises:
@@ -52,7 +103,13 @@ async def _metrics(url: str) -> str:
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            status, body = await http_client.request(f"{url}/metrics", "GET")
+            status, body = await http_client.request(
+                f"{url}/metrics",
+                "GET",
+                headers=http_client.bearer(config.api_key),
+                max_bytes=_MAX_METRICS_BYTES,
+                tls=client_context(url, config.client_tls_files),
+            )
     except (OSError, ValueError) as exc:  # TimeoutError is an OSError
         raise NotProfiled(
             f"{url} does not answer ({exc or 'no answer in time'}); pass the address of the"
@@ -63,12 +120,13 @@ async def _metrics(url: str) -> str:
     return body.decode()
 
 
-def constants_of(page: str, config: ProfileConfig) -> dict[str, Any]:
+def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -> dict[str, Any]:
     """Return an entry for a file of constants.
 
     Args:
         page: metrics of a worker as text.
         config: says which worker it is.
+        alone: requests that ran alone. What they took besides their step is the frontend's time.
 
     Raises:
         NotProfiled: the worker has learned too little.
@@ -82,29 +140,63 @@ def constants_of(page: str, config: ProfileConfig) -> dict[str, Any]:
         if found is None or num_samples < _MIN_SAMPLES:
             raise NotProfiled(
                 f"the worker has learned from {num_samples} samples of {kind}; at least"
-                f" {_MIN_SAMPLES} are needed: send more requests to it. Only aggregated workers"
-                " learn both kinds"
+                f" {_MIN_SAMPLES} are needed: send more requests to it, or pass --frontend-url and"
+                " longer --seconds. Only aggregated workers learn both kinds"
             )
         costs[name] = [found.coefficients[term] for term in terms]
         counts.append(f"{num_samples} samples of {kind}")
     mock: dict[str, Any] = {
         "step_costs": costs,
         "prefill_tokens_per_step": config.max_num_tokens,
+        "max_batch_size": config.max_batch_size,
         "kv_block_size": config.kv_block_size,
     }
+    source = f"learned by the worker at {config.url}"
+    prior = _prior(config)
+    if prior is not None:
+        names = [*_OF_ENGINE, *(_OF_MODEL if _is_same_model(prior, config) else ())]
+        mock |= {name: prior.mock[name] for name in names if name in prior.mock}
+        source += f"; what a worker does not learn is from: {prior.source}"
     kv_blocks = int(sum_samples(page, PREFIX).get("kv_blocks_total", 0))
     if kv_blocks:
-        mock["kv_cache_blocks"] = kv_blocks
-    return {
-        "models": [config.model.rstrip("/").rpartition("/")[2].lower()],
+        # Workers that transfer KV may have larger blocks than this aggregated one.
+        mock["kv_cache_blocks"] = kv_blocks * config.kv_block_size // mock["kv_block_size"]
+    entry: dict[str, Any] = {
+        "models": [_name(config)],
         "engine": config.engine,
         "versions": [config.engine_version],
         "gpu": config.gpu.lower(),
         "gpus_per_worker": config.tensor_parallel_size,
-        "source": f"learned by the worker at {config.url}",
+        "source": source,
         "fitted": ", ".join(counts),
         "mock": mock,
     }
+    if alone is not None:
+        entry["frontend_ms"] = round(1000 * _frontend_s(alone, costs["prefill"]), 2)
+    return entry
+
+
+def _frontend_s(alone: Alone, prefill: list[float]) -> float:
+    """Return what requests that run alone take besides their only step."""
+    tokens = alone.prompt_tokens
+    step_s = prior_fit(prefill).predict(prefill_features(0, 0, tokens, tokens * tokens / 2))
+    return max(0.0, alone.seconds - step_s)
+
+
+def _name(config: ProfileConfig) -> str:
+    """Return the name of the model without the organization."""
+    return config.model.rstrip("/").rpartition("/")[2].lower()
+
+
+def _prior(config: ProfileConfig) -> Constants | None:
+    """Return the package's constants of the engine, of this model and GPU if there are some."""
+    known = [one for one in known_constants() if one.engine == config.engine]
+    same = [one for one in known if _is_same_model(one, config)]
+    return next(iter(same + known), None)
+
+
+def _is_same_model(constants: Constants, config: ProfileConfig) -> bool:
+    return _name(config) in constants.models and constants.gpu == config.gpu.lower()
 
 
 if __name__ == "__main__":

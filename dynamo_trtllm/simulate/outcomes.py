@@ -64,6 +64,14 @@ class Slo:
             and request.worst_gap_s <= self.worst_gap_s
         )
 
+    def scaled(self, ttft: float, mean_gap: float, worst_gap: float) -> Slo:
+        """Return these limits times a factor each."""
+        return Slo(
+            ttft_s=self.ttft_s * ttft,
+            mean_gap_s=self.mean_gap_s * mean_gap,
+            worst_gap_s=self.worst_gap_s * worst_gap,
+        )
+
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile, one of the values; NaN without values."""
@@ -71,6 +79,18 @@ def quantile(values: Sequence[float], share: float) -> float:
         return math.nan
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def waits_grow(ttfts_s: Sequence[float]) -> bool:
+    """Return whether the wait for first tokens grew until the end, as the load is too high.
+
+    Args:
+        ttfts_s: time to first token of each request, in the order of their arrival.
+    """
+    half = len(ttfts_s) // 2
+    before = quantile(ttfts_s[:half], 0.5)
+    after = quantile(ttfts_s[half:], 0.5)
+    return after > _SATURATED_RATIO * before and after - before > _SATURATED_S
 
 
 class Outcome:
@@ -111,11 +131,8 @@ class Outcome:
 
     @property
     def is_saturated(self) -> bool:
-        """Return whether the wait for first tokens grew until the end, as the load is too high."""
-        half = len(self.requests) // 2
-        before = quantile([one.ttft_s for one in self.requests[:half] if one.is_ok], 0.5)
-        after = quantile([one.ttft_s for one in self.requests[half:] if one.is_ok], 0.5)
-        return after > _SATURATED_RATIO * before and after - before > _SATURATED_S
+        """Return whether the load is too high, see `waits_grow`."""
+        return waits_grow([one.ttft_s for one in self.good])
 
     def quantiles(self, of: Callable[[SimulatedRequest], float]) -> dict[str, float]:
         """Return the quantiles of a time of the good requests, in ms."""

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dynamo_trtllm.cli import profile
+from dynamo_trtllm.cli.profile_loads import Alone
 from dynamo_trtllm.config.commands import ProfileConfig
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.protocol.cost_model import CostModel, Fit
@@ -37,8 +38,24 @@ def test_learned_coefficients_become_constants(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"constants": [entry]}), encoding="utf-8")
     found = find_constants(known_constants(file), "some-model", "vllm", "h200", "9")
     assert found.mock["step_costs"] == {"decode": list(DECODE), "prefill": list(PREFILL)}
-    assert found.mock["kv_block_size"] == 128
+    # Blocks of 128 as those of workers that transfer KV, and a pool of 77 times 16 tokens.
+    assert (found.mock["kv_block_size"], found.mock["kv_cache_blocks"]) == (128, 9)
     assert found.fitted == "500 samples of decode_step, 500 samples of prefill_step"
+
+
+def test_what_no_worker_learns_is_that_of_the_package(tmp_path: Path) -> None:
+    other = profile.constants_of(page(500), config(tmp_path / "x"))["mock"]
+    assert other["plan_ahead"] is True
+    # KV transfers depend on the model.
+    assert "kv_transfer_s" not in other
+    known = config(tmp_path / "x").model_copy(update={"model": "openai/gpt-oss-120b"})
+    assert profile.constants_of(page(500), known)["mock"]["kv_transfer_s"] > 0
+
+
+def test_time_besides_the_step_is_that_of_the_frontend(tmp_path: Path) -> None:
+    step_s = PREFILL[0] + 2048 * 1e-5 + PREFILL[-1] * 2
+    alone = Alone(prompt_tokens=2048, seconds=step_s + 0.0075)
+    assert profile.constants_of(page(500), config(tmp_path / "x"), alone)["frontend_ms"] == 7.5
 
 
 def test_worker_that_learned_too_little_is_named(tmp_path: Path) -> None:
