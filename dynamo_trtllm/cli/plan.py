@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from dynamo_trtllm.cli.plan_chart import goodput_chart
 from dynamo_trtllm.cli.simulate import slos
 from dynamo_trtllm.config.commands import PlanConfig
 from dynamo_trtllm.config.deployment import checked_deployment
@@ -19,8 +20,8 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.simulate.constants import find_constants, known_constants
+from dynamo_trtllm.protocol.errors import ConfigError, install_hint
+from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
 from dynamo_trtllm.simulate.topologies import (
     LADDER,
     Cell,
@@ -30,6 +31,7 @@ from dynamo_trtllm.simulate.topologies import (
     crossover,
 )
 from dynamo_trtllm.simulate.workload import Shape, parse_shape
+from dynamo_trtllm.support.charts import can_draw
 
 _DEPLOYMENT = "deployment.yaml"
 _MOCK = "mock.yaml"
@@ -40,6 +42,7 @@ def main(config: PlanConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line or without constants."""
     shape = parse_shape(config.shape)
     comparison = _comparison(config)
+    _check_plot(config)
     tune_gc()
     cells = [
         comparison.cell(topology, shape, part * config.rate, config.requests, config.seeds)
@@ -48,19 +51,25 @@ def main(config: PlanConfig) -> None:
     ]
     chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)
     if config.out is not None:
-        _write_files(config.out, comparison, chosen)
+        _write_files(config.out, comparison, chosen, shape)
+    if config.plot is not None:
+        _write_plot(config.plot, cells, config)
     if config.json_output:
         sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
         return
     sys.stdout.write(_heading(comparison, shape, config))
     sys.stdout.write(format_table(list(_rows(cells))))
-    for line in recommendation(cells, chosen, config):
+    for line in recommendation(cells, chosen, comparison.constants, config):
         sys.stdout.write(f"{line}\n")
 
 
 def _comparison(config: PlanConfig) -> Comparison:
     constants = find_constants(
-        known_constants(config.constants), config.model, config.engine, config.gpu
+        known_constants(config.constants),
+        config.model,
+        config.engine,
+        config.gpu,
+        gpus_per_worker=config.tensor_parallel_size,
     )
     arguments: dict[str, Any] = {}
     if config.kv_block_size is not None:
@@ -113,7 +122,9 @@ def _ranged(figure: Range) -> str:
     return f"{figure.mean:.2f} ({figure.low:.2f} to {figure.high:.2f})"
 
 
-def recommendation(cells: Sequence[Cell], chosen: Cell, config: PlanConfig) -> Iterator[str]:
+def recommendation(
+    cells: Sequence[Cell], chosen: Cell, constants: Constants, config: PlanConfig
+) -> Iterator[str]:
     """Yield sentences: what to choose, where a split begins to pay, and how sure that is."""
     name = config.decide_by
     at_rate = [cell for cell in cells if cell.rate == chosen.rate]
@@ -125,6 +136,7 @@ def recommendation(cells: Sequence[Cell], chosen: Cell, config: PlanConfig) -> I
     else:
         yield f"Disaggregate at {chosen.rate:g} requests/s: {chosen.topology} is the best."
     yield f"It keeps {share:.0f} % of the requests within the limits ({figure.mean:.2f}/s per GPU)."
+    yield _error_sentence(chosen, constants, name)
     others = [cell for cell in at_rate if cell is not chosen]
     if others:
         second = best(others, name)
@@ -140,6 +152,20 @@ def recommendation(cells: Sequence[Cell], chosen: Cell, config: PlanConfig) -> I
             yield f"By {definition}, a split is clearly better from {rate:g} requests/s on."
 
 
+def _error_sentence(chosen: Cell, constants: Constants, name: str) -> str:
+    """Return what the known errors of the constants mean for the share that is promised."""
+    errors = constants.errors
+    if errors is None or chosen.with_errors is None:
+        return "How far these constants are off was not measured."
+    share = chosen.with_errors[name]
+    return (
+        f"On measured loads, these constants were off by {100 * errors.ttft:.0f} % (TTFT),"
+        f" {100 * errors.mean_gap:.0f} % (mean gap) and {100 * errors.worst_gap:.0f} % (worst gap);"
+        f" if the times above are off by as much, it keeps {100 * share.low:.0f} to"
+        f" {100 * share.high:.0f} %."
+    )
+
+
 def _report(
     cells: Sequence[Cell], chosen: Cell, comparison: Comparison, config: PlanConfig
 ) -> Mapping[str, Any]:
@@ -149,30 +175,64 @@ def _report(
         "constants": comparison.constants.source,
         "cells": [asdict(cell) | {"topology": str(cell.topology)} for cell in cells],
         "chosen": str(chosen.topology),
-        "recommendation": list(recommendation(cells, chosen, config)),
+        "recommendation": list(recommendation(cells, chosen, comparison.constants, config)),
         "crossover": {name: crossover(cells, name) for name in chosen.goodput},
     }
 
 
-def _write_files(folder: Path, comparison: Comparison, chosen: Cell) -> None:
-    """Write the deployment of the chosen topology, and one that imitates it.
+def _write_files(folder: Path, comparison: Comparison, chosen: Cell, shape: Shape) -> None:
+    """Write the deployment of the chosen topology with its engine files, and one that imitates it.
 
     Raises:
         ConfigError: a file can't be written, or a process would reject its settings.
     """
-    contents = {
-        _DEPLOYMENT: comparison.deployment(chosen.topology),
-        _MOCK: comparison.mock_deployment(chosen.topology),
+    topology = chosen.topology
+    engine_files = comparison.engine_files(topology, shape)
+    deployments = {
+        _DEPLOYMENT: comparison.deployment(topology, folder if engine_files else None),
+        _MOCK: comparison.mock_deployment(topology),
     }
+    title = f"# {_title(comparison, chosen)}\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in contents.items():
-            processes(checked_deployment(data, name))
-            text = yaml.safe_dump(data, sort_keys=False)
-            (folder / name).write_text(f"# {_title(comparison, chosen)}\n{text}", encoding="utf-8")
+        for name, content in {**engine_files, **deployments}.items():
+            text = yaml.safe_dump(content, sort_keys=False)
+            (folder / name).write_text(title + text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(
             f"{folder} can't be written: {exc.strerror or exc}; pass another folder", field="out"
+        ) from exc
+    for name, data in deployments.items():
+        processes(checked_deployment(data, name))
+
+
+def _check_plot(config: PlanConfig) -> None:
+    """Check before the simulations that the chart can be drawn.
+
+    Raises:
+        ConfigError: the package that draws is missing.
+    """
+    if config.plot is not None and not can_draw():
+        raise ConfigError(
+            f"--plot needs matplotlib; {install_hint('bench')}, or leave --plot out", field="plot"
+        )
+
+
+def _write_plot(file: Path, cells: Sequence[Cell], config: PlanConfig) -> None:
+    """Write the chart.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    limits = {
+        "mean-gap": f"TTFT {config.ttft_ms:g} ms, mean gap {config.mean_gap_ms:g} ms",
+        "worst-gap": f"TTFT {config.ttft_ms:g} ms, worst gap {config.worst_gap_ms:g} ms",
+    }
+    try:
+        file.write_text(goodput_chart(cells, limits), encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(
+            f"{file} can't be written: {exc.strerror or exc}; pass another path", field="plot"
         ) from exc
 
 

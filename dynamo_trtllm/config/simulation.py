@@ -1,11 +1,11 @@
-"""Define the settings of `dynamo-trtllm simulate` and `dynamo-trtllm plan`."""
+"""Define the settings of the commands `simulate`, `plan` and `profile`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dynamo_trtllm.config.client_commands import ServerUrl
 from dynamo_trtllm.config.config_base import (
@@ -17,6 +17,7 @@ from dynamo_trtllm.config.config_base import (
     PositiveInt,
     option,
 )
+from dynamo_trtllm.config.http_access import HttpClientConfig
 from dynamo_trtllm.config.token_counts import TokenCount
 
 
@@ -51,28 +52,44 @@ class LimitsConfig(Config):
     json_output: bool = option("process", False, aliases=("--json",), help="Print JSON.")
 
 
-class ProfileConfig(Config):
+class ProfileConfig(HttpClientConfig):
     """Write the constants that `simulate` and `plan` need, from what a running worker has learned.
 
-    Every worker learns how long its steps take. Send it loads of your shapes first, at low and high
-    rates. An aggregated worker learns both kinds of steps.
+    Every worker learns how long its steps take. With --frontend-url, loads are sent to it for
+    --seconds: prompts of all lengths up to a full step, 1 to 256 at a time. Otherwise, it must have
+    had loads of your shapes, at low and high rates. An aggregated worker learns both kinds of
+    steps; it must be the only one of its model.
 
-    example:
+    examples:
+      %(prog)s openai/gpt-oss-120b --url http://localhost:9090 --gpu h200 --out constants.yaml \\
+        --frontend-url http://localhost:8000
       %(prog)s openai/gpt-oss-120b --url http://localhost:9090 --gpu h200 --out constants.yaml
-    exit status: 0, 1 if the worker is unreachable or has learned too little, 2 for a bad command
-    line
+    exit status: 0, 1 if a process is unreachable, a request fails or the worker has learned too
+    little, 2 for a bad command line
     """
 
     model: NonEmpty = option("model", ..., positional=True, help="Model that the worker serves.")
     url: ServerUrl = option(
         "HTTP and routing", ..., is_address=True, help="Address of the worker's --system-port."
     )
+    frontend_url: ServerUrl | None = option(
+        "HTTP and routing",
+        None,
+        is_address=True,
+        help="Address of a frontend that serves only this worker: send loads through it first.",
+    )
+    seconds: Annotated[float, Field(ge=1, le=3600)] = option(
+        "load", 150.0, help="How long the loads take."
+    )
     gpu: NonEmpty = option("engine", ..., help="Its GPU model, such as h200.")
     engine: NonEmpty = option("engine", "vllm", help="Its engine.")
     engine_version: NonEmpty = option("engine", "unknown", help="Release of its engine.")
     tensor_parallel_size: PositiveInt = option("engine", 1, help="Its GPUs.")
-    kv_block_size: PositiveInt = option("engine", 128, help="Its tokens per KV block.")
+    kv_block_size: PositiveInt = option(
+        "engine", 16, help="Its tokens per KV block. Aggregated workers of vLLM have 16."
+    )
     max_num_tokens: TokenCount = option("engine", 8192, help="Its prompt tokens per step.")
+    max_batch_size: PositiveInt = option("engine", 256, help="Its requests per step.")
     out: Path = option("process", ..., help="YAML file to write, for --constants.")
 
 
@@ -157,6 +174,9 @@ class PlanConfig(LimitsConfig):
     )
     engine: NonEmpty = option("engine", "vllm", help="Inference engine: vllm or trtllm.")
     gpus: PositiveInt = option("engine", 2, help="GPUs of all workers.")
+    tensor_parallel_size: PositiveInt | None = option(
+        "engine", None, help="GPUs of each worker. Default: those of the first constants."
+    )
     kv_block_size: PositiveInt | None = option(
         "engine", None, help="Tokens per KV block. Default: that of the constants."
     )
@@ -176,4 +196,10 @@ class PlanConfig(LimitsConfig):
         None,
         help="Folder for deployment.yaml, with the chosen topology, and mock.yaml, which imitates"
         " it without a GPU. Both are for `dynamo-trtllm launch`.",
+    )
+    plot: Path | None = option(
+        "process",
+        None,
+        help="SVG file for a chart of goodput by topology and rate, by both definitions. It needs"
+        " matplotlib.",
     )

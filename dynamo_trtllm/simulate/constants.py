@@ -17,6 +17,17 @@ from dynamo_trtllm.protocol.errors import ConfigError
 _PACKAGED: Final = Path(__file__).parent / "constants.yaml"
 
 
+class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far simulations were off on measured loads that were not fitted, as part of 1.
+
+    Medians of the absolute errors of p50.
+    """
+
+    ttft: float
+    mean_gap: float
+    worst_gap: float
+
+
 class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The times of one model and engine on one kind of GPU.
 
@@ -32,8 +43,16 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mock: dict[str, Any]  # engine arguments of the mock engine
     gpus_per_worker: int = 1
     frontend_ms: float = 0.0  # what a request takes outside of engines
+    errors: Errors | None = None  # None: not compared with measurements
 
-    def is_of(self, model: str, engine: str, gpu: str, version: str | None) -> bool:
+    def is_of(
+        self,
+        model: str,
+        engine: str,
+        gpu: str,
+        version: str | None,
+        gpus_per_worker: int | None = None,
+    ) -> bool:
         """Return whether the constants are those of a model and engine on a GPU.
 
         Args:
@@ -41,11 +60,13 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             engine: name of the engine.
             gpu: the GPU model.
             version: release of the engine. None: any.
+            gpus_per_worker: GPUs of a worker. None: any number.
         """
         name = model.rstrip("/").rpartition("/")[2].lower()
         is_release = version is None or version in self.versions
         is_engine = engine == self.engine and is_release
-        return name in self.models and is_engine and gpu.lower() == self.gpu
+        is_size = gpus_per_worker in (None, self.gpus_per_worker)
+        return name in self.models and is_engine and is_size and gpu.lower() == self.gpu
 
 
 def known_constants(more: Path | None = None) -> list[Constants]:
@@ -64,8 +85,11 @@ def find_constants(
     engine: str,
     gpu: str | None,
     version: str | None = None,
+    gpus_per_worker: int | None = None,
 ) -> Constants:
     """Return the constants of a model and engine on a GPU, the first ones that are known.
+
+    Args as for `Constants.is_of`.
 
     Raises:
         ConfigError: there are none; the message says which there are, and how to get some.
@@ -75,14 +99,16 @@ def find_constants(
             f"the time that {model} takes depends on the GPU; pass --gpu, such as --gpu h200"
         )
     for constants in known:
-        if constants.is_of(model, engine, gpu, version):
+        if constants.is_of(model, engine, gpu, version, gpus_per_worker):
             return constants
     names = ", ".join(
-        f"{one.models[0]} with {one.engine} {one.versions[0]} on {one.gpu}" for one in known
+        f"{one.models[0]} with {one.engine} {one.versions[0]} on {one.gpus_per_worker} {one.gpu}"
+        for one in known
     )
     release = "" if version is None else f" {version}"
+    size = "" if gpus_per_worker is None else f"{gpus_per_worker} "
     raise ConfigError(
-        f"no constants for {model} with {engine}{release} on {gpu}; known are {names}. Run"
+        f"no constants for {model} with {engine}{release} on {size}{gpu}; known are {names}. Run"
         " `dynamo-trtllm profile` on a worker of this model, and pass its file with --constants"
     )
 

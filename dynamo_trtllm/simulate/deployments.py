@@ -16,12 +16,15 @@ from dynamo_trtllm.simulate.cluster import SimulatedDeployment
 from dynamo_trtllm.simulate.constants import Constants, find_constants
 
 _MOCK: Final = "mock"
-# Engine arguments of vLLM, and the mock engine's of the same meaning.
+# Engine arguments of vLLM and TensorRT-LLM, and the mock engine's of the same meaning.
 _MEANINGS: Final[Mapping[str, str]] = {
     "block_size": "kv_block_size",
     "max_num_batched_tokens": "prefill_tokens_per_step",
     "max_num_seqs": "max_batch_size",
     "max_model_len": "max_seq_len",
+    "max_num_tokens": "prefill_tokens_per_step",
+    "max_batch_size": "max_batch_size",
+    "max_seq_len": "max_seq_len",
     "enable_prefix_caching": "enable_prefix_caching",
 }
 # The flags of a worker that set the same.
@@ -61,7 +64,8 @@ def simulated_deployment(
         if config.engine != _MOCK:
             # A folder may have any name, so the name that clients send counts if there is one.
             model = config.served_model_name or config.model_path
-            constants = find_constants(known, model, str(config.engine), gpu)
+            size = _gpus_per_worker(spec, config)
+            constants = find_constants(known, model, str(config.engine), gpu, gpus_per_worker=size)
             config = as_mock(config, constants)
             known_s = max(known_s, constants.frontend_ms / 1000)
         workers += [config] * spec.count
@@ -118,6 +122,12 @@ def _rescale_blocks(arguments: dict[str, Any], constants: Constants) -> None:
 
 def _worker_flags(spec: WorkerSpec, common: Mapping[str, Any]) -> dict[str, Any]:
     return {**common, **spec.flags, "disaggregation_mode": spec.disaggregation_mode}
+
+
+def _gpus_per_worker(spec: WorkerSpec, config: WorkerConfig) -> int:
+    if spec.devices == "cpu":
+        return config.tensor_parallel_size or 1
+    return len(spec.devices) // spec.count
 
 
 def _configured(model: Any, flags: Mapping[str, Any]) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.simulate.cluster import simulate
-from dynamo_trtllm.simulate.constants import Constants
+from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate
+from dynamo_trtllm.simulate.constants import Constants, Errors
 from dynamo_trtllm.simulate.deployments import simulated_deployment
+from dynamo_trtllm.simulate.engine_files import engine_file
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 
@@ -19,6 +22,11 @@ from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 LADDER: Final = (0.25, 0.5, 1.0, 2.0)
 # A topology with which fewer requests keep their limits is no choice.
 _USEFUL_SHARE: Final = 0.5
+_WORKER_NAMES: Final = {
+    Role.AGGREGATED: "worker",
+    Role.PREFILL: "prefill",
+    Role.DECODE: "decode",
+}
 
 
 class WorkerCounts(NamedTuple):
@@ -68,6 +76,9 @@ class Cell:
     worst_gap_p50_ms: Range
     attainment: Mapping[str, Range]  # by definition of goodput: share of the requests
     goodput: Mapping[str, Range]  # the same: good requests per second and GPU
+    # The same as `attainment`, if the times are off by as much as the constants were on measured
+    # loads: the mean, and the shares with times that are longer and shorter. None: not known.
+    with_errors: Mapping[str, Range] | None = None
 
 
 def topologies(num_workers: int) -> Iterator[WorkerCounts]:
@@ -116,15 +127,17 @@ class Comparison:
         self, topology: WorkerCounts, shape: Shape, rate: float, num_requests: int, seeds: int
     ) -> Cell:
         """Return the figures of a topology at a rate."""
-        deployment = simulated_deployment(
-            checked_deployment(self.deployment(topology), str(topology)),
-            [self.constants],
-            self.constants.gpu,
-        )
+        deployment = self._simulated(topology)
         outcomes = [
             simulate(deployment, poisson_arrivals(shape, rate, num_requests, seed), seed)
             for seed in range(1, seeds + 1)
         ]
+        errors = self.constants.errors
+        with_errors = None
+        if errors is not None:
+            with_errors = {
+                name: _with_errors(outcomes, slo, errors) for name, slo in self.slos.items()
+            }
         return Cell(
             topology=topology,
             rate=rate,
@@ -141,10 +154,16 @@ class Comparison:
                 name: Range.of([outcome.attainment(slo) * rate / self.gpus for outcome in outcomes])
                 for name, slo in self.slos.items()
             },
+            with_errors=with_errors,
         )
 
-    def deployment(self, topology: WorkerCounts) -> dict[str, Any]:
-        """Return the content of a deployment file with this topology."""
+    def deployment(self, topology: WorkerCounts, folder: Path | None = None) -> dict[str, Any]:
+        """Return the content of a deployment file with this topology.
+
+        Args:
+            topology: the workers.
+            folder: where `engine_files` are. None: workers have no file of engine arguments.
+        """
         flags: dict[str, Any] = {"model-path": self.model, "engine": self.constants.engine}
         size = self.constants.gpus_per_worker
         if size > 1:
@@ -152,21 +171,23 @@ class Comparison:
         flags |= self._arguments
         workers: list[dict[str, Any]] = []
         first_gpu = 0
-        for name, mode, count in (
-            ("worker", "prefill_and_decode", topology.aggregated),
-            ("prefill", "prefill", topology.prefill),
-            ("decode", "decode", topology.decode),
+        for role, count in (
+            (Role.AGGREGATED, topology.aggregated),
+            (Role.PREFILL, topology.prefill),
+            (Role.DECODE, topology.decode),
         ):
             if not count:
                 continue
+            name = _WORKER_NAMES[role]
             num_gpus = count * size
+            own = {} if folder is None else {"extra-engine-args": str(folder / f"{name}.yaml")}
             workers.append(
                 {
                     "name": name,
-                    "disaggregation_mode": mode,
+                    "disaggregation_mode": role.value,
                     "count": count,
                     "devices": list(range(first_gpu, first_gpu + num_gpus)),
-                    "flags": dict(flags),
+                    "flags": flags | own,
                 }
             )
             first_gpu += num_gpus
@@ -177,15 +198,23 @@ class Comparison:
             "ready_timeout_s": 3600.0,
         }
 
+    def engine_files(self, topology: WorkerCounts, shape: Shape) -> dict[str, dict[str, Any]]:
+        """Return the engine arguments that were simulated, by the names of their files."""
+        found: dict[str, dict[str, Any]] = {}
+        for config in self._simulated(topology).workers:
+            role = config.disaggregation_mode
+            content = engine_file(
+                self.constants.engine, role, config.override_engine_args or {}, shape.input_tokens
+            )
+            if content is not None:
+                found[f"{_WORKER_NAMES[role]}.yaml"] = content
+        return found
+
     def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
         """Return the same with mock engines that take the simulated times, on CPUs."""
-        simulated = simulated_deployment(
-            checked_deployment(self.deployment(topology), str(topology)),
-            [self.constants],
-            self.constants.gpu,
-        )
         data = self.deployment(topology)
-        configs = {config.disaggregation_mode.value: config for config in simulated.workers}
+        workers = self._simulated(topology).workers
+        configs = {config.disaggregation_mode.value: config for config in workers}
         for worker in data["workers"]:
             config = configs[worker["disaggregation_mode"]]
             worker["devices"] = "cpu"
@@ -195,6 +224,13 @@ class Comparison:
                 "override-engine-args": config.override_engine_args,
             }
         return data
+
+    def _simulated(self, topology: WorkerCounts) -> SimulatedDeployment:
+        return simulated_deployment(
+            checked_deployment(self.deployment(topology), str(topology)),
+            [self.constants],
+            self.constants.gpu,
+        )
 
 
 def best(cells: Sequence[Cell], slo: str) -> Cell:
@@ -218,6 +254,15 @@ def crossover(cells: Sequence[Cell], slo: str) -> float | None:
         if is_better and split.attainment[slo].mean >= _USEFUL_SHARE:
             return rate
     return None
+
+
+def _with_errors(outcomes: Sequence[Outcome], slo: Slo, errors: Errors) -> Range:
+    """Return the share of requests within limits, and with all times longer and shorter."""
+    more = slo.scaled(1 + errors.ttft, 1 + errors.mean_gap, 1 + errors.worst_gap)
+    # Times that are longer by a factor keep a limit if they keep one that is shorter by it.
+    less = slo.scaled(1 / (1 + errors.ttft), 1 / (1 + errors.mean_gap), 1 / (1 + errors.worst_gap))
+    shares = [mean(one.attainment(limits) for one in outcomes) for limits in (slo, less, more)]
+    return Range(*shares)
 
 
 def _range(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> Range:

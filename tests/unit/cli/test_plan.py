@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dynamo_trtllm.cli import plan, simulate
+from dynamo_trtllm.cli.preflight import evaluate
+from dynamo_trtllm.config.commands import PreflightConfig
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
+from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
+from dynamo_trtllm.models.checkpoint import SHAPES
 
 MOCK = """
 constants:
@@ -106,3 +115,69 @@ def test_plan_writes_deployments(run: Callable[[str], str], tmp_path: Path) -> N
     mock = yaml.safe_load((tmp_path / "plan" / "mock.yaml").read_text("utf-8"))
     assert [worker["flags"]["engine"] for worker in real["workers"]] == ["vllm", "vllm"]
     assert [worker["devices"] for worker in mock["workers"]] == ["cpu", "cpu"]
+
+
+def plan_gpt_oss(engine: str, by: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Plan with the constants of the package."""
+    words = f"openai/gpt-oss-120b --engine {engine} --gpu h200 --gpus 2 --shape 8192/256 --rate 2"
+    words += f" --requests 10 --seeds 1 --decide-by {by}"
+    words += f" --out {folder} --plot {folder.with_suffix('.svg')}"
+    with pytest.raises(SystemExit) as ended:
+        plan.main(words.split())
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by", ["mean-gap", "worst-gap"])
+def test_engine_files_of_trtllm_pass_preflight(
+    by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_gpt_oss("trtllm", by, tmp_path / "plan", capsys)
+    files = {path.stem: path for path in (tmp_path / "plan").glob("*.yaml")}
+    roles = {"agg": files["worker"]} if "worker" in files else {}
+    roles |= {name: files[name] for name in ("prefill", "decode") if name in files}
+    report = evaluate(
+        PreflightConfig(**roles, gpu="h200", model_path="gpt-oss-120b", isl=8192, osl=256)
+    )
+    wrong = [found for _, found in report.findings if found.severity != "note"]
+    assert [asdict(found) for found in wrong] == []
+
+
+def test_engine_files_of_vllm_pass_its_preflight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_gpt_oss("vllm", "worst-gap", tmp_path / "plan", capsys)
+    real = yaml.safe_load((tmp_path / "plan" / "deployment.yaml").read_text("utf-8"))
+    for worker in real["workers"]:
+        config = WorkerConfig(
+            model_path="openai/gpt-oss-120b",
+            engine="vllm",
+            disaggregation_mode=worker["disaggregation_mode"],
+            extra_engine_args=worker["flags"]["extra-engine-args"],
+        )
+        args = vllm_args(config, LIBRARY.newest)
+        assert args.leaves["max_num_batched_tokens"].value == 8192
+        facts = VllmFacts(
+            role=config.disaggregation_mode,
+            args=args,
+            model=SHAPES["gpt-oss-120b"],
+            gpu=known_gpu("h200"),
+            num_gpus=len(worker["devices"]),
+        )
+        assert findings(facts, []) == []
+
+
+def test_plot_shows_both_definitions_and_the_crossover(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_gpt_oss("vllm", "worst-gap", tmp_path / "plan", capsys)
+    chart = (tmp_path / "plan.svg").read_text("utf-8")
+    for text in ("mean gap 20 ms", "worst gap 100 ms", "1P1D", "2A", "split better from"):
+        assert f"<!-- {text}" in chart or text in chart
+
+
+def test_plot_needs_the_package_that_draws(
+    run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "--plot needs matplotlib" in run(f"{PLAN} --plot chart.svg")

@@ -56,12 +56,12 @@ def test_mock_workers_keep_their_arguments() -> None:
 
 
 def test_workers_of_other_engines_take_the_constants() -> None:
-    found = simulated({"workers": workers(VLLM, count=2, devices=[0, 1, 2, 3])})
+    found = simulated({"workers": workers(VLLM, count=2, devices=[0, 1])})
     (first, _) = found.workers
     assert (first.engine, first.model_name) == ("mock", "some-model")
     assert first.override_engine_args == CONSTANTS.mock
     assert first.disaggregation_mode is Role.AGGREGATED
-    assert (found.num_gpus, found.frontend_s) == (4, 0.005)
+    assert (found.num_gpus, found.frontend_s) == (2, 0.005)
 
 
 def test_packaged_deployment_can_be_simulated() -> None:
@@ -99,9 +99,15 @@ def test_limits_of_the_engine_are_those_of_the_simulation(tmp_path: Path) -> Non
         (
             VLLM,
             "b200",
-            "no constants for org/some-model with vllm on b200; known are some-model with vllm 1.0",
+            "no constants for org/some-model with vllm on 1 b200; known are some-model with vllm 1.0"
+            " on 1 h200",
         ),
-        (VLLM | {"model": "other"}, "h200", "no constants for other with vllm on h200"),
+        (VLLM | {"model": "other"}, "h200", "no constants for other with vllm on 1 h200"),
+        (
+            VLLM | {"tensor-parallel-size": 4},
+            "h200",
+            "no constants for org/some-model with vllm on 4 h200",
+        ),
         (VLLM | {"engine": "torch"}, "h200", "no constants for org/some-model with torch"),
     ],
 )

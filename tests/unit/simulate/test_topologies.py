@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.simulate.constants import Constants
+from dynamo_trtllm.simulate.constants import Constants, Errors
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.topologies import (
     Cell,
@@ -58,6 +58,20 @@ def test_prompts_break_the_worst_gap_of_aggregated_workers() -> None:
     assert aggregated.attainment["worst-gap"].high < 0.7
     assert aggregated.attainment["mean-gap"].low == 1.0
     assert split.goodput["worst-gap"].mean == pytest.approx(4.0 / 2)
+
+
+def test_errors_of_constants_widen_the_promised_share() -> None:
+    # Prompts break the worst gap of half of the requests; with times a fifth longer, of all.
+    constants = msgspec.structs.replace(
+        CONSTANTS, errors=Errors(ttft=0.1, mean_gap=0.1, worst_gap=10.0)
+    )
+    ours = Comparison("some-model", constants, 1, SLOS)
+    cell = ours.cell(WorkerCounts(aggregated=1), Shape(1000, 50), 2.0, 40, 1)
+    assert cell.with_errors is not None
+    share = cell.with_errors["worst-gap"]
+    assert share.low == 0.0
+    assert share.low < share.mean == cell.attainment["worst-gap"].mean < share.high == 1.0
+    assert comparison().cell(WorkerCounts(1), Shape(10, 5), 1.0, 5, 1).with_errors is None
 
 
 def test_deployments_of_a_topology_can_be_launched() -> None:

@@ -1,0 +1,54 @@
+"""Write the engine arguments that were simulated, as YAML for `extra-engine-args`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from dynamo_trtllm.protocol.messages import Role
+
+# The disaggregated roles of TensorRT-LLM transfer KV through a buffer with space for a prompt.
+_MIN_BUFFER_TOKENS: Final = 65536
+
+
+def engine_file(
+    engine: str, role: Role, mock: Mapping[str, Any], longest_prompt: int
+) -> dict[str, Any] | None:
+    """Return the arguments of an engine in a role that was simulated. None: it needs no file.
+
+    Args:
+        engine: name of the engine.
+        role: role of the worker.
+        mock: arguments of the mock engine that imitates it.
+        longest_prompt: tokens of the longest prompt.
+    """
+    writer = _WRITERS.get(engine)
+    return None if writer is None else writer(role, mock, longest_prompt)
+
+
+def _vllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str, Any]:
+    names = {
+        "max_num_batched_tokens": "prefill_tokens_per_step",
+        "max_num_seqs": "max_batch_size",
+        "block_size": "kv_block_size",
+    }
+    return {name: mock[ours] for name, ours in names.items() if ours in mock}
+
+
+def _trtllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str, Any]:
+    names = {"max_num_tokens": "prefill_tokens_per_step", "max_batch_size": "max_batch_size"}
+    found: dict[str, Any] = {name: mock[ours] for name, ours in names.items() if ours in mock}
+    found["enable_chunked_prefill"] = True
+    if "kv_block_size" in mock:
+        found["kv_cache_config"] = {"tokens_per_block": mock["kv_block_size"]}
+    if role is not Role.AGGREGATED:
+        tokens = max(_MIN_BUFFER_TOKENS, longest_prompt)
+        found["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": tokens}
+    if role is Role.PREFILL:
+        # Up to 1.2.1, an engine that overlaps rejects requests for prefill only.
+        found["disable_overlap_scheduler"] = True
+    return found
+
+
+_Writer = Callable[[Role, Mapping[str, Any], int], dict[str, Any]]
+_WRITERS: Final[Mapping[str, _Writer]] = {"vllm": _vllm, "trtllm": _trtllm}
