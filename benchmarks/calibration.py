@@ -1,17 +1,21 @@
 """Compares simulations with measurements on GPUs, and fits the constants of simulations to some.
 
     python -m benchmarks.calibration errors
+    python -m benchmarks.calibration errors --constants open-loop-1gpu.yaml
     python -m benchmarks.calibration fit vllm 0.24.0
 
 errors: how far the packaged constants are off on each measured cell, in percent of the measured
-value, with medians of the cells that were fitted and of the others. In an open loop that is not
-saturated, throughput is what was sent.
+value, with medians of the cells that were fitted and of the others. With --constants, those of a
+file of `dynamo-trtllm profile`, which was fitted to no cell. In an open loop that is not saturated,
+throughput is what was sent; of a saturated one, only that counts: `sat` has the measured and the
+simulated answer.
 
 fit: prints coefficients of steps for `dynamo_trtllm/simulate/constants.yaml`, from which it begins.
 
-Cells are open loops of `benchmarks.gpu.open_loop` on two H200: gpt-oss-120b's architecture, random
-weights. The simulation has the same arrivals. Points of InferenceX are closed loops on one H200, as
-published; the lengths of their prompts and answers are taken as constant.
+Cells are open loops of `benchmarks.gpu.open_loop` on H200: gpt-oss-120b's architecture, random
+weights. The simulation has the same arrivals. Points of InferenceX are closed loops on H200, as
+published, with lengths between 0.8 and 1 times the named ones; ten requests for each that runs at
+once, of which the first begin together.
 """
 
 from __future__ import annotations
@@ -51,40 +55,28 @@ _TOPOLOGIES: Final[Mapping[str, WorkerCounts]] = {
     "A triton sampler": WorkerCounts(aggregated=1),
     "1P1D": WorkerCounts(prefill=1, decode=1),
 }
-# File, shape and rate of the cells that are fitted.
+# File, topology, shape and rate of the cells that are fitted.
 _FITTED: Final = frozenset(
     {
-        ("11-28-2gpu-1P1D-block16", "8192/256", 2.0),
-        ("11-28-2gpu-1P1D-block16", "2000/600", 4.0),
-        ("11-28-2gpu-1P1D-block128", "8192/256", 2.0),
-        ("11-28-2gpu-2A-and-vllm-router", "8192/256", 2.0),
-        ("11-28-2gpu-vllm026-steps-8192", "8192/256", 4.0),
-        ("11-28-2gpu-vllm033", "128/256", 24.0),
-        ("11-28-2gpu-vllm033", "8192/256", 2.0),
+        ("11-28-2gpu-1P1D-block16", "1P1D", "8192/256", 2.0),
+        ("11-28-2gpu-1P1D-block16", "1P1D", "2000/600", 4.0),
+        ("11-28-2gpu-1P1D-block128", "1P1D", "8192/256", 2.0),
+        ("11-28-2gpu-2A-and-vllm-router", "2A", "8192/256", 2.0),
+        ("11-28-2gpu-vllm033", "A triton sampler", "128/256", 24.0),
+        ("11-28-2gpu-vllm033", "1P1D", "8192/256", 2.0),
+        ("11-29-2gpu-vllm033-again", "1A", "8192/256", 2.0),
     }
 )
+# The constants of vLLM 0.26 are fitted to the steps of this file's loads, see `constants.yaml`.
+_STEPS_FITTED: Final = "11-29-1gpu-vllm026"
 # Parts of the names of files whose steps had 8,192 tokens, see docs/performance-gpu.md. Those of
 # others had 16,384.
-_STEPS_8192: Final = ("steps-8192", "vllm026-block16", "vllm033")
+_STEPS_8192: Final = ("steps-8192", "vllm026-block16", "vllm033", "1gpu")
 # Runs with a setting that the constants do not know: another layout of KV, an early notice.
 _LEFT_OUT: Final = ("early-notice", "rows", "no-ipc-cache")
-# InferenceX, 8192/1024, one H200: concurrency, mean TTFT in ms, mean TPOT in ms, tokens/s.
-_INFERENCEX: Final[Mapping[tuple[str, str], Sequence[tuple[int, float, float, float]]]] = {
-    ("trtllm", "InferenceX"): (
-        (4, 298, 7.65, 504),
-        (16, 483, 14.2, 1092),
-        (32, 675, 21.1, 1471),
-        (64, 6184, 30.6, 1749),
-    ),
-    ("vllm", "0.18"): (
-        (4, 408, 7.08, 535),
-        (16, 661, 15.75, 977),
-        (32, 896, 24.8, 1247),
-        (64, 1531, 41.8, 1479),
-    ),
-}
-_FITTED_CONCURRENCY: Final = (4, 16)
-_REQUESTS_PER_LANE: Final = 10  # of a closed loop of InferenceX, which begin at once
+_INFERENCEX: Final = _RESULTS / "inferencex-h200-gpt-oss-120b.json"
+_LEAST_PART: Final = 0.8  # of the lengths of InferenceX
+_REQUESTS_PER_LANE: Final = 10
 _PROBE: Final = 1.08  # by which a coefficient changes to see what depends on it
 _RIDGE: Final = 0.05
 _MAX_CHANGE: Final = 0.5  # of the logarithm of a coefficient, in one round
@@ -124,10 +116,12 @@ class MeasuredCell:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # flags of the workers
     is_fitted: bool = False
     version: str = ""  # release of the engine
+    gpus_per_worker: int = 1
+    is_saturated: bool | None = None  # None: not known
 
     def is_of(self, constants: Constants) -> bool:
-        """Return whether constants are those of the engine of this cell."""
-        return self.engine == constants.engine and self.version in constants.versions
+        """Return whether constants are those of the engine and the GPUs of this cell."""
+        return constants.is_of(_MODEL, self.engine, _GPU, self.version, self.gpus_per_worker)
 
 
 def all_cells() -> list[MeasuredCell]:
@@ -136,8 +130,8 @@ def all_cells() -> list[MeasuredCell]:
 
 
 def open_loop_cells() -> Iterator[MeasuredCell]:
-    """Yield the cells of two H200, in the order of their files."""
-    for path in sorted(_RESULTS.glob("open-loop-2026-11-2[89]-2gpu-*.json")):
+    """Yield the cells of one and two H200, in the order of their files."""
+    for path in sorted(_RESULTS.glob("open-loop-2026-11-2[89]-[12]gpu-*.json")):
         label = path.stem.removeprefix("open-loop-2026-")
         if any(word in label for word in _LEFT_OUT):
             continue
@@ -168,30 +162,37 @@ def open_loop_cells() -> Iterator[MeasuredCell]:
                 },
                 rate=rate,
                 arguments={"kv_block_size": block, "max_num_tokens": step},
-                is_fitted=(label, str(shape), rate) in _FITTED,
+                is_fitted=label == _STEPS_FITTED
+                or (label, cell["topology"], str(shape), rate) in _FITTED,
                 version=version,
+                is_saturated=cell.get("is_saturated"),
             )
 
 
 def closed_loop_cells() -> Iterator[MeasuredCell]:
     """Yield the points of InferenceX."""
-    for (engine, version), points in _INFERENCEX.items():
-        for concurrency, ttft, tpot, tokens_per_s in points:
-            yield MeasuredCell(
-                name=f"InferenceX {engine} 1A 8192/1024 c{concurrency}",
-                version=version,
-                engine=engine,
-                topology=WorkerCounts(aggregated=1),
-                shape=Shape(8192, 1024),
-                num_requests=_REQUESTS_PER_LANE * concurrency,
-                figures={"ttft_mean": ttft, "tpot_mean": tpot, "tokens_per_s": tokens_per_s},
-                concurrency=concurrency,
-                is_fitted=concurrency in _FITTED_CONCURRENCY,
-            )
+    for point in json.loads(_INFERENCEX.read_text(encoding="utf-8"))["points"]:
+        engine = point["engine"]
+        concurrency = point["concurrency"]
+        shape = Shape(point["input_tokens"], point["output_tokens"])
+        num_gpus = point["gpus"]
+        yield MeasuredCell(
+            name=f"InferenceX {engine} 1A@{num_gpus} {shape} c{concurrency}",
+            version=point["version"],
+            engine=engine,
+            topology=WorkerCounts(aggregated=1),
+            shape=shape,
+            num_requests=_REQUESTS_PER_LANE * concurrency,
+            figures={"ttft_mean": point["ttft_ms"], "tpot_mean": point["tpot_ms"]},
+            concurrency=concurrency,
+            arguments={"max_batch_size": concurrency},
+            is_fitted=point["is_fitted"],
+            gpus_per_worker=num_gpus,
+        )
 
 
-def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, float]:
-    """Return what a simulation of a cell has, by the names of the measured figures."""
+def simulated(cell: MeasuredCell, constants: Constants) -> Outcome:
+    """Return the outcome of a simulation of a cell."""
     counts = {
         Role.AGGREGATED: cell.topology.aggregated,
         Role.PREFILL: cell.topology.prefill,
@@ -211,11 +212,26 @@ def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, flo
         frontend_s=constants.frontend_ms / 1000,
     )
     if cell.concurrency:
-        outcome = simulate_closed_loop(deployment, cell.shape, cell.concurrency, cell.num_requests)
-        return _closed_loop_figures(outcome)
+        return simulate_closed_loop(
+            deployment,
+            cell.shape,
+            cell.concurrency,
+            cell.num_requests,
+            least_part=_LEAST_PART,
+        )
     times_s = arrival_times(Load(url="http://localhost", model="", rate=cell.rate, seed=_SEED))
     arrivals = arrivals_at(cell.shape, [next(times_s) for _ in range(cell.num_requests)])
-    figures = simulate(deployment, arrivals).figures()
+    return simulate(deployment, arrivals)
+
+
+def figures_of(cell: MeasuredCell, outcome: Outcome) -> dict[str, float]:
+    """Return what a simulation of a cell has, by the names of the measured figures."""
+    if cell.concurrency:
+        return {
+            "ttft_mean": 1000 * fmean(request.ttft_s for request in outcome.good),
+            "tpot_mean": 1000 * fmean(request.mean_gap_s for request in outcome.good),
+        }
+    figures = outcome.figures()
     return {
         "ttft_p50": figures["ttft_ms"]["p50"],
         "ttft_p90": figures["ttft_ms"]["p90"],
@@ -226,45 +242,50 @@ def simulated_figures(cell: MeasuredCell, constants: Constants) -> dict[str, flo
     }
 
 
-def _closed_loop_figures(outcome: Outcome) -> dict[str, float]:
-    """Return the figures of all requests of a closed loop, which begin at once."""
-    return {
-        "ttft_mean": 1000 * fmean(request.ttft_s for request in outcome.good),
-        "tpot_mean": 1000 * fmean(request.mean_gap_s for request in outcome.good),
-        "tokens_per_s": outcome.output_tokens_per_s,
-    }
-
-
-def errors_of(cell: MeasuredCell, constants: Constants) -> dict[str, float]:
+def errors_of(cell: MeasuredCell, outcome: Outcome) -> dict[str, float]:
     """Return by figure how far the simulation is off, as part of the measured value."""
-    simulated = simulated_figures(cell, constants)
-    return {name: simulated[name] / measured - 1 for name, measured in cell.figures.items()}
+    found = figures_of(cell, outcome)
+    return {name: found[name] / measured - 1 for name, measured in cell.figures.items()}
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def show_errors(_: argparse.Namespace) -> None:
+def show_errors(args: argparse.Namespace) -> None:
     """Print the errors of all cells, and their medians."""
-    known = known_constants()
+    known = known_constants(args.constants)
+    if args.constants is not None:
+        known = known[:1]
     for cells in (list(open_loop_cells()), list(closed_loop_cells())):
         names = list(cells[0].figures)
-        rows = [("cell", "", *names)]
-        found: dict[tuple[str, bool], list[dict[str, float]]] = {}
+        rows = [("cell", "", *names, "sat")]
+        found: dict[tuple[str, str], list[dict[str, float]]] = {}
         for cell in cells:
-            constants = find_constants(known, _MODEL, cell.engine, _GPU, cell.version)
-            errors = errors_of(cell, constants)
-            found.setdefault((f"{cell.engine} {constants.versions[0]}", cell.is_fitted), []).append(
-                errors
-            )
-            kind = "fitted" if cell.is_fitted else "predicted"
-            rows.append((cell.name, kind, *(f"{100 * errors[name]:+.0f}" for name in names)))
-        for (engine, is_fitted), each in found.items():
+            constants = next((one for one in known if cell.is_of(one)), None)
+            if constants is None:
+                continue
+            outcome = simulated(cell, constants)
+            errors = errors_of(cell, outcome)
+            is_fitted = cell.is_fitted and args.constants is None
             kind = "fitted" if is_fitted else "predicted"
+            saturated = _saturation(cell, outcome)
+            if not cell.is_saturated:
+                found.setdefault((f"{cell.engine} {constants.versions[0]}", kind), []).append(
+                    errors
+                )
+            values = (f"{100 * errors[name]:+.0f}" for name in names)
+            rows.append((cell.name, kind, *values, saturated))
+        for (engine, kind), each in found.items():
             medians = [median(abs(errors[name]) for errors in each) for name in names]
             title = f"median of {len(each)}, {engine}"
-            rows.append((title, kind, *(f"{100 * value:.0f}" for value in medians)))
+            rows.append((title, kind, *(f"{100 * value:.0f}" for value in medians), ""))
         sys.stdout.write(format_table(rows) + "\n")
+
+
+def _saturation(cell: MeasuredCell, outcome: Outcome) -> str:
+    """Return whether a cell was saturated, as measured and as simulated."""
+    words = {None: "?", True: "yes", False: "no"}
+    return "" if cell.concurrency else f"{words[cell.is_saturated]}/{words[outcome.is_saturated]}"
 
 
 # --- fit ------------------------------------------------------------------------------------------
@@ -276,7 +297,9 @@ def fit(args: argparse.Namespace) -> None:
     Each round computes how each residual changes with each coefficient, and solves for the change
     of all that makes the residuals least (Gauss-Newton, with a ridge that keeps the change small).
     """
-    constants = find_constants(known_constants(), _MODEL, args.engine, _GPU, args.version)
+    constants = find_constants(
+        known_constants(), _MODEL, args.engine, _GPU, args.version, args.gpus
+    )
     cells = [cell for cell in all_cells() if cell.is_of(constants) and cell.is_fitted]
     terms_to_fit = _TERMS_OF_ONE_SHAPE if cells[0].concurrency else _TERMS
     residuals = _residuals(cells, constants)
@@ -305,9 +328,9 @@ def _residuals(cells: Sequence[MeasuredCell], constants: Constants) -> Any:
     """
     found: list[float] = []
     for cell in cells:
-        simulated = simulated_figures(cell, constants)
+        figures = figures_of(cell, simulated(cell, constants))
         found += [
-            math.log(simulated[name] / measured)
+            math.log(figures[name] / measured)
             for name, measured in cell.figures.items()
             if not name.startswith("gap")
         ]
@@ -330,10 +353,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("errors", help="of the packaged constants").set_defaults(run=show_errors)
+    errors = commands.add_parser("errors", help="of the packaged constants")
+    errors.add_argument("--constants", type=Path, help="file of dynamo-trtllm profile")
+    errors.set_defaults(run=show_errors)
     fitting = commands.add_parser("fit", help="constants to the fitted cells")
     fitting.add_argument("engine", help="vllm or trtllm")
     fitting.add_argument("version", help="release, as in the constants")
+    fitting.add_argument("--gpus", type=int, default=1, help="of a worker")
     fitting.add_argument("--rounds", type=int, default=2)
     fitting.set_defaults(run=fit)
     args = parser.parse_args()

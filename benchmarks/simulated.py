@@ -1,6 +1,7 @@
 """Compares simulations of a deployment with its processes, under the same load.
 
     python -m benchmarks.simulated
+    python -m benchmarks.simulated --mock plan/mock.yaml --shape 8192 256 --rate 4 --frontend-ms 9
 
 Starts deployments of the mock engine, sends prompts of token ids at random times, and simulates the
 same arrivals. Run it on an idle machine: the processes take real time, the simulation does not.
@@ -8,8 +9,14 @@ same arrivals. Run it on an idle machine: the processes take real time, the simu
 What a request takes outside of engines is measured first, with requests that run alone: their time
 to first token, less that of a simulation in which this takes no time.
 
+With --mock, the only deployment is one that `dynamo-trtllm plan` has written, and --frontend-ms
+what the plan has assumed: the last columns are the shares of requests within the limits of both
+definitions, as processes keep them and as the plan promises.
+
   tok_s         output tokens per second
   ttft, tpot    p50 and p90 in ms
+  gap           p50 of worst gaps in ms
+  mean, worst   percent of the requests that keep TTFT 2 s and mean gap 20 ms, or worst gap 100 ms
   error         of the simulation, in percent of what was measured
 """
 
@@ -19,14 +26,17 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import yaml
 
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate, simulate_closed_loop
 from dynamo_trtllm.simulate.deployments import simulated_deployment
-from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
+from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.workload import Shape, arrivals_at
 
 from .deployment import NAME_VARIABLE, LaunchedDeployment
@@ -37,6 +47,7 @@ from .stream import RequestRecord
 
 _READY_S: Final = 120.0
 _SEED: Final = 7
+_SLOS: Final = (Slo(mean_gap_s=0.02), Slo(worst_gap_s=0.1))
 _NUM_ALONE: Final = 15  # requests that run alone
 _TOKENS_ALONE: Final = 4
 # About the times of gpt-oss-120b on an H200.
@@ -58,16 +69,19 @@ _TOPOLOGIES: Final = {
 }
 
 
+class MockWorker(NamedTuple):
+    """A worker of the mock engine."""
+
+    mode: str  # its `disaggregation_mode`
+    arguments: dict[str, Any]  # of the engine
+
+
 class MockDeployment(LaunchedDeployment):
-    """Workers of the mock engine and a frontend.
+    """Workers of the mock engine and a frontend."""
 
-    Args:
-        modes: `disaggregation_mode` of each worker.
-    """
-
-    def __init__(self, modes: Sequence[str]) -> None:
-        self._modes = {f"worker-{number}": mode for number, mode in enumerate(modes, start=1)}
-        super().__init__(workers=tuple(self._modes), model=MODEL_NAME, ready_s=_READY_S)
+    def __init__(self, workers: Sequence[MockWorker]) -> None:
+        self._workers = {f"worker-{number}": one for number, one in enumerate(workers, start=1)}
+        super().__init__(workers=tuple(self._workers), model=MODEL_NAME, ready_s=_READY_S)
 
     def description(self) -> dict[str, Any]:
         """See `LaunchedDeployment.description`."""
@@ -79,16 +93,16 @@ class MockDeployment(LaunchedDeployment):
             "workers": [
                 {
                     "name": name,
-                    "disaggregation_mode": mode,
+                    "disaggregation_mode": one.mode,
                     "flags": {
                         "model": "mock",
                         "served-model-name": MODEL_NAME,
                         "engine": "mock",
-                        "override-engine-args": _ARGUMENTS,
+                        "override-engine-args": one.arguments,
                     },
                     "env": {NAME_VARIABLE: name},
                 }
-                for name, mode in self._modes.items()
+                for name, one in self._workers.items()
             ],
         }
 
@@ -159,6 +173,15 @@ def _described(deployment: MockDeployment, frontend_s: float) -> SimulatedDeploy
     return simulated_deployment(checked, (), None, frontend_s)
 
 
+def planned_workers(file: Path) -> list[MockWorker]:
+    """Return the workers of a deployment that `dynamo-trtllm plan` has written."""
+    return [
+        MockWorker(worker["disaggregation_mode"], worker["flags"]["override-engine-args"])
+        for worker in yaml.safe_load(file.read_text(encoding="utf-8"))["workers"]
+        for _ in range(worker["count"])
+    ]
+
+
 def _row(title: str, outcome: Outcome) -> tuple[str, list[float]]:
     figures = outcome.figures()
     values = [
@@ -167,8 +190,35 @@ def _row(title: str, outcome: Outcome) -> tuple[str, list[float]]:
         figures["ttft_ms"]["p90"],
         figures["tpot_ms"]["p50"],
         figures["tpot_ms"]["p90"],
+        figures["worst_gap_ms"]["p50"],
+        *(100 * outcome.attainment(slo) for slo in _SLOS),
     ]
     return title, values
+
+
+def compared(
+    word: str, workers: Sequence[MockWorker], args: argparse.Namespace
+) -> list[tuple[str, ...]]:
+    """Return the rows of one deployment: its processes, the simulation and its errors."""
+    shape = Shape(*args.shape)
+    deployment = MockDeployment(workers)
+    try:
+        deployment.start()
+        frontend_s = frontend_seconds(deployment, shape)
+        real = _row(f"{word} processes", measured(deployment, shape, args.rate, args.requests))
+    finally:
+        deployment.stop()
+    assumed_s = frontend_s if args.frontend_ms is None else args.frontend_ms / 1000
+    outcome = simulated(deployment, shape, args.rate, args.requests, assumed_s)
+    virtual = _row(f"{word} simulated", outcome)
+    rows = [(title, *(f"{value:.1f}" for value in values)) for title, values in (real, virtual)]
+    errors = [
+        f"{100 * (guess / found - 1):+.1f} %" if found else ""
+        for guess, found in zip(virtual[1], real[1], strict=True)
+    ]
+    rows.append((f"{word} outside of engines: {1000 * frontend_s:.1f} ms", *[""] * len(errors)))
+    rows.append((f"{word} error", *errors))
+    return rows
 
 
 def main() -> None:
@@ -181,26 +231,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60, help="of each topology")
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 128), help="prompt and answer")
     parser.add_argument("--topologies", nargs="+", default=list(_TOPOLOGIES))
+    parser.add_argument("--mock", type=Path, help="deployment that plan has written")
+    parser.add_argument("--frontend-ms", type=float, help="instead of what is measured")
     args = parser.parse_args()
-    shape = Shape(*args.shape)
-    rows: list[tuple[str, ...]] = [("", "tok_s", "ttft p50", "p90", "tpot p50", "p90")]
-    for word in args.topologies:
-        deployment = MockDeployment(_TOPOLOGIES[word])
-        try:
-            deployment.start()
-            frontend_s = frontend_seconds(deployment, shape)
-            real = _row(f"{word} processes", measured(deployment, shape, args.rate, args.requests))
-        finally:
-            deployment.stop()
-        outcome = simulated(deployment, shape, args.rate, args.requests, frontend_s)
-        virtual = _row(f"{word} simulated", outcome)
-        for title, values in (real, virtual):
-            rows.append((title, *(f"{value:.1f}" for value in values)))
-        errors = [
-            100 * (guess / found - 1) for guess, found in zip(virtual[1], real[1], strict=True)
-        ]
-        rows.append((f"{word} outside of engines: {1000 * frontend_s:.1f} ms", *[""] * 5))
-        rows.append((f"{word} error", *(f"{error:+.1f} %" for error in errors)))
+    rows: list[tuple[str, ...]] = [
+        ("", "tok_s", "ttft p50", "p90", "tpot p50", "p90", "gap", "mean", "worst")
+    ]
+    if args.mock is not None:
+        rows += compared(str(args.mock), planned_workers(args.mock), args)
+    else:
+        for word in args.topologies:
+            rows += compared(
+                word, [MockWorker(mode, _ARGUMENTS) for mode in _TOPOLOGIES[word]], args
+            )
     sys.stdout.write(format_table(rows))
 
 
