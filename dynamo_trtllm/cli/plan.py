@@ -157,10 +157,14 @@ def _error_sentence(chosen: Cell, constants: Constants, name: str) -> str:
     errors = constants.errors
     if errors is None or chosen.with_errors is None:
         return "How far these constants are off was not measured."
+    if name == "worst-gap" and errors.worst_gap is None:
+        return "How far worst gaps of these constants are off was not measured."
     share = chosen.with_errors[name]
+    gaps = f"{100 * errors.mean_gap:.0f} % (mean gap)"
+    if errors.worst_gap is not None:
+        gaps += f", {100 * errors.worst_gap:.0f} % (worst gap)"
     return (
-        f"On measured loads, these constants were off by {100 * errors.ttft:.0f} % (TTFT),"
-        f" {100 * errors.mean_gap:.0f} % (mean gap) and {100 * errors.worst_gap:.0f} % (worst gap);"
+        f"On measured loads, these constants were off by {100 * errors.ttft:.0f} % (TTFT), {gaps};"
         f" if the times above are off by as much, it keeps {100 * share.low:.0f} to"
         f" {100 * share.high:.0f} %."
     )

@@ -25,7 +25,7 @@ class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ttft: float
     mean_gap: float
-    worst_gap: float
+    worst_gap: float | None = None  # None: not measured
 
 
 class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

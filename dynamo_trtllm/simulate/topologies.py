@@ -258,9 +258,10 @@ def crossover(cells: Sequence[Cell], slo: str) -> float | None:
 
 def _with_errors(outcomes: Sequence[Outcome], slo: Slo, errors: Errors) -> Range:
     """Return the share of requests within limits, and with all times longer and shorter."""
-    more = slo.scaled(1 + errors.ttft, 1 + errors.mean_gap, 1 + errors.worst_gap)
+    factors = (1 + errors.ttft, 1 + errors.mean_gap, 1 + (errors.worst_gap or 0.0))
+    more = slo.scaled(*factors)
     # Times that are longer by a factor keep a limit if they keep one that is shorter by it.
-    less = slo.scaled(1 / (1 + errors.ttft), 1 / (1 + errors.mean_gap), 1 / (1 + errors.worst_gap))
+    less = slo.scaled(*(1 / factor for factor in factors))
     shares = [mean(one.attainment(limits) for one in outcomes) for limits in (slo, less, more)]
     return Range(*shares)
 
