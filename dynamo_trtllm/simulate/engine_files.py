@@ -38,7 +38,9 @@ def _vllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str,
 def _trtllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str, Any]:
     names = {"max_num_tokens": "prefill_tokens_per_step", "max_batch_size": "max_batch_size"}
     found: dict[str, Any] = {name: mock[ours] for name, ours in names.items() if ours in mock}
-    found["enable_chunked_prefill"] = True
+    # Otherwise, a prompt that is longer than a step is rejected.
+    is_longer = longest_prompt > mock.get("prefill_tokens_per_step", longest_prompt)
+    found["enable_chunked_prefill"] = mock.get("splits_prompts", True) or is_longer
     if "kv_block_size" in mock:
         found["kv_cache_config"] = {"tokens_per_block": mock["kv_block_size"]}
     if role is not Role.AGGREGATED:
