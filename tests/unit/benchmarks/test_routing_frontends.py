@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.routing import SimulatedFrontends
+from benchmarks.routing_frontends import SimulatedFrontends
 
 
 def _ttfts(*, frontends: int, holds: bool) -> list[float]:
