@@ -101,6 +101,49 @@ def prefill_features(
     return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
 
 
+def decode_step_s(fit: Fit, requests: float, context_tokens: float) -> float:
+    """Return the predicted seconds of a step without prompt tokens.
+
+    They are those of `decode_features`. A selection of workers predicts many steps, and this takes
+    a fraction of the time.
+    """
+    terms = fit.coefficients
+    seconds = terms[0] + terms[4] * context_tokens * _KI + terms[5] * math.sqrt(requests)
+    _, first, second = _DECODE_KNOTS
+    if requests <= first:
+        return seconds + terms[1] * requests
+    seconds += terms[1] * first
+    if requests <= second:
+        return seconds + terms[2] * (requests - first)
+    return seconds + terms[2] * (second - first) + terms[3] * (requests - second)
+
+
+def prefill_step_s(
+    fit: Fit,
+    decode_requests: float,
+    context_tokens: float,
+    tokens: float,
+    attention_pairs: float = 0.0,
+) -> float:
+    """Return the predicted seconds of a step with prompt tokens, those of `prefill_features`."""
+    terms = fit.coefficients
+    seconds = terms[0] + terms[6] * decode_requests + terms[7] * context_tokens * _KI
+    seconds += terms[8] * attention_pairs * _MI
+    _, first, second, third, fourth = _PREFILL_KNOTS
+    if tokens <= first:
+        return seconds + terms[1] * tokens
+    seconds += terms[1] * first
+    if tokens <= second:
+        return seconds + terms[2] * (tokens - first)
+    seconds += terms[2] * (second - first)
+    if tokens <= third:
+        return seconds + terms[3] * (tokens - second)
+    seconds += terms[3] * (third - second)
+    if tokens <= fourth:
+        return seconds + terms[4] * (tokens - third)
+    return seconds + terms[4] * (fourth - third) + terms[5] * (tokens - fourth)
+
+
 def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
     """Return the values on which the time to first token of a prefill or aggregated call depends.
 
@@ -123,6 +166,10 @@ def kv_transfer_features(prompt_tokens: float) -> Features:
     return 1.0, prompt_tokens * _KI
 
 
+# The coefficients of requests that decode in a step with prompt tokens, and of their context.
+_DECODE_IN_PREFILL: Final = slice(
+    PREFILL_TERMS.index("decode_requests"), PREFILL_TERMS.index("context_ki") + 1
+)
 _MOST = 1e6  # limit of a coefficient that is not damaged, in seconds
 
 
@@ -192,18 +239,6 @@ class Prediction(NamedTuple):
         if not math.isfinite(seconds):
             return None
         return cls(seconds, seconds * fit.low, seconds * fit.high)
-
-    @classmethod
-    def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
-        """Return the time of parts that follow each other. None: one of them is not known."""
-        known = [part for part in parts if part is not None]
-        if not known or len(known) < len(parts):
-            return None
-        return cls(
-            seconds=sum(part.seconds for part in known),
-            low_s=sum(part.low_s for part in known),
-            high_s=sum(part.high_s for part in known),
-        )
 
 
 class EngineWork(NamedTuple):
@@ -279,17 +314,16 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
         running_s = 0.0
         if running_tokens > 0:
-            running_s = fit.predict(prefill_features(decoding, context, running_tokens, 0.0))
+            running_s = prefill_step_s(fit, decoding, context, running_tokens)
             queued_tokens -= running_tokens
         elif decoding and self.decode is not None:
-            running_s = self.decode.predict(decode_features(decoding, context))
+            running_s = decode_step_s(self.decode, decoding, context)
         num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), self.step_tokens)
         seconds = 0.0
         if num_full:
-            full_step = prefill_features(decoding, context, self.step_tokens, 0.0)
-            seconds = num_full * fit.predict(full_step)
+            seconds = num_full * prefill_step_s(fit, decoding, context, self.step_tokens)
         if rest_tokens:
-            seconds += fit.predict(prefill_features(decoding, context, rest_tokens, 0.0))
+            seconds += prefill_step_s(fit, decoding, context, rest_tokens)
         # Pairs of attention are added for all of these steps together, with the last coefficient.
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if work.queued_requests:
@@ -311,6 +345,82 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         running_s, steps_s = predicted
         features = first_token_features(new_tokens, running_s, steps_s)
         return Prediction.of(self.first_token, features)
+
+    def first_token_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float:
+        """Return what `predict_first_token` predicts, without its bounds. Infinity: not known."""
+        predicted = self.prefill_steps_s(new_tokens, cached_tokens, work)
+        if predicted is None or self.first_token is None:
+            return math.inf
+        running_s, steps_s = predicted
+        call, prompt, running, steps = self.first_token.coefficients
+        return call + prompt * new_tokens * _KI + running * running_s + steps * steps_s
+
+    def longest_step_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float:
+        """Return the time of the longest step until the first token of a prompt.
+
+        Requests that decode meanwhile get no token for so long. Infinity: not known.
+
+        Args:
+            new_tokens: the tokens of the prompt that are not cached.
+            cached_tokens: the tokens of the prompt that are in the prefix cache.
+            work: the work of the engine. Its queued prompts share the step.
+        """
+        fit = self.prefill
+        if fit is None or not self.step_tokens:
+            return math.inf
+        requests = work.decode_requests
+        context = work.context_tokens
+        tokens = min(self.step_tokens, work.queued_tokens + max(1, new_tokens))
+        last_tokens = min(self.step_tokens, new_tokens)
+        pairs = last_tokens * (cached_tokens + new_tokens - last_tokens / 2)
+        seconds = prefill_step_s(fit, requests, context, tokens, pairs)
+        request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
+        if requests and not request_s and not context_s and self.decode is not None:
+            # The worker has never decoded in such a step, or the fit is that of another worker.
+            # The sum counts what both steps have in common twice.
+            seconds += decode_step_s(self.decode, requests, context)
+        return seconds
+
+    def completed_by(self, other: CostModel) -> CostModel:
+        """Return the model with the fits of an equal worker for those that are not known yet.
+
+        A prefill worker has measured no decode steps before its first aggregated request, and a
+        decode worker no steps with whole prompts.
+        """
+        of_prompts = self
+        is_other_better = other.has_computed_prompts and not self.has_computed_prompts
+        if self.prefill is None or is_other_better:
+            of_prompts = other
+        return CostModel(
+            decode=self.decode or other.decode,
+            prefill=of_prompts.prefill,
+            first_token=of_prompts.first_token or self.first_token or other.first_token,
+            step_tokens=of_prompts.step_tokens,
+            kv_transfer=self.kv_transfer or other.kv_transfer,
+        )
+
+    @property
+    def has_computed_prompts(self) -> bool:
+        """True if the times of prompts were measured, or come from the configuration.
+
+        A decode worker that computes the last token of each prompt again has only measured steps
+        with few prompt tokens.
+        """
+        if self.prefill is None or self.first_token is None:
+            return False
+        is_configured = self.prefill.num_samples == 0
+        return is_configured or self.first_token.num_samples > 0
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the times of all steps are known. That of a KV transfer may be missing."""
+        is_prefill_known = self.prefill is not None and self.first_token is not None
+        return is_prefill_known and self.decode is not None and self.step_tokens > 0
+
+    @property
+    def is_measured(self) -> bool:
+        """True if nothing is missing that an equal worker may have measured."""
+        return self.is_complete and self.has_computed_prompts
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
         """Predict the time of a decode call until its first token.

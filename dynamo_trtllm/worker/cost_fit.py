@@ -403,7 +403,10 @@ class CostFit:
             can_change=True,
         )
         self.first_token = RobustFit(partial(on_outcome, "first_token"), _FIRST_TOKEN_PRIOR)
-        self.kv_transfer = RobustFit(partial(on_outcome, "kv_transfer"))
+        self.kv_transfer = RobustFit(
+            partial(on_outcome, "kv_transfer"),
+            None if prior.kv_transfer is None else prior.kv_transfer.coefficients,
+        )
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
 

@@ -131,17 +131,22 @@ class MockArgs(BaseModel):
 
     @property
     def cost_prior(self) -> CostModel:
-        """What these arguments say about the time of steps."""
-        step_tokens = self.prefill_tokens_per_step
-        if self.step_costs is not None:
-            decode = prior_fit(self.step_costs.decode)
-            prefill = prior_fit(self.step_costs.prefill)
-            return CostModel(decode, prefill, step_tokens=step_tokens)
+        """What these arguments say about the time of steps and KV transfers."""
         decode = linear_decode_fit(self.step_s, self.decode_request_s, self.context_token_s)
         prefill = linear_prefill_fit(
             self.step_s, self.prefill_token_s, self.decode_request_s, self.context_token_s
         )
-        return CostModel(decode, prefill, step_tokens=step_tokens)
+        if self.step_costs is not None:
+            decode = prior_fit(self.step_costs.decode)
+            prefill = prior_fit(self.step_costs.prefill)
+        ki_blocks = 1024 / self.kv_block_size
+        ki_s = (self.kv_transfer_block_s + self.kv_post_block_s) * ki_blocks
+        return CostModel(
+            decode,
+            prefill,
+            step_tokens=self.prefill_tokens_per_step,
+            kv_transfer=prior_fit((self.kv_transfer_s, ki_s)),
+        )
 
     @property
     def is_constant(self) -> bool:

@@ -1,0 +1,66 @@
+"""Predicted times of steps: those of the fit, and those of streams that share them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dynamo_trtllm.protocol.cost_model import (
+    DECODE_TERMS,
+    PREFILL_TERMS,
+    CostModel,
+    EngineWork,
+    decode_features,
+    decode_step_s,
+    linear_decode_fit,
+    linear_prefill_fit,
+    prefill_features,
+    prefill_step_s,
+    prior_fit,
+)
+
+DECODE = prior_fit([0.1 * (index + 1) for index in range(len(DECODE_TERMS))])
+PREFILL = prior_fit([0.1 * (index + 1) for index in range(len(PREFILL_TERMS))])
+FIRST_TOKEN = prior_fit((0.0, 0.0, 0.5, 1.0))
+
+
+@pytest.mark.parametrize("requests", [0, 1, 32, 33, 128, 1000])
+def test_decode_step_takes_the_time_of_its_features(requests: int) -> None:
+    expected = DECODE.predict(decode_features(requests, 7000))
+    assert decode_step_s(DECODE, requests, 7000) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 256, 1024, 4096, 4097, 99_999])
+def test_prefill_step_takes_the_time_of_its_features(tokens: int) -> None:
+    expected = PREFILL.predict(prefill_features(9, 7000, tokens, 3e6))
+    assert prefill_step_s(PREFILL, 9, 7000, tokens, 3e6) == pytest.approx(expected)
+
+
+def test_longest_step_has_at_most_the_tokens_of_a_step() -> None:
+    fits = linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.01, 1e-4, 0.001)
+    cost = CostModel(*fits, FIRST_TOKEN, 1000)
+    work = EngineWork(decode_requests=5, queued_tokens=300)
+    assert cost.longest_step_s(200, 0, work) == pytest.approx(0.01 + 500e-4 + 0.005)
+    assert cost.longest_step_s(5000, 0, work) == pytest.approx(0.01 + 1000e-4 + 0.005)
+
+
+def test_longest_step_adds_decode_steps_that_were_never_mixed() -> None:
+    # A prefill worker has measured no step in which requests decode.
+    cost = CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.02, 1e-4), None, 1000)
+    assert cost.longest_step_s(100, 0, EngineWork(5)) == pytest.approx(0.02 + 0.01 + 0.01 + 0.005)
+    assert cost.longest_step_s(100, 0, EngineWork()) == pytest.approx(0.02 + 0.01)
+
+
+def test_unknown_times_are_infinite() -> None:
+    assert CostModel().longest_step_s(9, 0, EngineWork()) == math.inf
+    assert CostModel().first_token_s(9, 0, EngineWork()) == math.inf
+
+
+def test_cost_model_is_completed_by_an_equal_worker() -> None:
+    prefill = CostModel(None, PREFILL, FIRST_TOKEN, 1000)
+    decode = CostModel(DECODE)
+    assert not prefill.is_complete
+    assert not decode.is_complete
+    assert decode.completed_by(prefill).is_complete
+    assert decode.completed_by(prefill).decode is DECODE
