@@ -40,10 +40,11 @@ class DirectClient(PlaneClient):
 
     Args:
         clocks: the clocks of the simulation.
+        transport: carries what workers broadcast.
     """
 
-    def __init__(self, clocks: Clocks) -> None:
-        super().__init__(InprocTransport(), PlaneLimits(), BackgroundTasks(), _ignore)
+    def __init__(self, clocks: Clocks, transport: InprocTransport) -> None:
+        super().__init__(transport, PlaneLimits(), BackgroundTasks(), _ignore)
         self._clocks = clocks
         self._workers: dict[str, _Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,8 +101,10 @@ class DirectPlane(RequestPlane):
     client: DirectClient
 
     def __init__(self, clocks: Clocks) -> None:
-        super().__init__(InprocTransport(), PlaneLimits())
-        self.client = DirectClient(clocks)
+        transport = InprocTransport()
+        super().__init__(transport, PlaneLimits())
+        # The client reads what workers publish by this plane.
+        self.client = DirectClient(clocks, transport)
 
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
