@@ -205,7 +205,7 @@ class Bench:
             self.new_tokens = 0
             self.new_requests = 0
         work = report.work(
-            decodes=True, more_tokens=self.new_tokens, more_requests=self.new_requests
+            Role.AGGREGATED, more_tokens=self.new_tokens, more_requests=self.new_requests
         )
         self.new_tokens += prompt_tokens
         self.new_requests += 1

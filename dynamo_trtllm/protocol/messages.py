@@ -31,6 +31,7 @@ from dynamo_trtllm.protocol.number_types import (
     Number,
     PositiveCount,
     Seconds,
+    SloSeconds,
     TokenId,
 )
 
@@ -76,6 +77,9 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "prefill_and_decode"
+
+
+_PREFILL: Final = Role.PREFILL  # Python 3.11 looks up a member of an enum in 150 ns
 
 
 class Phase(StrEnum):
@@ -240,6 +244,16 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     signature: TransferSignature | None = None  # None: the prefill worker has no key
 
 
+class RequestSlo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The limits of the times of a request (service-level objective). None: those of the frontend.
+
+    Only frontends read them.
+    """
+
+    ttft_s: SloSeconds | None = None  # time to first token
+    itl_s: SloSeconds | None = None  # time between two tokens
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One call: one phase of a request whose prompt is tokenized and whose fields are valid for the
     model's card.
@@ -272,6 +286,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     # a hint: an engine may run requests of one conversation on one rank
     conversation_id: str | None = None
     traceparent: str | None = None  # header of the client: engines may add spans to its trace
+    slo: RequestSlo | None = None  # None: the limits of the frontend, if it has some
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -386,7 +401,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limits: Limits = Limits()
     # equal on prefill and decode
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
-    # a decode worker that can also prefill
+    # a prefill or decode worker that can also run aggregated requests
     can_aggregate: bool = msgspec.field(default=False, name="serves_whole")
     # see EngineInfo; older workers ignore these fields of a request
     supported_features: tuple[str, ...] = ()
@@ -417,12 +432,24 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_blocks_total: Count  # 0: not reported by the engine
     context_tokens: Count  # tokens of the context of the requests in the batch
     cost: CostModel | None = None  # only broadcasts have it
+    # Of a prefill worker: the aggregated requests that have their first token, and the tokens of
+    # their context. Older workers do not report them. Others report all in `running`.
+    aggregated_running: Count = 0
+    aggregated_tokens: Count = 0
 
-    def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
-        """Return what a new request finds, with prompt tokens and requests that came since the
-        report.
+    def work(self, role: Role, *, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
+        """Return what a new request finds at the worker.
+
+        Args:
+            role: of the worker.
+            more_tokens: prompt tokens that came since the report.
+            more_requests: requests that came since the report.
         """
-        running, context = (self.running, self.context_tokens) if decodes else (0, 0)
+        running = self.running
+        context = self.context_tokens
+        if role is _PREFILL:
+            running = self.aggregated_running
+            context = self.aggregated_tokens
         return EngineWork(
             running, context, self.queued_prefill_tokens + more_tokens, self.waiting + more_requests
         )

@@ -22,6 +22,7 @@ MAX_WEIGHT: Final = 100.0
 MAX_DP_RANKS: Final = 1 << 16
 MAX_LOGPROBS: Final = 20  # alternatives of one token
 MAX_SECONDS: Final = 1e9  # 31 years
+MAX_SLO_S: Final = 3600.0  # largest limit of the times of a request
 _LAST_TIME: Final = 1e11  # this is in the year 5138
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # of tokens, blocks, requests, layers
@@ -34,6 +35,7 @@ UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+SloSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SLO_S)]
 EpochSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=_LAST_TIME)]  # seconds since the epoch
 
 

@@ -190,18 +190,19 @@ class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
     __slots__ = (
+        "_aggregated",
         "_arrived_s",
         "_calls",
         "_clock",
         "_is_sampled",
         "_is_stopped",
         "_metrics",
-        "_num_prompt_tokens",
         "_phase",
         "_receivers",
         "_signer",
         "admission",
         "fetch",
+        "num_prompt_tokens",
         "num_tokens",
         "request_id",
         "source",
@@ -214,10 +215,13 @@ class _ServiceStream(Stream):
         metrics: WorkerMetrics,
         on_event: OnEvent,
         calls: deque[CallSample],
+        aggregated: set[_ServiceStream],
         signer: TransferSigner,
         clock: Callable[[], float],
     ) -> None:
         super().__init__(on_event)
+        # The aggregated calls that have their first token.
+        self._aggregated = aggregated
         self._clock = clock
         self._signer = signer
         self._receivers = request.kv_receivers
@@ -227,7 +231,7 @@ class _ServiceStream(Stream):
         self._calls = calls
         self._is_sampled = False
         self._arrived_s = clock()
-        self._num_prompt_tokens = len(request.token_ids)
+        self.num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine had to do when the call arrived
         self.request_id = request.request_id
         self._phase = request.phase
@@ -262,11 +266,13 @@ class _ServiceStream(Stream):
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         if self.fetch is not None:
             self.fetch.note_arrival()
+        if self._phase is Phase.AGGREGATED:
+            self._aggregated.add(self)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
         if self._is_sampled:
             return
-        prompt_tokens = self._num_prompt_tokens
+        prompt_tokens = self.num_prompt_tokens
         cached_tokens = 0
         if chunk.stats is not None:
             cached_tokens = min(prompt_tokens, chunk.stats.cached_tokens)
@@ -307,6 +313,7 @@ class _ServiceStream(Stream):
         else:
             code = last.code
         RECORDER.unfollow(self)
+        self._aggregated.discard(self)
         if self.fetch is not None:
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
@@ -357,6 +364,7 @@ class WorkerService:
         self._new_requests = 0
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
         self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
+        self._aggregated: set[_ServiceStream] = set()
         self._phases = {Phase[self.instance.role.name]}
         if self.instance.can_aggregate:
             self._phases.add(Phase.AGGREGATED)
@@ -370,6 +378,7 @@ class WorkerService:
             self.metrics,
             on_event,
             self._cost.calls,
+            self._aggregated,
             self._signer,
             self.clocks.monotonic,
         )
@@ -441,6 +450,8 @@ class WorkerService:
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
+        # Other roles report them as running.
+        aggregated = self._aggregated if self.instance.role is Role.PREFILL else ()
         load = LoadReport(
             instance_id=self.instance.id,
             number=1 if last is None else last.number + 1,
@@ -450,6 +461,10 @@ class WorkerService:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             context_tokens=stats.context_tokens,
+            aggregated_running=len(aggregated),
+            aggregated_tokens=sum(
+                stream.num_prompt_tokens + stream.num_tokens for stream in aggregated
+            ),
         )
         self._last_load = load
         self._load_read_at = now
@@ -471,7 +486,7 @@ class WorkerService:
         # A new report sets the two counts to zero, so it comes first.
         load = self.load_report()
         work = load.work(
-            decodes=self.instance.role is not Role.PREFILL,
+            self.instance.role,
             more_tokens=self._new_tokens,
             more_requests=self._new_requests,
         )

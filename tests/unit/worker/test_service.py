@@ -465,6 +465,29 @@ async def test_load_read_soon_again_is_the_same_report() -> None:
     assert worker.load_report() == msgspec.structs.replace(first, number=2)
 
 
+@pytest.mark.parametrize(("role", "expected"), [(Role.PREFILL, (1, 4)), (Role.DECODE, (0, 0))])
+async def test_prefill_worker_reports_aggregated_streams(
+    role: Role, expected: tuple[int, int]
+) -> None:
+    gate = asyncio.Event()
+    engine = PlainEngine((ANSWER[0], gate, ANSWER[1]))
+    timing = WorkerTiming(load_age_s=0.0)
+    bench = MeteredService(engine, role, can_aggregate=True, timing=timing)
+
+    def reported() -> tuple[int, int]:
+        report = bench.service.load_report()
+        return report.aggregated_running, report.aggregated_tokens
+
+    async with aclosing(as_stream(bench.service, request(phase=Phase.AGGREGATED))) as chunks:
+        assert reported() == (0, 0)
+        await anext(chunks)
+        # Two tokens of the prompt, and two of the output.
+        assert reported() == expected
+        gate.set()
+        await anext(chunks)
+        assert reported() == (0, 0)
+
+
 async def test_load_with_cost_reaches_frontends_and_metrics() -> None:
     class Measured(PlainEngine, MeasuresSteps):
         steps: ClassVar = deque([StepSample(9.0, 1)])
