@@ -32,7 +32,8 @@ from dynamo_trtllm.config.config_base import (
     option,
 )
 from dynamo_trtllm.config.engine_names import BUILT_IN
-from dynamo_trtllm.config.http_access import FrontendAccessConfig, HttpAccessConfig
+from dynamo_trtllm.config.http_access import HttpAccessConfig
+from dynamo_trtllm.config.routing import RoutingConfig
 from dynamo_trtllm.config.token_counts import TokenCount
 from dynamo_trtllm.protocol.messages import Role
 
@@ -306,7 +307,7 @@ class WorkerConfig(HttpAccessConfig):
         return {"disaggregation_mode": engine.default_role, **data}
 
 
-class FrontendConfig(FrontendAccessConfig):
+class FrontendConfig(RoutingConfig):
     """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers,
     streams output.
     """
@@ -339,47 +340,6 @@ class FrontendConfig(FrontendAccessConfig):
         help="Unknown fields of requests: warn (ignore them, name them in the response header"
         " x-dynamo-ignored-fields, in the log and in /metrics, and reject misspelled ones), reject"
         " (status 400), ignore (all of them, naming none).",
-    )
-    router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
-        "HTTP and routing",
-        "round-robin",
-        env="DYN_ROUTER_MODE",
-        help="How workers are selected. round-robin: in turn. random: at random. least-loaded: the"
-        " prefill worker with the fewest prompt tokens to compute and the decode worker with the"
-        " fewest tokens in its KV cache; for prompts of different lengths or workers of different"
-        " speed. kv: as least-loaded, but prompt tokens in a worker's prefix cache do not count;"
-        " for prompts that begin alike, as in conversations.",
-    )
-    router_kv_events: bool = option(
-        "HTTP and routing",
-        True,
-        env=("DYN_ROUTER_USE_KV_EVENTS", "DYN_USE_KV_EVENTS"),
-        aliases=("--kv-events",),
-        help="With --router-mode kv: read the KV events of workers that run with"
-        " --publish-kv-events. For all other workers (with --no-router-kv-events: for all), assume"
-        " that a worker has the prompts that this frontend process sent to it.",
-    )
-    router_ttl_secs: PositiveFloat = option(
-        "HTTP and routing",
-        120.0,
-        env="DYN_ROUTER_TTL_SECS",
-        help="With --router-mode kv: seconds for which a worker without KV events is assumed to"
-        " have a prompt.",
-    )
-    router_kv_overlap_score_credit: Annotated[float, Field(ge=0, le=1)] = option(
-        "HTTP and routing",
-        1.0,
-        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
-        help="With --router-mode kv: how much of a prompt token's cost is saved if the token is in"
-        " the prefix cache, from 0 (caches are ignored) to 1 (the token costs nothing).",
-    )
-    router_temperature: NonNegativeFloat = option(
-        "HTTP and routing",
-        0.0,
-        env="DYN_ROUTER_TEMPERATURE",
-        help="With --router-mode kv: 0 selects the worker with the lowest cost. With more,"
-        " selection is random: the softmax of the negative costs, divided by their range and this"
-        " number.",
     )
     console: bool = option(
         "HTTP and routing",
@@ -550,20 +510,7 @@ class FrontendConfig(FrontendAccessConfig):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> FrontendConfig:
-        """Reject settings of routing without effect, and limits and stores that contradict."""
-        if self.router_mode != "kv":
-            for name in (
-                "router_kv_events",
-                "router_ttl_secs",
-                "router_kv_overlap_score_credit",
-                "router_temperature",
-            ):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(
-                        f"{flag} has an effect only with --router-mode kv; add that, or remove the"
-                        " flag"
-                    )
+        """Reject limits and stores that contradict."""
         if 2 * self.max_body_bytes > self.max_total_body_bytes:
             raise ValueError(
                 f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice"

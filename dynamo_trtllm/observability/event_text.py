@@ -48,6 +48,10 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.PLACED_BY_COST:
             next_cost = "none" if entry.c == NO_COST else entry.c
             return f": {reason}, {a:x} costs {b} (next {next_cost})"
+        case RecordedEvent.PATH_CHOSEN:
+            outcome = f"{entry.c} requests miss a limit" if entry.c else "within the limits"
+            times = f"first token after {a / 1e3:.0f} ms, gaps of {b / 1e3:.0f} ms"
+            return f": {reason}, predicted {times}, {outcome}"
         case RecordedEvent.WAITING_FOR_WORKERS:
             return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.CALL_FAILED:

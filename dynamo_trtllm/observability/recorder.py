@@ -100,6 +100,9 @@ class RecordedEvent(IntEnum):
     # a: instance, b: its cost, c: cost of the cheapest other instance, or NO_COST; reason: router
     # mode; once for each role
     PLACED_BY_COST = 47
+    # a: predicted time to first token and b: longest predicted gap in µs, c: requests that miss a
+    # limit; reason: path
+    PATH_CHOSEN = 48
     # Events of a call in a worker.
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
     STARTED_IN_ENGINE = 66

@@ -173,6 +173,13 @@ class DeadlineUnreachable(CapacityError, code="deadline_unreachable"):
     """The request would wait for longer than it may take, so it did not begin to wait."""
 
 
+class SloUnreachable(CapacityError, code="slo_unreachable"):
+    """No path is predicted to keep the limits of the request's times.
+
+    Only with `--slo-policy reject`.
+    """
+
+
 class Draining(CapacityError, code="draining", retryable=True):
     """The worker is shutting down and accepts no new requests."""
 

@@ -32,7 +32,12 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     413: (errors.PayloadTooLarge,),
     415: (errors.UnsupportedMedia,),
     422: (errors.QueryOfDeath,),  # clients repeat requests after a status from 500 on
-    429: (errors.Overloaded, errors.RateLimitExceeded, errors.DeadlineUnreachable),
+    429: (
+        errors.Overloaded,
+        errors.RateLimitExceeded,
+        errors.DeadlineUnreachable,
+        errors.SloUnreachable,
+    ),
     431: (errors.HeadTooLarge,),
     500: (
         DynamoError,

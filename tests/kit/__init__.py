@@ -32,6 +32,7 @@ The frontend
     model_registry: a model registry, and workers that only send model files
     routing: a router with scripted workers
     admission: a clock, and tasks that wait for a limit
+    forecasts: all times that are predicted for a request at one worker
     answer_parts: the deltas of an answer, accumulated as a client does
     step_splits: answers to one sequence of tokens that comes in steps of any sizes
 

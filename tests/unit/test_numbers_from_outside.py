@@ -60,7 +60,6 @@ from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.frontend.routing.worker_load import (
     ClusterLoad,
     instance_cost,
-    predicted_first_token_s,
 )
 from dynamo_trtllm.kv_transfer.nixl.bindings import NixlOffer
 from dynamo_trtllm.kv_transfer.tcp import _TcpOffer
@@ -74,11 +73,11 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     KvTransferParams,
     LoadReport,
-    Role,
     decode,
     encode,
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
+from tests.kit.forecasts import predicted_times
 from tests.kit.generator_streams import call_stream
 from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.number_fields import BAD_NUMBERS, bad_messages, good_message
@@ -219,7 +218,7 @@ async def test_frontend_continues_despite_bad_worker_numbers() -> None:
         transport.publish("dynamo.load", bad.data)
         await asyncio.sleep(0)
         instance_cost(loads.get(1), INSTANCE, 7, 0)
-        predicted_first_token_s(loads.get(1), Role.PREFILL, 7, 0, 0.0)
+        predicted_times(loads.get(1), INSTANCE)
     for bad in bad_messages(KvCacheUpdate):
         with suppress(BadFrame, ValueError):  # see PrefixFeed
             known.on_update(decode(bad.data, KvCacheUpdate))

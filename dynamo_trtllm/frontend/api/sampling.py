@@ -35,6 +35,7 @@ from dynamo_trtllm.protocol.number_types import (
     MAX_INT64,
     MAX_LOGPROBS,
     MAX_PRIORITY,
+    MAX_SLO_S,
 )
 
 MAX_STOPS = 4
@@ -127,6 +128,7 @@ class StreamOptions(RequestModel):
 _NO_STREAM_OPTIONS = StreamOptions()
 _NO_SAMPLING = Sampling(max_tokens=0)
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+SloMilliseconds = Annotated[float, Field(gt=0, le=1000 * MAX_SLO_S)]
 DpRank = Annotated[int, Field(ge=0, lt=MAX_DP_RANKS)]
 
 
@@ -156,6 +158,9 @@ class NvExt(RequestModel):
     extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)
     dp_rank: DpRank | None = None
     prefill_dp_rank: DpRank | None = None
+    # Limits of the times of the request, of which frontends with `--router-mode slo` choose a path.
+    slo_ttft_ms: SloMilliseconds | None = None
+    slo_itl_ms: SloMilliseconds | None = None
 
 
 class SamplingFields(RequestModel):

@@ -70,6 +70,12 @@ _BODY_HEADERS: Final = {
 _GENERATION_HEADERS: Final = {
     **_BODY_HEADERS,
     "x-dynamo-stats": "1: the response contains its workers and timings.",
+    "x-slo-ttft-ms": (
+        "Limit of the time to first token in milliseconds. Only with `--router-mode slo`."
+    ),
+    "x-slo-itl-ms": (
+        "Limit of the time between two tokens in milliseconds. Only with `--router-mode slo`."
+    ),
     "x-session-id": "Up to 256 characters: the conversation, unless the body names one.",
 }
 _CHAT = "/v1/chat/completions"

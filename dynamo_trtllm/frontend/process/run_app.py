@@ -32,6 +32,7 @@ from dynamo_trtllm.frontend.routing.pair_probe import PairProbes
 from dynamo_trtllm.frontend.routing.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement
 from dynamo_trtllm.frontend.routing.suspects import Suspects
 from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -308,13 +309,25 @@ def router_of(
 
 
 def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement | None:
-    """Return what selects workers by cost, if the router mode does. `seed`: of random choices."""
-    if config.router_mode not in ("least-loaded", "kv"):
+    """Return what selects workers by cost or predicted times, if the router mode does.
+
+    `seed`: of random choices.
+    """
+    if config.router_mode not in ("least-loaded", "kv", "slo"):
         return None
     prefixes = None
-    if config.router_mode == "kv":
+    if config.router_mode != "least-loaded":
         prefixes = ClusterPrefixes(
             reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs
+        )
+    if config.slo_ttft_ms is not None and config.slo_itl_ms is not None:
+        return SloPlacement(
+            config.slo_ttft_ms / 1000,
+            config.slo_itl_ms / 1000,
+            prefixes,
+            rejects=config.slo_policy == "reject",
+            overlap_credit=config.router_kv_overlap_score_credit,
+            seed=seed,
         )
     return Placement(
         config.router_mode,

@@ -47,7 +47,8 @@ class AdmissionLimits:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-        self.start_windows = StartWindows(view, self.choices.grant)
+        uses_all_paths = config.router_mode == "slo"
+        self.start_windows = StartWindows(view, self.choices.grant, uses_all_paths=uses_all_paths)
         self.has_requests = asyncio.Event()  # set by each request
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 

@@ -39,6 +39,7 @@ _MIN_LOGGED_S = 0.0001  # shorter times are not in the log line
 _ALWAYS_SHOWN = ("queue", "prefill", "kv_transfer", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
+_UNPREDICTED = "unpredicted"  # the path of requests whose times were not known
 _PROGRAM_CHARS = 64
 _UNSAFE_IN_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
 _UNSAFE_IN_NAME = re.compile(r"[^\w.-]", re.ASCII)
@@ -96,6 +97,11 @@ class RequestMetrics:
             stats = choice.timeline.decode_stats
             if stats is not None and stats.kv_transfer_s > 0:
                 child("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
+            chosen = choice.timeline.chosen
+            if chosen is not None:
+                child("paths_total", model, chosen.path, chosen.outcome).inc()
+            elif choice.timeline.is_unpredicted:
+                child("paths_total", model, _UNPREDICTED, _UNPREDICTED).inc()
         self._metrics.observe_phases(model=model, phases=end.phases)
 
 
@@ -238,6 +244,9 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         "queued": _seconds(phases.get("frontend_queue", 0.0)),
         "ttft": None,
         "tpot": None,
+        "workers_path": None,
+        "predicted_ttft": None,
+        "predicted_gap": None,
         "phases": ",".join(shown),
         "finish": _finish_text(end.outcome, timeline.answer),
     }
@@ -251,6 +260,11 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         tpot_s = seconds_per_token(answer.choices)
         if tpot_s is not None:
             known["tpot"] = _seconds(tpot_s)
+    chosen = timeline.choices[0].timeline.chosen if timeline.choices else None
+    if chosen is not None:
+        known["workers_path"] = chosen.path
+        known["predicted_ttft"] = _seconds(chosen.ttft_s)
+        known["predicted_gap"] = _seconds(chosen.gap_s)
     return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
 

@@ -29,6 +29,7 @@ from dynamo_trtllm.frontend.requests.app_state import AppState
 from dynamo_trtllm.frontend.requests.output_budget import check_answer
 from dynamo_trtllm.frontend.requests.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.requests.request_body import TURN_BYTES, RequestBody, check_json
+from dynamo_trtllm.frontend.requests.request_slo import request_slo
 from dynamo_trtllm.frontend.requests.send_answer import (
     RunningChoices,
     keep_alive,
@@ -144,6 +145,9 @@ async def plan_request(
         call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
         call = _of_tenant(call, tenant, served)
+    slo = request_slo(request, body.nvext, state.config.router_mode)
+    if slo is not None:
+        call = replace(call, slo=slo)
     if timeline.facts.traceparent is not None:
         call = replace(call, traceparent=timeline.facts.traceparent)
     prepare, stored_chars = await api.resolve(body, served, call, timeline.facts.owner)

@@ -142,6 +142,10 @@ class RequestTimeline:
         """Note that the choices of the answer were created, and will be started next."""
         assert self.answer is not None
         self.choices = self.answer.choices
+        for choice in self.choices:
+            choice.timeline.arrived_s = self.begun_s
+        for choice in self.choices:
+            choice.timeline.arrived_s = self.begun_s
         for notify in self._subscribers.started:
             notify(self)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.path_selection import ChosenPath
+from dynamo_trtllm.frontend.routing.slo_placement import SLO_MODE, PathSelection
 from dynamo_trtllm.frontend.routing.start_window import StartPlace
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
 from dynamo_trtllm.observability.recorder import NO_COST, RECORDER, RecordedEvent
@@ -19,6 +21,7 @@ from dynamo_trtllm.protocol.messages import (
     PhaseTimings,
     TokenLogprob,
 )
+from dynamo_trtllm.protocol.number_types import MAX_INT64
 from dynamo_trtllm.protocol.phases import FRONTEND, Span
 
 
@@ -39,6 +42,11 @@ class ChoiceTimeline:
     migrations: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list, compare=False)
+    arrived_s: float | None = None  # when the request arrived; None: not known
+    # The path of the last attempt, if it was chosen by predicted times, and what was predicted.
+    chosen: ChosenPath | None = None
+    # With `--router-mode slo`, the times of the workers were not known at the last attempt.
+    is_unpredicted: bool = False
     first_s: float | None = None  # when the first tokens arrived
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
@@ -104,6 +112,34 @@ class ChoiceTimeline:
             costs.selected,
             other,
             reason=mode,
+        )
+
+    def waited_s(self, now: float) -> float:
+        """Return for how long the request has waited. `now`: of the same clock as its arrival."""
+        return 0.0 if self.arrived_s is None else max(0.0, now - self.arrived_s)
+
+    def path_chosen(self, request: GenerateRequest, selection: WorkerSelection, mode: str) -> None:
+        """Note the path of an attempt and what is predicted, if it was chosen by that.
+
+        Args:
+            request: the request of the choice.
+            selection: the workers.
+            mode: the router mode.
+        """
+        self.chosen = None
+        self.is_unpredicted = False
+        if not isinstance(selection, PathSelection):
+            self.is_unpredicted = mode == SLO_MODE
+            return
+        chosen = selection.chosen
+        self.chosen = chosen
+        RECORDER.record(
+            request.request_id,
+            RecordedEvent.PATH_CHOSEN,
+            _microseconds(chosen.ttft_s),
+            _microseconds(chosen.gap_s),
+            chosen.num_missed,
+            reason=chosen.path,
         )
 
     def placed(self, request: GenerateRequest, selection: WorkerSelection) -> None:
@@ -174,3 +210,8 @@ class ChoiceTimeline:
             elif last.phase == "first_token":
                 last.stats = self.decode_stats
         self.spans.append(Span(phase, self.clock(), role))
+
+
+def _microseconds(seconds: float) -> int:
+    """Return a time for the recorder. A cost model that is wrong may predict any number."""
+    return int(min(MAX_INT64, 1e6 * seconds))

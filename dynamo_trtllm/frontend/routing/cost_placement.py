@@ -69,14 +69,19 @@ class Costs(msgspec.Struct, frozen=True):
         return cls(selected.cost, other)
 
 
-class CostSelection(WorkerSelection, frozen=True):
+class PlacedSelection(WorkerSelection, frozen=True, kw_only=True):
+    """A selection by what is known of the workers."""
+
+    prompt: PromptHashes
+    # Tokens of the prompt that are in the cache of the instance that computes it.
+    overlap_tokens: int
+
+
+class CostSelection(PlacedSelection, frozen=True, kw_only=True):
     """A selection by cost."""
 
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
-    prompt: PromptHashes
-    # Tokens of the prompt that are in the cache of the instance that computes it.
-    overlap_tokens: int
 
 
 @dataclass(eq=False)
@@ -111,7 +116,7 @@ class Placement:
         """Count a request at its instances, and its prompt in their caches."""
         overlap_tokens = 0
         prompts: list[SentPrompt] = []
-        if isinstance(selection, CostSelection):
+        if isinstance(selection, PlacedSelection):
             overlap_tokens = selection.overlap_tokens
             if self.prefixes is not None:
                 selected = [selection.decode]
@@ -132,7 +137,9 @@ class Placement:
         now: float,
         *,
         avoid: int | None = None,
-    ) -> CostSelection | None:
+        waited_s: float = 0.0,
+        may_reject: bool = False,
+    ) -> PlacedSelection | None:
         """Return the pair of the least cost, or the aggregated instance if a role has none.
 
         Returns None if no compared instance can be used. Then `select_round_robin` looks at all
@@ -144,6 +151,8 @@ class Placement:
             breakers: the breakers of the pairs.
             now: seconds of a monotonic clock.
             avoid: prefill instance to use only if no other matches.
+            waited_s: for how long the request has waited. It does not count for costs.
+            may_reject: it is the first attempt of the request. Costs reject none.
         """
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:
@@ -257,13 +266,17 @@ class Placement:
         return ranked
 
     def _compared(
-        self, view: ModelView, instances: tuple[Instance, ...], overlaps: PrefixOverlaps | None
+        self,
+        view: ModelView,
+        instances: tuple[Instance, ...],
+        overlaps: PrefixOverlaps | None,
+        limit: int = MAX_COMPARED,
     ) -> dict[int, Instance]:
         """Return by id the instances to compare.
 
-        They are all, or of too many those with the longest prefixes and a few at random.
+        They are all, or of more than `limit` those with the longest prefixes and a few at random.
         """
-        if len(instances) <= MAX_COMPARED:
+        if len(instances) <= limit:
             return {instance.id: instance for instance in instances}
         chosen: dict[int, Instance] = {}
         if overlaps is not None:
@@ -274,7 +287,7 @@ class Placement:
                 # Others are excluded from the view, or have another pairing key.
                 if instance_id in by_id and view.keys.get(instance_id) == key:
                     chosen[instance_id] = by_id[instance_id]
-        for _ in range(MAX_COMPARED - len(chosen)):
+        for _ in range(limit - len(chosen)):
             index = int(self._random() * len(instances))
             instance = instances[index]
             chosen[instance.id] = instance

@@ -254,6 +254,14 @@ class PairBreakers:
         """Return True if this pair gets no requests."""
         return pair in self._open or pair in self._withheld
 
+    def may_be_right(self, pair: Pair) -> bool:
+        """Return False if no probe has tested the pair, or if its answers were wrong.
+
+        Then its workers get no requests of their own either. If only its KV transfers fail, they
+        do.
+        """
+        return pair not in self._withheld and not self.status(pair).is_wrong
+
     @property
     def any_open(self) -> bool:
         """True if any pair gets no requests.

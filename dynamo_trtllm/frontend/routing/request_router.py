@@ -252,20 +252,24 @@ class RoutedRequest(Stream):
             if is_last_resort:
                 # Requests may test the model's new pairs, which were not probed yet.
                 self._router.breakers.admit(self._router.view.model(request.model))
-            selection = self._select_workers(excluded, avoid)
+            selection = self._select_workers(excluded, avoid, is_first=attempt == 0)
         except DynamoError as exc:
             # Its frames refer to this stream, and the flow may keep the error.
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, self._router.clocks.monotonic())
             self._timeline.placed_by_cost(request, selection, placement.mode)
+            self._timeline.path_chosen(request, selection, placement.mode)
         self._timeline.placed(request, selection)
         return selection
 
-    def _select_workers(self, excluded: frozenset[int], avoid: int | None) -> WorkerSelection:
+    def _select_workers(
+        self, excluded: frozenset[int], avoid: int | None, *, is_first: bool
+    ) -> WorkerSelection:
         """Select the workers of an attempt.
 
-        They are those of the prompt's other choices if possible, else those of the router mode.
+        They are those of the prompt's other choices if possible, else those of the router mode. The
+        first attempt of a request may be rejected.
         """
         router = self._router
         suspicion = self._timeline.suspicion
@@ -289,6 +293,8 @@ class RoutedRequest(Stream):
                 now,
                 excluded=excluded,
                 avoid=avoid,
+                waited_s=self._timeline.waited_s(now),
+                may_reject=is_first,
             )
         suspicion.selection = selection
         if suspicion.unexplained_deaths():

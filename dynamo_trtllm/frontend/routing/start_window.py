@@ -294,11 +294,20 @@ class StartWindow:
         model: the name of the model.
         view: the workers.
         on_capacity: called when further choices may start.
+        uses_all_paths: see `capacity`.
     """
 
-    def __init__(self, model: str, view: ClusterView, on_capacity: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: str,
+        view: ClusterView,
+        on_capacity: Callable[[], None],
+        *,
+        uses_all_paths: bool = False,
+    ) -> None:
         self.model = model
         self.on_capacity = on_capacity
+        self._uses_all_paths = uses_all_paths
         # The requests that have groups to start, the oldest first. They are few: a request begins
         # only when those before it have taken the whole share of their workers.
         self.beginning: list[RequestPlaces] = []
@@ -316,7 +325,8 @@ class StartWindow:
             prompt_tokens: of its longest prompt.
             rank: its priority among the requests of all clients.
         """
-        workers = capacity(self._view.model(self.model))
+        view = self._view.model(self.model)
+        workers = capacity(view, uses_all_paths=self._uses_all_paths)
         costs = FREE
         if workers is not None:
             cached = self._cached_tokens / max(1.0, self._prompt_tokens)
@@ -411,17 +421,27 @@ class StartWindows:
     Args:
         view: the workers.
         on_capacity: called when requests may begin.
+        uses_all_paths: see `capacity`.
     """
 
-    def __init__(self, view: ClusterView, on_capacity: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        on_capacity: Callable[[], None],
+        *,
+        uses_all_paths: bool = False,
+    ) -> None:
         self._view = view
         self._on_capacity = on_capacity
+        self._uses_all_paths = uses_all_paths
         self.by_model: dict[str, StartWindow] = {}
 
     def window(self, model: str) -> StartWindow:
         """Return the window of a model that exists."""
         window = self.by_model.get(model)
         if window is None:
-            window = StartWindow(model, self._view, self._on_capacity)
+            window = StartWindow(
+                model, self._view, self._on_capacity, uses_all_paths=self._uses_all_paths
+            )
             self.by_model[model] = window
         return window

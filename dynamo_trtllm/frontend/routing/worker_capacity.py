@@ -77,21 +77,32 @@ class WorkerCapacity(NamedTuple):
         )
 
 
-def capacity(view: ModelView) -> WorkerCapacity | None:
+def capacity(view: ModelView, *, uses_all_paths: bool = False) -> WorkerCapacity | None:
     """Return what the workers can take; None if there are none. The result is cached in the view.
 
     Without workers, the router waits for some, or rejects the request.
+
+    Args:
+        view: the workers of a model.
+        uses_all_paths: the router lets prefill and decode workers run whole requests, if they can.
     """
-    if "capacity" not in view.cache:
-        view.cache["capacity"] = _new_capacity(view)
-    cached: WorkerCapacity | None = view.cache["capacity"]
+    key = "capacity", uses_all_paths
+    if key not in view.cache:
+        view.cache[key] = _new_capacity(view, uses_all_paths=uses_all_paths)
+    cached: WorkerCapacity | None = view.cache[key]
     return cached
 
 
-def _new_capacity(view: ModelView) -> WorkerCapacity | None:
+def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | None:
     has_pairs = bool(view.prefill and view.decode)
     prefill = view.prefill if has_pairs else view.aggregated or view.decode
     decode = view.decode if has_pairs else prefill
+    if has_pairs and uses_all_paths:
+        can_aggregate = [*view.aggregated]
+        can_aggregate += [worker for worker in view.prefill if worker.can_aggregate]
+        can_aggregate += [worker for worker in view.decode if worker.can_aggregate]
+        prefill = _united(view.prefill, can_aggregate)
+        decode = _united(view.decode, can_aggregate)
     if not prefill:
         return None
     # One step runs, and the choices of the next one wait.
@@ -117,6 +128,12 @@ def _new_capacity(view: ModelView) -> WorkerCapacity | None:
             2 * len(decode),
         ),
     )
+
+
+def _united(workers: Sequence[Instance], others: Sequence[Instance]) -> tuple[Instance, ...]:
+    """Return all workers of both sequences, each once."""
+    by_id = {worker.id: worker for worker in (*workers, *others)}
+    return tuple(by_id.values())
 
 
 def _step_choices(worker: Instance) -> int:

@@ -13,7 +13,7 @@ from typing import Final
 
 from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
 from dynamo_trtllm.frontend.routing.prefix_index import SentPrompt
-from dynamo_trtllm.protocol.cost_model import CostModel, Prediction
+from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, LoadReport, Phase, Role
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
@@ -41,6 +41,7 @@ class PlacedCall:
     load: InstanceLoad
     prefill_tokens: int
     kv_tokens: int
+    is_prefill: bool  # the instance only computes the prompt
     sent_at: float = math.inf  # inf: the call was not sent yet
     is_unseen: bool = True  # no report of the worker includes the call
 
@@ -60,6 +61,8 @@ class PlacedCall:
         if self.is_unseen:
             self.is_unseen = False
             self.load.unseen_requests -= 1
+            if self.is_prefill:
+                self.load.unseen_prefills -= 1
             self.load.unseen_prefill_tokens -= self.prefill_tokens
             self.load.unseen_kv_tokens -= self.kv_tokens
         self.load.sent.pop(self, None)
@@ -76,6 +79,7 @@ class InstanceLoad:
 
     requests: int = 0  # requests of this frontend
     unseen_requests: int = 0  # requests that no report includes
+    unseen_prefills: int = 0  # those of them of which the instance only computes the prompt
     unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
     unseen_kv_tokens: int = 0  # tokens of the context of these requests
     # The calls of this frontend that were sent, the oldest first.
@@ -83,15 +87,25 @@ class InstanceLoad:
     report: LoadReport | None = None
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
+    # The model needs nothing of equal workers.
+    is_cost_measured: bool = False
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 
-    def place(self, prefill_tokens: int, kv_tokens: int) -> PlacedCall:
-        """Count a part of a request, which is going to be sent to the instance."""
+    def place(self, prefill_tokens: int, kv_tokens: int, *, is_prefill: bool = False) -> PlacedCall:
+        """Count a part of a request, which is going to be sent to the instance.
+
+        Args:
+            prefill_tokens: prompt tokens that the instance computes.
+            kv_tokens: tokens of the context.
+            is_prefill: the instance only computes the prompt.
+        """
         self.requests += 1
         self.unseen_requests += 1
+        if is_prefill:
+            self.unseen_prefills += 1
         self.unseen_prefill_tokens += prefill_tokens
         self.unseen_kv_tokens += kv_tokens
-        return PlacedCall(self, prefill_tokens, kv_tokens)
+        return PlacedCall(self, prefill_tokens, kv_tokens, is_prefill)
 
 
 _UNKNOWN = InstanceLoad()
@@ -115,6 +129,7 @@ class ClusterLoad:
         if report.cost is not None and report.cost != load.cost:
             load.cost = report.cost if report.cost.is_valid else None
             load.token_s = 0.0 if load.cost is None else load.cost.token_s
+            load.is_cost_measured = load.cost is not None and load.cost.is_measured
         if load.report is not None and report.number <= load.report.number:
             return
         load.report = report
@@ -196,36 +211,6 @@ def instance_cost(
     return cost + kv_tokens
 
 
-def predicted_first_token_s(
-    load: InstanceLoad, role: Role, new_tokens: int, cached_tokens: int, now: float
-) -> Prediction | None:
-    """Predict the time of a call to an instance until its first token.
-
-    Args:
-        load: the load of the instance, without the request.
-        role: of the instance. A decode instance fetches the KV of the prompt, others compute the
-            prompt.
-        new_tokens: the tokens of the prompt that are not in a cache.
-        cached_tokens: the others.
-        now: seconds of a monotonic clock.
-
-    Returns:
-        None if its load or its cost is unknown.
-    """
-    report = load.report
-    cost = load.cost
-    if cost is None or report is None or now - load.reported_at > STALE_S:
-        return None
-    if role is Role.DECODE:
-        return cost.predict_kv_transfer(new_tokens + cached_tokens)
-    work = report.work(
-        decodes=role is not Role.PREFILL,
-        more_tokens=load.unseen_prefill_tokens,
-        more_requests=load.unseen_requests,
-    )
-    return cost.predict_first_token(new_tokens, cached_tokens, work)
-
-
 class PlacedRequest:
     """What one request adds to the loads of its instances. End it."""
 
@@ -254,7 +239,7 @@ class PlacedRequest:
         self._prefill: PlacedCall | None = None
         decode_prefill_tokens = new_tokens
         if prefill is not None:
-            self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens)
+            self._prefill = loads.of(prefill.id).place(new_tokens, self._tokens, is_prefill=True)
             decode_prefill_tokens = 0
         self._decode = loads.of(decode.id).place(decode_prefill_tokens, self._tokens)
         self._decode_id = decode.id

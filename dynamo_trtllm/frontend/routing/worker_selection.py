@@ -12,6 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import (
@@ -40,7 +41,7 @@ class WorkerSelector:
     Args:
         view: the workers.
         health: which of them are avoided.
-        placement: selects by cost. None: round robin, or at random.
+        placement: selects by cost or predicted times. None: round robin, or at random.
         selects_at_random: select at random instead of round robin.
         decode_fallback: without a prefill worker, decode workers run aggregated requests.
         seed: of the selection at random. None: it differs from run to run.
@@ -72,6 +73,8 @@ class WorkerSelector:
         *,
         excluded: frozenset[int],
         avoid: int | None,
+        waited_s: float = 0.0,
+        may_reject: bool = False,
     ) -> WorkerSelection:
         """Select the workers of an attempt.
 
@@ -81,9 +84,12 @@ class WorkerSelector:
             now: the time.
             excluded: workers that may not be selected.
             avoid: prefill worker to select only if no other matches.
+            waited_s: for how long the request has waited since it arrived.
+            may_reject: it is the first attempt, and the request may be rejected for its limits.
 
         Raises:
             NoInstances, TransferMismatch: as `select_round_robin` does.
+            SloUnreachable: see `SloPlacement.select`.
             UnsupportedParameter: no workers support a field of the request.
         """
         support = field_support(self.view.model(request.model), request)
@@ -97,28 +103,46 @@ class WorkerSelector:
         excluded |= support.incapable
         self.health.update_breakers(now)
         cooling_down = self.health.cooling_down(now)
+        select = partial(
+            self._select_excluding,
+            request,
+            round_robin_index,
+            now,
+            avoid,
+            waited_s=waited_s,
+            may_reject=may_reject,
+        )
         if cooling_down:
             try:
-                return self._select_excluding(
-                    cooling_down | excluded, request, round_robin_index, now, avoid
-                )
+                return select(cooling_down | excluded)
             except NoInstances:
                 # A worker that cools down may work again, which is better than no worker.
                 pass
-        return self._select_excluding(excluded, request, round_robin_index, now, avoid)
+        return select(excluded)
 
     def _select_excluding(
         self,
-        ids: frozenset[int],
         request: GenerateRequest,
         round_robin_index: int,
         now: float,
         avoid: int | None,
+        ids: frozenset[int],
+        *,
+        waited_s: float,
+        may_reject: bool,
     ) -> WorkerSelection:
         breakers = self.health.breakers
         view = self.view.model(request.model).excluding(ids)
         if self.placement is not None:
-            best = self.placement.select(view, PromptHashes(request), breakers, now, avoid=avoid)
+            best = self.placement.select(
+                view,
+                PromptHashes(request),
+                breakers,
+                now,
+                avoid=avoid,
+                waited_s=waited_s,
+                may_reject=may_reject,
+            )
             if best is not None:
                 return best
         return select_round_robin(

@@ -31,6 +31,8 @@ READ_HEADERS = frozenset(
         b"x-dynamo-stats",
         b"x-request-id",
         b"x-session-id",
+        b"x-slo-itl-ms",
+        b"x-slo-ttft-ms",
     }
 )
 _LINE_FEED = ord("\n")  # a number is found in bytes twenty times as fast as bytes are

@@ -37,7 +37,6 @@ from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes
 from dynamo_trtllm.frontend.routing.worker_load import (
     ClusterLoad,
     instance_cost,
-    predicted_first_token_s,
 )
 from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.errors import BadFrame, StreamIncomplete
@@ -65,6 +64,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from tests.fuzz.target import Form, Target
+from tests.kit.forecasts import predicted_times
 from tests.kit.instances import make_instance, make_transfer_params
 
 _RECEIVED = (
@@ -166,8 +166,8 @@ def _check_load(report: LoadReport) -> None:
     load = loads.get(report.instance_id)
     assert math.isfinite(instance_cost(load, _INSTANCE, 7, 0))
     for role in Role:
-        predicted = predicted_first_token_s(load, role, 7, 0, 0.0)
-        assert predicted is None or all(map(math.isfinite, predicted))
+        instance = msgspec.structs.replace(_INSTANCE, role=role)
+        assert all(map(math.isfinite, predicted_times(load, instance)))
 
 
 def _check_kv_events(update: KvCacheUpdate) -> None:

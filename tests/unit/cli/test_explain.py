@@ -371,6 +371,16 @@ def test_timeline_shows_costs_of_placement() -> None:
     assert lines[-1].endswith("placed by cost: least-loaded, bbb costs 40 (next none)")
 
 
+def test_timeline_shows_path_and_predicted_times() -> None:
+    path = (2, E.PATH_CHOSEN, 312_400, 14_600, "aggregated_on_decode")
+    recording = process("frontend", [*BEGUN[:2], path, path])
+    recording.entries[-1] = recording.entries[-1]._replace(c=3)
+    lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
+    predicted = "path chosen: aggregated_on_decode, predicted first token after 312 ms, gaps of 15"
+    assert lines[-2].endswith(f"{predicted} ms, within the limits")
+    assert lines[-1].endswith(f"{predicted} ms, 3 requests miss a limit")
+
+
 def test_requests_of_other_deployments_are_left_out() -> None:
     def recorded(
         pid: int, started: int = 100, namespace: str = "n", host: str = ""

@@ -63,8 +63,33 @@ def test_workers_when_it_is_no_number_of_processes_then_refused(count: str) -> N
         ("--router-temperature", "0.5"),
     ],
 )
-def test_router_flags_without_kv_mode_are_rejected(words: tuple[str, ...]) -> None:
+def test_router_flags_without_their_mode_are_rejected(words: tuple[str, ...]) -> None:
     flag = words[0].replace("--no-kv", "--router-kv")
     with pytest.raises(ConfigError, match=f"{flag} has an effect only with --router-mode kv"):
         config("--router-mode", "least-loaded", *words)
     config("--router-mode", "kv", *words)
+
+
+LIMITS = ("--slo-ttft-ms", "2000", "--slo-itl-ms", "100")
+
+
+def test_slo_mode_needs_both_limits() -> None:
+    assert config("--router-mode", "slo", *LIMITS).slo_policy == "best-effort"
+    for words in ((), LIMITS[:2], LIMITS[2:]):
+        with pytest.raises(ConfigError, match="--router-mode slo needs both limits"):
+            config("--router-mode", "slo", *words)
+
+
+@pytest.mark.parametrize(
+    "words", [("--slo-ttft-ms", "9"), ("--slo-itl-ms", "9"), ("--slo-policy", "reject")]
+)
+def test_slo_flags_without_slo_mode_are_rejected(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{words[0]} has an effect only with --router-mode slo"):
+        config("--router-mode", "kv", *words)
+
+
+@pytest.mark.parametrize("flag", ["--slo-ttft-ms", "--slo-itl-ms"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "3600001", "fast"])
+def test_slo_limit_that_is_no_time_is_rejected(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        config("--router-mode", "slo", *LIMITS, flag, value)

@@ -107,6 +107,10 @@ async def test_probes_without_request_plane_blame_no_pair(monkeypatch: pytest.Mo
         ({"router_mode": "least-loaded"}, {"pairs", "loads"}),
         ({"router_mode": "kv"}, {"pairs", "loads", "kv-events"}),
         ({"router_mode": "kv", "router_kv_events": False}, {"pairs", "loads", "kv-events"}),
+        (
+            {"router_mode": "slo", "slo_ttft_ms": 2000, "slo_itl_ms": 100},
+            {"pairs", "loads", "kv-events"},
+        ),
     ],
 )
 async def test_routing_work_updates_what_its_mode_reads(

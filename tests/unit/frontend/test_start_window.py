@@ -45,19 +45,26 @@ class Frontend:
         self,
         prefill: Limits = PREFILL_LIMITS,
         decode: Limits = DECODE_LIMITS,
+        *,
+        can_aggregate: bool = False,
+        uses_all_paths: bool = False,
     ) -> None:
+        self.can_aggregate = can_aggregate
         self.view = ClusterView()
         for instance_id in (PREFILL, OTHER_PREFILL):
             self.add(make_instance(instance_id, role=Role.PREFILL), prefill)
         for instance_id in (DECODE, OTHER_DECODE):
             self.add(make_instance(instance_id, role=Role.DECODE), decode)
         self.limiter = ConcurrencyLimiter(4096, max_queued=1024)
-        self.windows = StartWindows(self.view, lambda: self.limiter.grant())
+        self.windows = StartWindows(
+            self.view, lambda: self.limiter.grant(), uses_all_paths=uses_all_paths
+        )
         self.waiting_places: list[tuple[str, StartPlace]] = []  # choices that have not ended
         self.started: Counter[str] = Counter()  # choices by client
         self.tasks: list[asyncio.Task[None]] = []
 
     def add(self, instance: Instance, limits: Limits) -> None:
+        instance = msgspec.structs.replace(instance, can_aggregate=self.can_aggregate)
         self.view.add(msgspec.structs.replace(instance, limits=limits))
 
     def worker(self, instance_id: int) -> Instance:
@@ -133,6 +140,16 @@ async def test_prompts_at_workers_are_limited_to_two_steps(
     assert started == expected
     await frontend.end()
     assert not frontend.limiter.queued
+    await frontend.close()
+
+
+# Six choices run and wait at each worker whose step has four.
+@pytest.mark.parametrize(("can_aggregate", "expected"), [(True, 24), (False, 12)])
+async def test_all_paths_use_capable_workers_of_both_roles(
+    can_aggregate: bool, expected: int
+) -> None:
+    frontend = Frontend(decode=PREFILL_LIMITS, can_aggregate=can_aggregate, uses_all_paths=True)
+    assert await frontend.send_until_one_waits("a") == expected
     await frontend.close()
 
 

@@ -15,6 +15,7 @@ from dynamo_trtllm.simulate.cluster import (
     simulate,
     simulate_closed_loop,
 )
+from dynamo_trtllm.simulate.outcomes import Slo
 from dynamo_trtllm.simulate.workload import Arrival, Shape, arrivals_at, poisson_arrivals
 
 STEP_S = 0.01
@@ -149,14 +150,35 @@ def test_prefill_delays_streams_of_aggregated_workers_only() -> None:
     assert split.worst_gap_s == pytest.approx(STEP_S)
 
 
-@pytest.mark.parametrize("mode", ["round-robin", "random", "least-loaded", "kv"])
-def test_equal_seeds_give_equal_outcomes(mode: str) -> None:
+SLO = {"router_mode": "slo", "slo_ttft_ms": 1000.0, "slo_itl_ms": 70.0}
+
+
+def test_requests_take_other_paths_if_a_pair_is_late() -> None:
+    arrivals = poisson_arrivals(Shape(500, 50), 22.0, 300, seed=1)
+    in_turn = simulate(deployment(*pair()), arrivals)
+    by_time = simulate(deployment(*pair(), **SLO), arrivals)
+    assert {request.path for request in in_turn.requests} == {""}
+    assert len({request.path for request in by_time.requests}) > 1
+    limits = Slo(ttft_s=1.0, worst_gap_s=0.07)
+    assert by_time.attainment(limits) > 2 * in_turn.attainment(limits)
+
+
+def test_requests_that_would_be_late_are_rejected() -> None:
+    arrivals = poisson_arrivals(Shape(2000, 50), 30.0, 200, seed=1)
+    outcome = simulate(deployment(*pair(), **SLO, slo_policy="reject"), arrivals)
+    assert set(outcome.errors) == {"slo_unreachable"}
+    limits = Slo(ttft_s=1.5, worst_gap_s=0.07)
+    assert sum(map(limits.is_met, outcome.good)) > 0.9 * len(outcome.good) > 0
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [*({"router_mode": mode} for mode in ("round-robin", "random", "least-loaded", "kv")), SLO],
+)
+def test_equal_seeds_give_equal_outcomes(mode: dict[str, Any]) -> None:
     workers = [*pair(step_noise=0.1), *pair(step_noise=0.1)]
     arrivals = poisson_arrivals(Shape(300, 20), 20.0, 60, seed=1)
-    found = [
-        simulate(deployment(*workers, router_mode=mode), arrivals, seed).requests
-        for seed in (1, 1, 2)
-    ]
+    found = [simulate(deployment(*workers, **mode), arrivals, seed).requests for seed in (1, 1, 2)]
     assert found[0] == found[1]
     assert found[0] != found[2]
     assert all(request.output_tokens == 20 for request in found[0])

@@ -20,13 +20,11 @@ from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptH
 from dynamo_trtllm.frontend.routing.worker_load import (
     STALE_S,
     ClusterLoad,
-    predicted_first_token_s,
 )
 from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     Fit,
-    Prediction,
     linear_decode_fit,
     linear_prefill_fit,
 )
@@ -386,37 +384,6 @@ def cost_model(token_s: float, call_s: float) -> CostModel:
     """Return a cost model of steps of 1,000 prompt tokens."""
     calls = Fit((call_s, 0.0, 0.5, 1.0), 0.5, 2.0, 99), 1000, Fit((call_s, 0.0), 0.5, 2.0, 99)
     return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
-
-
-def test_predicted_time_includes_queue_and_kv_transfer() -> None:
-    placement = Placement("least-loaded")
-    view = view_of(1, 1)
-    first = selected(placement, view)
-
-    def predicted(now: float) -> Prediction | None:
-        """Of a further request."""
-        parts = [
-            predicted_first_token_s(placement.loads.get(instance_id), role, 100, 0, now)
-            for instance_id, role in ((1, Role.PREFILL), (1001, Role.DECODE))
-        ]
-        return Prediction.total(parts)
-
-    assert predicted(0.0) is None  # nothing is known yet
-    placement.start(first, request(), 0.0)
-    placement.loads.on_report(
-        report(1, queued_prefill_tokens=500, cost=cost_model(1e-4, 0.01)), 0.0
-    )
-    assert predicted(0.0) is None  # the decode worker's cost is not known
-    placement.start(first, request(), 0.0)
-    placement.loads.on_report(report(1001, running=2, cost=cost_model(1e-4, 0.02)), 0.0)
-    # a report without a cost leaves it unchanged
-    placement.loads.on_report(report(1001, 2, running=2), 0.0)
-    found = predicted(7.0)
-    assert found is not None
-    # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which
-    # is half over.
-    assert found.seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
-    assert predicted(7.0 + 2 * STALE_S) is None
 
 
 def test_report_with_invalid_cost_predicts_nothing() -> None:

@@ -1,0 +1,310 @@
+"""Choose the path of a request by its predicted times: a pure function, without clocks and I/O.
+
+There are up to four paths: a prefill worker and then a decode worker, or one worker that runs the
+whole request: a decode, prefill or aggregated worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from operator import attrgetter
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
+from dynamo_trtllm.protocol.messages import Instance, Role
+
+# Of two workers or paths whose pressures differ by less than this part, chance may choose either.
+# So frontends with the same reports do not all choose the same one.
+NEAR: Final = 0.1
+# Pressures below this part of a limit are nearly equal.
+_NOTHING: Final = 0.01
+# Decode workers that are tried for a whole request: those with the shortest gaps.
+_TRIED: Final = 2
+_cached_tokens = attrgetter("cached_tokens")
+
+
+class Path(StrEnum):
+    """Which workers run the phases of a request. The values are labels of a metric."""
+
+    PREFILL_DECODE = "prefill_decode"
+    ON_DECODE = "aggregated_on_decode"
+    ON_PREFILL = "aggregated_on_prefill"
+    ON_AGGREGATED = "aggregated"
+
+
+_AGGREGATED_PATHS: Final = {
+    Role.DECODE: Path.ON_DECODE,
+    Role.PREFILL: Path.ON_PREFILL,
+    Role.AGGREGATED: Path.ON_AGGREGATED,
+}
+
+
+class SloLimits(NamedTuple):
+    """The limits by which a path is chosen, in seconds."""
+
+    ttft_s: float  # time to first token of the request
+    itl_s: float  # time between two tokens of the request
+    # The same of requests that run already. A request can't allow more for others.
+    others_itl_s: float
+
+
+class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of a named tuple
+    """A path, and what is predicted for it."""
+
+    path: Path
+    prefill: Instance | None  # None: `decode` runs the whole request
+    decode: Instance
+    cached_tokens: int  # tokens of the prompt that need not be computed
+    ttft_s: float
+    gap_s: float  # the longest one of this request and of those that run on its workers
+    num_missed: int  # requests that miss a limit: this one, and those that it delays
+    pressure: float  # the largest part of a limit that a time takes
+
+    @property
+    def meets_slo(self) -> bool:
+        """Return whether the request keeps its limits, and those that run keep theirs."""
+        return self.num_missed == 0
+
+    @property
+    def outcome(self) -> str:
+        """Return what is predicted for the limits: "met" or "missed"."""
+        return "met" if self.meets_slo else "missed"
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one worker adds to a path."""
+
+    worker: WorkerForecast
+    num_missed: int  # this request if it misses a limit there, and those that it delays
+    pressure: float
+    num_delayed: int
+    gap_s: float
+    first_token_s: float = 0.0
+
+    @property
+    def misses(self) -> bool:
+        """Return whether this request misses a limit there."""
+        return self.num_missed > self.num_delayed
+
+
+_order = attrgetter("num_missed", "pressure")  # better parts come first
+
+
+def select_path(
+    prefills: Sequence[WorkerForecast],
+    decodes: Sequence[WorkerForecast],
+    aggregated: Sequence[WorkerForecast],
+    limits: SloLimits,
+    *,
+    waited_s: float,
+    breakers: PairBreakers,
+    random: Callable[[], float],
+) -> ChosenPath | None:
+    """Choose the path and the workers of a request.
+
+    A path meets the SLO if the first token is predicted within the limit, and no gap between two
+    tokens exceeds its limit: neither of this request nor of those that run on its workers. Of the
+    paths that meet it, the one with the least pressure is chosen: the largest part that one of its
+    times takes of its limit. A prefill worker runs a whole request only if no other path meets the
+    SLO, because its stream would delay the prompts after it.
+
+    If no path meets the SLO, the one is chosen on which the fewest requests miss a limit, and of
+    these the one with the least pressure, a whole request on a prefill worker last. The caller may
+    reject the request instead.
+
+    Workers and paths whose pressures differ by less than NEAR are chosen by chance.
+
+    Args:
+        prefills: prefill workers, all of one pairing key.
+        decodes: decode workers of the same key.
+        aggregated: aggregated workers.
+        limits: those of the request.
+        waited_s: for how long the request has waited since it arrived.
+        breakers: of the pairs.
+        random: returns numbers from 0 to 1.
+
+    Returns:
+        None: there is no path with a closed breaker.
+    """
+    paths: list[ChosenPath] = []
+    prefill_parts = [_prompt_part(worker, limits, waited_s, random) for worker in prefills]
+    decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
+    prefill_parts.sort(key=_order)
+    decode_parts.sort(key=_order)
+    pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
+    if pair is not None:
+        paths.append(pair)
+    decodes = _worth_trying(decode_parts)
+    if breakers.any_open:
+        prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
+    paths += _aggregated_paths(decodes, limits, waited_s)
+    paths += _aggregated_paths(aggregated, limits, waited_s)
+    if not any(path.num_missed == 0 for path in paths):
+        paths += _aggregated_paths(prefills, limits, waited_s)
+    if not paths:
+        return None
+
+    def order(path: ChosenPath) -> tuple[int, bool, float]:
+        is_last = path.path is Path.ON_PREFILL
+        return path.num_missed, is_last, _blurred(path.pressure, random)
+
+    return min(paths, key=order)
+
+
+def _blurred(pressure: float, random: Callable[[], float]) -> float:
+    """Return a pressure with which those that are nearly equal are ordered by chance."""
+    return (pressure + _NOTHING) * (1.0 + NEAR * random())
+
+
+def _best_pair(
+    prefills: Sequence[_Part],
+    decodes: Sequence[_Part],
+    limits: SloLimits,
+    waited_s: float,
+    breakers: PairBreakers,
+) -> ChosenPath | None:
+    """Return the path over the best pair whose breaker is closed; None: there is none."""
+    if not prefills or not decodes:
+        return None
+    if not breakers.any_open:
+        # The parts are sorted.
+        return _pair_path(prefills[0], decodes[0], limits, waited_s)
+    pairs = [
+        (prefill, decode)
+        for prefill, decode in itertools.product(prefills, decodes)
+        if not breakers.is_open((prefill.worker.instance.id, decode.worker.instance.id))
+    ]
+    if not pairs:
+        return None
+    prefill, decode = min(pairs, key=_order_of_pair)
+    return _pair_path(prefill, decode, limits, waited_s)
+
+
+def _order_of_pair(pair: tuple[_Part, _Part]) -> tuple[int, float]:
+    prefill, decode = pair
+    return prefill.num_missed + decode.num_missed, prefill.pressure + decode.pressure
+
+
+def _prompt_part(
+    worker: WorkerForecast, limits: SloLimits, waited_s: float, random: Callable[[], float]
+) -> _Part:
+    """Return what a prefill worker adds: the time to first token, and gaps of its streams."""
+    first_token_s = worker.first_token_s()
+    gap_s = worker.prompt_gap_s()
+    ttft_share = (waited_s + first_token_s) / limits.ttft_s
+    gap_share = gap_s / limits.others_itl_s
+    num_delayed = worker.streams if gap_share > 1.0 else 0
+    pressure = ttft_share if ttft_share > gap_share else gap_share
+    return _Part(
+        worker,
+        num_delayed + (ttft_share > 1.0),
+        _blurred(pressure, random),
+        num_delayed,
+        gap_s,
+        first_token_s,
+    )
+
+
+def _decode_part(worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]) -> _Part:
+    """Return what a decode worker adds: the gaps of all its streams."""
+    gap_s = worker.decode_gap_s()
+    num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
+    misses = gap_s > limits.itl_s or not worker.has_space()
+    pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
+    return _Part(worker, num_delayed + misses, _blurred(pressure, random), num_delayed, gap_s)
+
+
+def _worth_trying(decodes: Sequence[_Part]) -> list[WorkerForecast]:
+    """Return the decode workers that may be the best one for a whole request.
+
+    They are those with the shortest gaps, and the one that has most of the prompt in its cache.
+    """
+    tried = [part.worker for part in decodes[:_TRIED]]
+    if len(decodes) > _TRIED:
+        cached = max((part.worker for part in decodes[_TRIED:]), key=_cached_tokens)
+        if cached.cached_tokens > max(map(_cached_tokens, tried)):
+            tried.append(cached)
+    return tried
+
+
+def _pair_path(prefill: _Part, decode: _Part, limits: SloLimits, waited_s: float) -> ChosenPath:
+    ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
+    misses = decode.misses or ttft_s > limits.ttft_s
+    return ChosenPath(
+        path=Path.PREFILL_DECODE,
+        prefill=prefill.worker.instance,
+        decode=decode.worker.instance,
+        cached_tokens=prefill.worker.cached_tokens,
+        ttft_s=ttft_s,
+        gap_s=max(prefill.gap_s, decode.gap_s),
+        num_missed=misses + prefill.num_delayed + decode.num_delayed,
+        pressure=max(
+            ttft_s / limits.ttft_s,
+            prefill.gap_s / limits.others_itl_s,
+            decode.gap_s / min(limits.itl_s, limits.others_itl_s),
+        ),
+    )
+
+
+def _able_alone(
+    prefills: Sequence[WorkerForecast],
+    decodes: Sequence[WorkerForecast],
+    aggregated: Sequence[WorkerForecast],
+    breakers: PairBreakers,
+) -> tuple[list[WorkerForecast], list[WorkerForecast], list[WorkerForecast]]:
+    """Return the workers, by role, whose breakers allow that they run whole requests.
+
+    A prefill or decode worker may if one of its pairs may be right, or if it has no partners.
+    """
+    right = [
+        (prefill, decode)
+        for prefill, decode in itertools.product(prefills, decodes)
+        if breakers.may_be_right((prefill.instance.id, decode.instance.id))
+    ]
+    if prefills and decodes:
+        right_prefills = {prefill.instance.id for prefill, _ in right}
+        right_decodes = {decode.instance.id for _, decode in right}
+        prefills = [worker for worker in prefills if worker.instance.id in right_prefills]
+        decodes = [worker for worker in decodes if worker.instance.id in right_decodes]
+    closed = [
+        [worker for worker in workers if not breakers.is_open((None, worker.instance.id))]
+        for workers in (prefills, decodes, aggregated)
+    ]
+    return closed[0], closed[1], closed[2]
+
+
+def _aggregated_paths(
+    workers: Iterable[WorkerForecast], limits: SloLimits, waited_s: float
+) -> Iterator[ChosenPath]:
+    """Yield the paths over one worker that runs the whole request, as far as it can."""
+    for worker in workers:
+        instance = worker.instance
+        path = _AGGREGATED_PATHS[instance.role]
+        if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
+            continue
+        ttft_s = waited_s + worker.first_token_s()
+        prompt_gap_s = worker.prompt_gap_s()
+        decode_gap_s = worker.decode_gap_s()
+        # Streams there wait for the step with the prompt, and then for steps with one more request.
+        gap_s = max(prompt_gap_s, decode_gap_s)
+        misses = ttft_s > limits.ttft_s or decode_gap_s > limits.itl_s or not worker.has_space()
+        num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
+        yield ChosenPath(
+            path=path,
+            prefill=None,
+            decode=instance,
+            cached_tokens=worker.cached_tokens,
+            ttft_s=ttft_s,
+            gap_s=gap_s,
+            num_missed=misses + num_delayed,
+            pressure=max(
+                ttft_s / limits.ttft_s,
+                decode_gap_s / limits.itl_s,
+                gap_s / limits.others_itl_s,
+            ),
+        )

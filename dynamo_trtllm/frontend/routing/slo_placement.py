@@ -1,0 +1,233 @@
+"""Place requests on the path that keeps the limits of their times (`--router-mode slo`).
+
+`path_selection` has the rule. Until the times of a model's workers are known, requests are placed
+by cost and prefixes, as with `--router-mode kv`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, excluding
+from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
+from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.path_selection import ChosenPath, SloLimits, select_path
+from dynamo_trtllm.frontend.routing.prefix_index import (
+    ClusterPrefixes,
+    PrefixOverlaps,
+    PromptHashes,
+)
+from dynamo_trtllm.frontend.routing.worker_forecast import (
+    WorkerForecast,
+    complete,
+    is_fresh,
+    known_cost,
+)
+from dynamo_trtllm.protocol.errors import SloUnreachable
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
+
+log = logging.getLogger(__name__)
+
+# Workers of a role that are compared, of more than these. A prediction takes longer than a cost.
+_MAX_COMPARED: Final = 3
+SLO_MODE: Final = "slo"  # the router mode
+# A rejected request may be sent again after the time by which it would be late, within these
+# bounds.
+_MIN_RETRY_S: Final = 1
+_MAX_RETRY_S: Final = 60
+
+
+class PathSelection(PlacedSelection, frozen=True):
+    """A selection by predicted times."""
+
+    chosen: ChosenPath
+
+
+class SloPlacement(Placement):
+    """Selects the path and the workers of requests by their predicted times.
+
+    Args:
+        ttft_s: limit of the time to first token of requests that name none.
+        itl_s: the same for the time between two tokens.
+        rejects: reject a request that no path can serve within the limits.
+        prefixes: see `Placement`.
+        overlap_credit: see `Placement`.
+        seed: see `Placement`.
+    """
+
+    def __init__(
+        self,
+        ttft_s: float,
+        itl_s: float,
+        prefixes: ClusterPrefixes | None = None,
+        *,
+        rejects: bool = False,
+        overlap_credit: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
+        self._default = SloLimits(ttft_s, itl_s, itl_s)
+        self._rejects = rejects
+        self._unpredicted: set[str] = set()  # models whose times are not known, which were logged
+
+    def select(
+        self,
+        view: ModelView,
+        prompt: PromptHashes,
+        breakers: PairBreakers,
+        now: float,
+        *,
+        avoid: int | None = None,
+        waited_s: float = 0.0,
+        may_reject: bool = False,
+    ) -> PlacedSelection | None:
+        """Return the workers of the best path, or what `Placement.select` returns.
+
+        That is the case if the times of the workers are not known yet, or if the request names a
+        data-parallel rank, which only one of its workers has.
+
+        Args:
+            view: see `Placement.select`.
+            prompt: see `Placement.select`.
+            breakers: see `Placement.select`.
+            now: see `Placement.select`.
+            avoid: see `Placement.select`.
+            waited_s: for how long the request has waited since it arrived.
+            may_reject: it is the first attempt of the request.
+
+        Raises:
+            SloUnreachable: no path is predicted to keep the limits, and such requests are rejected.
+        """
+        request = prompt.request
+        if request.dp_rank is not None or request.prefill_dp_rank is not None:
+            return super().select(view, prompt, breakers, now, avoid=avoid)
+        limits = self._limits(request)
+        chosen = self._choose(view, prompt, limits, breakers, now, avoid, waited_s)
+        if chosen is None:
+            self._log_unpredicted(request.model)
+            return super().select(view, prompt, breakers, now, avoid=avoid)
+        if self._rejects and may_reject and not chosen.meets_slo:
+            raise _unreachable(chosen, limits)
+        return PathSelection(
+            prefill=chosen.prefill,
+            decode=chosen.decode,
+            prompt=prompt,
+            overlap_tokens=chosen.cached_tokens,
+            chosen=chosen,
+        )
+
+    def _limits(self, request: GenerateRequest) -> SloLimits:
+        """Return the limits of a request: its own, else those of the frontend."""
+        default = self._default
+        own = request.slo
+        if own is None:
+            return default
+        return SloLimits(
+            ttft_s=default.ttft_s if own.ttft_s is None else own.ttft_s,
+            itl_s=default.itl_s if own.itl_s is None else own.itl_s,
+            others_itl_s=default.itl_s,
+        )
+
+    def _choose(
+        self,
+        view: ModelView,
+        prompt: PromptHashes,
+        limits: SloLimits,
+        breakers: PairBreakers,
+        now: float,
+        avoid: int | None,
+        waited_s: float,
+    ) -> ChosenPath | None:
+        """Return the best path of all pairing keys; None: the times are not known."""
+        overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
+        if overlaps is not None and not overlaps.matches:
+            overlaps = None
+        groups = list(view.groups.values()) or [PairGroup()]
+        paths: list[ChosenPath] = []
+        for group in groups:
+            prefills = group.prefill if avoid is None else excluding(group.prefill, (avoid,))
+            # Aggregated workers have no pairing key. They are compared with the first group.
+            aggregated = view.aggregated if group is groups[0] else ()
+            compared = [
+                self._compared(view, instances, overlaps, _MAX_COMPARED)
+                for instances in (prefills, group.decode, aggregated)
+            ]
+            forecasts = self._forecasts(compared, prompt, overlaps, now)
+            if forecasts is None:
+                continue
+            path = select_path(
+                *forecasts, limits, waited_s=waited_s, breakers=breakers, random=self._random
+            )
+            if path is not None:
+                paths.append(path)
+        return min(paths, key=_order, default=None)
+
+    def _forecasts(
+        self,
+        compared: Sequence[Mapping[int, Instance]],
+        prompt: PromptHashes,
+        overlaps: PrefixOverlaps | None,
+        now: float,
+    ) -> list[list[WorkerForecast]] | None:
+        """Return what is predicted for a request at workers of one pairing key, by their role.
+
+        Those whose load is not known are left out.
+
+        Args:
+            compared: prefill, decode and aggregated workers by id.
+            prompt: of the request.
+            overlaps: what is cached of it.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            None: the times are not known.
+        """
+        loads = self.loads
+        of_equals = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
+        if of_equals is None:
+            return None
+        prompt_tokens = len(prompt.request.token_ids)
+        forecasts: list[list[WorkerForecast]] = []
+        for by_id in compared:
+            cached = [0] * len(by_id) if overlaps is None else overlaps.of(by_id)
+            of_role: list[WorkerForecast] = []
+            for (instance_id, instance), cached_tokens in zip(by_id.items(), cached, strict=True):
+                load = loads.get(instance_id)
+                if is_fresh(load, now):
+                    cost = complete(load, of_equals)
+                    credited_tokens = int(self.overlap_credit * cached_tokens)
+                    of_role.append(
+                        WorkerForecast(instance, load, cost, prompt_tokens, credited_tokens)
+                    )
+            forecasts.append(of_role)
+        return forecasts
+
+    def _log_unpredicted(self, model: str) -> None:
+        """Log once that the times of a model's workers are not known."""
+        if model in self._unpredicted:
+            return
+        self._unpredicted.add(model)
+        log.warning(
+            "the times of workers of %s are not known yet: until they have measured some,"
+            " --router-mode slo selects as kv does",
+            model,
+        )
+
+
+def _order(path: ChosenPath) -> tuple[int, float]:
+    return path.num_missed, path.pressure
+
+
+def _unreachable(path: ChosenPath, limits: SloLimits) -> SloUnreachable:
+    """Return the error of a request that no path can serve within its limits."""
+    late_s = math.ceil(path.ttft_s - limits.ttft_s)
+    return SloUnreachable(
+        f"no worker can keep the limits of this request now: the best path has its first token"
+        f" after {1000 * path.ttft_s:.0f} ms (limit {1000 * limits.ttft_s:g}) and gaps of"
+        f" {1000 * path.gap_s:.0f} ms (limit {1000 * min(limits.itl_s, limits.others_itl_s):g});"
+        " retry later, or raise the limits",
+        retry_after_s=max(_MIN_RETRY_S, min(_MAX_RETRY_S, late_s)),
+    )

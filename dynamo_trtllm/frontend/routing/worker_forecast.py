@@ -1,0 +1,155 @@
+"""Predict the times of a request at one worker, from the load and cost model that it reports.
+
+Callers pass the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from dynamo_trtllm.frontend.routing.worker_load import STALE_S, InstanceLoad
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, decode_step_s, prior_fit
+from dynamo_trtllm.protocol.messages import Instance, Role
+
+# Python 3.11 looks up a member of an enum in 150 ns.
+_PREFILL: Final = Role.PREFILL
+# Prompts that a step of a prefill worker computes beside a whole request: one may wait for a step.
+_PROMPTS_OF_STEP: Final = 2
+# Until first tokens were measured: a call waits for half of the running step, and for all steps
+# after it.
+_PRIOR: Final = CostModel(first_token=prior_fit((0.0, 0.0, 0.5, 1.0)))
+
+
+class WorkerForecast:
+    """What is predicted for one request at one instance. Each time is computed when it is read.
+
+    Args:
+        instance: the instance.
+        load: its load, with a report.
+        cost: its complete cost model.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that the instance has in its prefix cache.
+    """
+
+    __slots__ = ("_cost", "_load", "_prompt_tokens", "_work", "cached_tokens", "instance")
+
+    def __init__(
+        self,
+        instance: Instance,
+        load: InstanceLoad,
+        cost: CostModel,
+        prompt_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        self.instance = instance
+        self.cached_tokens = cached_tokens
+        self._load = load
+        self._cost = cost
+        self._prompt_tokens = prompt_tokens
+        report = load.report
+        assert report is not None
+        is_prefill = instance.role is _PREFILL
+        streams = load.unseen_requests - load.unseen_prefills
+        context = report.context_tokens
+        if is_prefill:
+            streams += report.aggregated_running
+            context = report.aggregated_tokens
+        else:
+            # Those that wait will run beside this one.
+            streams += report.running + report.waiting
+            context += load.unseen_kv_tokens
+        self._work = EngineWork(
+            streams,
+            context,
+            report.queued_prefill_tokens + load.unseen_prefill_tokens,
+            report.waiting + load.unseen_requests,
+        )
+
+    @property
+    def streams(self) -> int:
+        """Return how many requests generate tokens there, or will before this one."""
+        return self._work.decode_requests
+
+    def first_token_s(self) -> float:
+        """Return the time until the first token, if the instance computes the prompt."""
+        new_tokens = self._prompt_tokens - self.cached_tokens
+        return self._cost.first_token_s(new_tokens, self.cached_tokens, self._work)
+
+    def prompt_gap_s(self) -> float:
+        """Return for how long the streams there get no token while the prompt is computed.
+
+        0: no stream is there.
+        """
+        if not self._work.decode_requests:
+            return 0.0
+        new_tokens = self._prompt_tokens - self.cached_tokens
+        return self._cost.longest_step_s(new_tokens, self.cached_tokens, self._work)
+
+    def decode_gap_s(self) -> float:
+        """Return the time between two tokens while the request and the streams there generate.
+
+        On a prefill worker, steps with more prompts follow. It is assumed that these are like this
+        one.
+        """
+        work = self._work
+        assert self._cost.decode is not None
+        context = work.context_tokens + self._prompt_tokens
+        gap_s = decode_step_s(self._cost.decode, work.decode_requests + 1, context)
+        if self.instance.role is _PREFILL:
+            beside = EngineWork(work.decode_requests + 1, context)
+            tokens = _PROMPTS_OF_STEP * self._prompt_tokens
+            gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, beside))
+        return gap_s
+
+    def transfer_s(self) -> float:
+        """Return the time until the KV of the prompt is fetched. 0: not known yet."""
+        predicted = self._cost.predict_kv_transfer(self._prompt_tokens)
+        return 0.0 if predicted is None else predicted.seconds
+
+    def has_space(self) -> bool:
+        """Return whether the request can run at once: the batch and the KV cache have space."""
+        load = self._load
+        report = load.report
+        assert report is not None
+        max_streams = self.instance.limits.max_batch_size
+        if 0 < max_streams <= self._work.decode_requests:
+            return False
+        block_tokens = self.instance.layout.block_tokens
+        used_tokens = report.kv_blocks_used * block_tokens + load.unseen_kv_tokens
+        total_tokens = report.kv_blocks_total * block_tokens  # 0: not reported
+        return not total_tokens or used_tokens + self._prompt_tokens <= total_tokens
+
+
+def is_fresh(load: InstanceLoad, now: float) -> bool:
+    """Return whether an instance has reported its load lately. `now`: of a monotonic clock."""
+    return load.report is not None and now - load.reported_at <= STALE_S
+
+
+def known_cost(loads: Iterable[InstanceLoad]) -> CostModel | None:
+    """Return what is known of the times of equal instances together.
+
+    A prefill worker measures no decode steps, and a decode worker no prompts, until they run
+    aggregated requests.
+
+    Returns:
+        None: a kind of step was measured by none of them.
+    """
+    known = CostModel()
+    for load in loads:
+        if load.is_cost_measured:
+            return load.cost
+        if load.cost is not None:
+            known = known.completed_by(load.cost)
+            if known.is_measured:
+                return known
+    known = known.completed_by(_PRIOR)
+    return known if known.is_complete else None
+
+
+def complete(load: InstanceLoad, of_equals: CostModel) -> CostModel:
+    """Return the cost model of an instance, with what equal ones have measured."""
+    own = load.cost
+    if own is None:
+        return of_equals
+    return own if load.is_cost_measured else own.completed_by(of_equals)

@@ -1,0 +1,392 @@
+"""Which path a request takes by its predicted times, and what happens if none keeps the limits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.frontend.routing.cluster_view import ModelView
+from dynamo_trtllm.frontend.routing.cost_placement import CostSelection, PlacedSelection
+from dynamo_trtllm.frontend.routing.pair_breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.frontend.routing.path_selection import ChosenPath, Path
+from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
+from dynamo_trtllm.frontend.routing.slo_placement import PathSelection, SloPlacement
+from dynamo_trtllm.frontend.routing.worker_load import STALE_S
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    linear_decode_fit,
+    linear_prefill_fit,
+    prior_fit,
+)
+from dynamo_trtllm.protocol.errors import SloUnreachable
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    Limits,
+    LoadReport,
+    RequestSlo,
+    Role,
+    Sampling,
+    token_ids,
+)
+from tests.kit.instances import make_instance, model_view
+
+PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, AGGREGATED = 1, 2, 11, 12, 21
+TTFT_S = 1.0
+ITL_S = 0.1
+STEP_TOKENS = 1000
+MAX_STREAMS = 40
+NONE_OPEN = PairBreakers()
+# A step takes 10 ms, and 0.1 ms more per prompt token or 1 ms per stream.
+COST = CostModel(
+    decode=linear_decode_fit(0.01, 0.001),
+    prefill=linear_prefill_fit(0.01, 1e-4, 0.001),
+    step_tokens=STEP_TOKENS,
+    kv_transfer=prior_fit((0.005, 0.0)),
+)
+
+
+def instance(instance_id: int, role: Role, **fields: Any) -> Instance:
+    limits = Limits(max_batch_size=MAX_STREAMS)
+    return msgspec.structs.replace(
+        make_instance(instance_id, role=role),
+        **{"can_aggregate": True, "limits": limits, **fields},
+    )
+
+
+def view_of(*, num_aggregated: int = 0, **fields: Any) -> ModelView:
+    """Return a view of two prefill and two decode workers."""
+    return model_view(
+        prefill=[instance(id_, Role.PREFILL, **fields) for id_ in (PREFILL, OTHER_PREFILL)],
+        decode=[instance(id_, Role.DECODE, **fields) for id_ in (DECODE, OTHER_DECODE)],
+        aggregated=[
+            instance(AGGREGATED + number, Role.AGGREGATED) for number in range(num_aggregated)
+        ],
+    )
+
+
+def request(prompt: int = 500, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="tiny",
+        token_ids=token_ids(range(prompt)),
+        sampling=Sampling(max_tokens=9),
+        deadline=1e12,
+        **fields,
+    )
+
+
+def placement_of(
+    loads: dict[int, dict[str, Any]] | None = None,
+    *,
+    cost: CostModel | None = COST,
+    rejects: bool = False,
+    seed: int = 1,
+) -> SloPlacement:
+    """Return a placement that knows all workers. `loads`: what those report that are not idle."""
+    placement = SloPlacement(TTFT_S, ITL_S, rejects=rejects, seed=seed)
+    for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, AGGREGATED):
+        idle = LoadReport(id_, 1, 0, 0, 0, 0, 1000, 0, cost)
+        placement.loads.on_report(msgspec.structs.replace(idle, **(loads or {}).get(id_, {})), 0.0)
+    return placement
+
+
+def select(
+    placement: SloPlacement,
+    view: ModelView | None = None,
+    asked: GenerateRequest | None = None,
+    **options: Any,
+) -> PlacedSelection | None:
+    return placement.select(
+        view or view_of(), PromptHashes(asked or request()), NONE_OPEN, 0.0, **options
+    )
+
+
+def chosen(
+    loads: dict[int, dict[str, Any]] | None = None,
+    view: ModelView | None = None,
+    asked: GenerateRequest | None = None,
+    **options: Any,
+) -> ChosenPath:
+    selection = select(placement_of(loads), view, asked, **options)
+    assert isinstance(selection, PathSelection)
+    return selection.chosen
+
+
+PAIRS_ONLY = view_of(can_aggregate=False)
+BUSY_PREFILLS = {id_: {"queued_prefill_tokens": 20_000} for id_ in (PREFILL, OTHER_PREFILL)}
+FULL_DECODES = {id_: {"running": MAX_STREAMS} for id_ in (DECODE, OTHER_DECODE)}
+
+
+def decoding(streams: int) -> dict[int, dict[str, Any]]:
+    return {id_: {"running": streams} for id_ in (DECODE, OTHER_DECODE)}
+
+
+def test_prompt_goes_to_a_pair_while_both_workers_have_time() -> None:
+    found = chosen(decoding(20))
+    assert found.path is Path.PREFILL_DECODE
+    assert found.meets_slo
+    # A step with 500 tokens and the transfer; then steps of 21 streams.
+    assert found.ttft_s == pytest.approx(0.06 + 0.005)
+    assert found.gap_s == pytest.approx(0.031)
+
+
+def test_short_prompt_runs_on_decode_if_prefill_is_late() -> None:
+    found = chosen(BUSY_PREFILLS | decoding(20))
+    assert found.path is Path.ON_DECODE
+    assert found.meets_slo
+    assert found.prefill is None
+    # A step with 500 prompt tokens and 20 streams, after half of a step with these.
+    assert found.ttft_s == pytest.approx(0.08 + 0.03 / 2)
+    assert found.gap_s == pytest.approx(0.08)
+
+
+def test_long_prompt_never_delays_streams_to_save_its_own_time() -> None:
+    # A step with 1,000 prompt tokens takes 0.13 s, which 20 streams would wait for.
+    found = chosen(BUSY_PREFILLS | decoding(20), asked=request(2000))
+    assert found.path is Path.PREFILL_DECODE
+    assert not found.meets_slo
+    assert found.num_missed == 1
+
+
+def test_long_prompt_runs_on_decode_worker_without_streams() -> None:
+    found = chosen(BUSY_PREFILLS | {OTHER_DECODE: {"running": 20}}, asked=request(2000))
+    assert (found.path, found.decode.id) == (Path.ON_DECODE, DECODE)
+    assert found.meets_slo
+
+
+def test_full_decode_workers_leave_requests_to_prefill() -> None:
+    found = chosen(FULL_DECODES, asked=request(300))
+    assert found.path is Path.ON_PREFILL
+    assert found.decode.role is Role.PREFILL
+    assert found.meets_slo
+    # A later step may have two prompts like this one.
+    assert found.gap_s == pytest.approx(0.01 + 600 * 1e-4 + 0.001)
+
+
+def test_prefill_worker_whose_prompts_are_long_keeps_no_stream() -> None:
+    found = chosen(FULL_DECODES, asked=request(600))
+    assert found.path is Path.PREFILL_DECODE
+    assert not found.meets_slo
+
+
+def test_prefill_worker_with_streams_gets_no_long_prompt() -> None:
+    loads = {
+        PREFILL: {"aggregated_running": 5},
+        OTHER_PREFILL: {"queued_prefill_tokens": 2000},
+    }
+    found = chosen(loads, PAIRS_ONLY, request(2000))
+    assert found.prefill is not None
+    assert found.prefill.id == OTHER_PREFILL
+    assert found.meets_slo
+
+
+def test_engine_that_cannot_aggregate_is_not_tried() -> None:
+    for loads in (BUSY_PREFILLS, FULL_DECODES):
+        assert chosen(loads, PAIRS_ONLY).path is Path.PREFILL_DECODE
+
+
+def test_aggregated_worker_is_a_path_of_its_own() -> None:
+    loads = BUSY_PREFILLS | FULL_DECODES
+    assert chosen(loads, view_of(num_aggregated=1)).path is Path.ON_AGGREGATED
+
+
+def test_without_decode_workers_prefill_runs_whole_requests() -> None:
+    view = model_view(prefill=[instance(PREFILL, Role.PREFILL)])
+    assert chosen(view=view).path is Path.ON_PREFILL
+
+
+def test_wait_in_the_frontend_counts_for_the_first_token() -> None:
+    assert chosen(waited_s=0.5).meets_slo
+    late = chosen(waited_s=2.0)
+    assert not late.meets_slo
+    assert late.ttft_s == pytest.approx(2.0 + 0.065, abs=0.01)
+
+
+def test_limits_of_the_request_replace_those_of_the_frontend() -> None:
+    slow = decoding(25)
+    assert chosen(slow).meets_slo
+    strict = request(50, slo=RequestSlo(itl_s=0.03))
+    found = chosen(slow, asked=strict)
+    # A step of 26 streams takes 36 ms. A prefill worker is empty.
+    assert found.path is Path.ON_PREFILL
+    assert found.meets_slo
+
+
+def test_request_cannot_allow_gaps_for_others() -> None:
+    lenient = request(2000, slo=RequestSlo(itl_s=60.0))
+    assert chosen(BUSY_PREFILLS | decoding(20), asked=lenient).path is Path.PREFILL_DECODE
+
+
+def test_unreachable_limits_reject_the_first_attempt_only() -> None:
+    placement = placement_of(BUSY_PREFILLS | decoding(20), rejects=True)
+    late = request(2000)
+    with pytest.raises(SloUnreachable, match=r"first token after \d+ ms \(limit 1000\)") as caught:
+        select(placement, asked=late, may_reject=True)
+    assert caught.value.retry_after_s == 2
+    assert select(placement, asked=late, may_reject=False) is not None
+    assert select(placement, asked=request(), may_reject=True) is not None
+
+
+def test_own_requests_count_before_they_are_reported() -> None:
+    placement = placement_of()
+    counts = Counter[int]()
+    for _ in range(20):
+        selection = select(placement)
+        assert isinstance(selection, PathSelection)
+        placement.start(selection, request(), 0.0)
+        counts[selection.decode.id] += 1
+    assert max(counts.values()) <= 13
+
+
+def test_prompts_that_were_sent_delay_the_first_token() -> None:
+    placement = placement_of({PREFILL: {"queued_prefill_tokens": 500}})
+    view = model_view(
+        prefill=[instance(PREFILL, Role.PREFILL)],
+        decode=[instance(DECODE, Role.DECODE, can_aggregate=False)],
+    )
+    for _ in range(2):
+        selection = select(placement, view)
+        assert isinstance(selection, PathSelection)
+        placement.start(selection, request(100), 0.0)
+    selection = select(placement, view, request(100))
+    assert isinstance(selection, PathSelection)
+    # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which
+    # is half over. The others and those of this prompt are in the next one.
+    first_token_s = (0.01 + 0.0233) / 2 + (0.01 + 0.0567)
+    assert selection.chosen.ttft_s == pytest.approx(first_token_s + 0.005)
+
+
+def test_frontends_with_equal_reports_choose_differently() -> None:
+    counts = Counter[tuple[int, int]]()
+    for seed in range(200):
+        selection = select(placement_of(seed=seed), PAIRS_ONLY)
+        assert selection is not None
+        assert selection.prefill is not None
+        counts[selection.prefill.id, selection.decode.id] += 1
+    assert len(counts) == 4
+    assert max(counts.values()) < 90
+
+
+def test_equal_seeds_choose_alike() -> None:
+    found = [[select(placement_of(seed=seed)) for _ in range(3)] for seed in (4, 4)]
+    assert [one and one.decode for one in found[0]] == [one and one.decode for one in found[1]]
+
+
+def test_unknown_times_select_by_cost_and_say_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    placement = placement_of(cost=None)
+    for _ in range(3):
+        assert isinstance(select(placement), CostSelection)
+    (line,) = caplog.messages
+    assert "--router-mode slo selects as kv does" in line
+
+
+def test_fits_of_equal_workers_fill_gaps() -> None:
+    # Each role has measured the steps that it runs.
+    prefill_only = msgspec.structs.replace(COST, decode=None, kv_transfer=None)
+    decode_only = CostModel(decode=COST.decode, kv_transfer=COST.kv_transfer)
+    loads = {id_: {"cost": prefill_only} for id_ in (PREFILL, OTHER_PREFILL)}
+    loads |= {id_: {"cost": decode_only, "running": 20} for id_ in (DECODE, OTHER_DECODE)}
+    for id_ in (PREFILL, OTHER_PREFILL):
+        loads[id_]["queued_prefill_tokens"] = 20_000
+    found = chosen(loads)
+    assert found.path is Path.ON_DECODE
+    assert found.gap_s == pytest.approx(0.08)
+
+
+def test_times_of_few_prompt_tokens_do_not_count_for_prompts() -> None:
+    # A decode worker that computes the last token of each prompt again.
+    few_tokens = msgspec.structs.replace(linear_prefill_fit(0.5, 0.0), num_samples=99)
+    own = msgspec.structs.replace(
+        COST, prefill=few_tokens, first_token=prior_fit((0.0, 0.0, 0.5, 1.0)), step_tokens=4
+    )
+    loads = {id_: {"cost": own, "running": 20} for id_ in (DECODE, OTHER_DECODE)}
+    assert chosen(BUSY_PREFILLS | loads).path is Path.ON_DECODE
+
+
+def test_worker_that_stopped_reporting_is_not_predicted() -> None:
+    placement = placement_of()
+    report = LoadReport(DECODE, 2, 0, 0, 0, 0, 1000, 0)
+    placement.loads.on_report(report, 2 * STALE_S)
+    fresh = msgspec.structs.replace(report, instance_id=PREFILL)
+    placement.loads.on_report(fresh, 2 * STALE_S)
+    for _ in range(10):
+        selection = placement.select(PAIRS_ONLY, PromptHashes(request()), NONE_OPEN, 2 * STALE_S)
+        assert isinstance(selection, PathSelection)
+        assert selection.chosen.prefill is not None
+        assert (selection.chosen.prefill.id, selection.decode.id) == (PREFILL, DECODE)
+
+
+def test_open_breakers_close_a_path() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
+    for pair in ((PREFILL, DECODE), (OTHER_PREFILL, DECODE), (PREFILL, OTHER_DECODE)):
+        breakers.record_failure(pair, "broken", 0.0)
+    placement = placement_of()
+    for _ in range(10):
+        selection = placement.select(PAIRS_ONLY, PromptHashes(request()), breakers, 0.0)
+        assert selection is not None
+        assert selection.prefill is not None
+        assert (selection.prefill.id, selection.decode.id) == (OTHER_PREFILL, OTHER_DECODE)
+
+
+def test_whole_requests_run_while_all_kv_transfers_fail() -> None:
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
+    pairs = [(prefill, decode) for prefill in (PREFILL, OTHER_PREFILL) for decode in (11, 12)]
+    for pair in pairs:
+        breakers.record_failure(pair, "broken", 0.0)
+    placement = placement_of()
+    selection = placement.select(view_of(), PromptHashes(request()), breakers, 0.0)
+    assert isinstance(selection, PathSelection)
+    assert selection.chosen.path is Path.ON_DECODE
+    # Workers whose answers were wrong get no request.
+    for pair in pairs:
+        breakers.record_failure(pair, "wrong", 0.0, is_wrong=True)
+    assert placement.select(view_of(), PromptHashes(request()), breakers, 0.0) is None
+
+
+def test_workers_that_were_not_probed_run_no_whole_requests() -> None:
+    breakers = PairBreakers()
+    breakers.withhold([(prefill, DECODE) for prefill in (PREFILL, OTHER_PREFILL)])
+    placement = placement_of(BUSY_PREFILLS)
+    for _ in range(10):
+        selection = placement.select(view_of(), PromptHashes(request()), breakers, 0.0)
+        assert selection is not None
+        assert selection.decode.id == OTHER_DECODE
+
+
+def test_prefill_worker_of_a_failed_transfer_is_avoided() -> None:
+    for _ in range(10):
+        selection = select(placement_of(), avoid=PREFILL)
+        assert selection is not None
+        assert selection.prefill is not None
+        assert selection.prefill.id == OTHER_PREFILL
+
+
+def test_data_parallel_rank_keeps_its_worker() -> None:
+    asked = request(prefill_dp_rank=1)
+    assert isinstance(select(placement_of(BUSY_PREFILLS), asked=asked), CostSelection)
+
+
+def test_selection_of_random_loads_always_has_a_path() -> None:
+    rnd = random.Random(5)
+    for _ in range(300):
+        loads = {
+            id_: {
+                "running": rnd.randrange(60),
+                "waiting": rnd.randrange(9),
+                "queued_prefill_tokens": rnd.randrange(30_000),
+                "kv_blocks_used": rnd.randrange(1001),
+                "aggregated_running": rnd.randrange(9),
+            }
+            for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE)
+        }
+        found = chosen(loads, asked=request(rnd.randrange(1, 9000)))
+        assert found.ttft_s > 0
+        assert found.gap_s > 0
+        assert (found.num_missed == 0) == found.meets_slo
