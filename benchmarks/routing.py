@@ -12,8 +12,9 @@ long the look-up of a prompt takes: one that no instance has, one that shares a 
 all instances, and one that also shares a conversation with one instance. The prefix hashes of the
 prompt are measured separately.
 
-select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv.
-The prefix hashes of the prompt, which kv needs, have a column of their own. Prompts have 8,192
+select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv,
+and that of a path with slo. The prefix hashes of the prompt, which kv and slo need, have a column
+of their own. Prompts have 8,192
 tokens; each is a conversation that one instance has in its cache. The last column is how long a
 report of a worker's load takes.
 
@@ -50,13 +51,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.prefix_index import ClusterPrefixes, PromptHashes
+from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement
 from dynamo_trtllm.frontend.routing.worker_selection import select_round_robin
 from dynamo_trtllm.protocol import kv_events
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    linear_decode_fit,
+    linear_prefill_fit,
+    prior_fit,
+)
 from dynamo_trtllm.protocol.messages import (
     LoadReport,
     Role,
@@ -81,6 +91,14 @@ _CONVERSATIONS = 100  # each is in the cache of another instance
 _VOCABULARY = 1 << 17
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
+# Of the workers in `select`, which can all run whole requests.
+_COST = CostModel(
+    linear_decode_fit(0.005, 1e-4, 1e-8),
+    linear_prefill_fit(0.02, 2e-5, 1e-4, 1e-8),
+    first_token=prior_fit((0.0, 0.0, 0.5, 1.0)),
+    step_tokens=8192,
+    kv_transfer=prior_fit((0.01, 0.001)),
+)
 
 
 def main() -> None:
@@ -166,7 +184,7 @@ def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParse
 def measure_select(arguments: argparse.Namespace) -> None:
     """Print a row per number of instances, half of them for prefill."""
     tune_gc()  # as in a frontend
-    names = "round-robin", "least-loaded", "kv", "hashes", "report"
+    names = "round-robin", "least-loaded", "kv", "slo", "hashes", "report"
     print("instances", "".join(f"{name:>16} p50    p95    p99 us" for name in names))
     for count in arguments.instances:
         fleet = CachingFleet(count, arguments.blocks, 32, 8192)
@@ -186,10 +204,12 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     prompts = _prompts(fleet.conversations)
     least_loaded = Placement("least-loaded")
     kv = Placement("kv", fleet.known)
+    slo = SloPlacement(2.0, 0.1, fleet.known)
     reports = _random_reports(count, count + _WARM_UP + _SELECTIONS - 1)
     for report in reports[:count]:
         least_loaded.loads.on_report(report, 1.0)
         kv.loads.on_report(report, 1.0)
+        slo.loads.on_report(msgspec.structs.replace(report, cost=_COST), 1.0)
 
     def select_in_turn(turn: int) -> None:
         select_round_robin(view, "model", turn, breakers)
@@ -200,13 +220,16 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
     def select_kv(turn: int) -> None:
         kv.select(view, prompts[turn % len(prompts)], breakers, 1.0)
 
+    def select_path(turn: int) -> None:
+        slo.select(view, prompts[turn % len(prompts)], breakers, 1.0)
+
     def hash_prompt(turn: int) -> None:
         PromptHashes(prompts[turn % len(prompts)].request).of(32)
 
     def take_report(turn: int) -> None:
         least_loaded.loads.on_report(reports[turn], 1.0)
 
-    columns = (select_in_turn, select_least_loaded, select_kv, hash_prompt)
+    columns = (select_in_turn, select_least_loaded, select_kv, select_path, hash_prompt)
     times = [_times(column, _SELECTIONS) for column in columns]
     return [*times, _times(take_report, len(reports) - _WARM_UP)]
 
@@ -253,7 +276,7 @@ class CachingFleet:
         self._updates: list[bytes] = []
         for number in range(instances):
             instance = new_instance(number, block_tokens)
-            self.known.addnew_instance(instance)
+            self.known.add_instance(instance)
             self.view.add(instance)
             hashes = list(shared)
             if number < len(chats):

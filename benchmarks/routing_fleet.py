@@ -51,4 +51,5 @@ def new_instance(number: int, block_tokens: int) -> Instance:
             dtype="fp8", block_tokens=block_tokens, num_layers=1, num_kv_heads=1, head_dim=1
         ),
         publishes_kv_events=True,
+        can_aggregate=True,
     )

@@ -48,6 +48,7 @@ from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
 from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
 from dynamo_trtllm.simulate.workload import Arrival, Shape, check_context, varied_arrivals
 from dynamo_trtllm.support.background import BackgroundTasks
+from dynamo_trtllm.worker.cost_fit import CostFit
 from dynamo_trtllm.worker.description import admission_of, describe
 from dynamo_trtllm.worker.health import broadcast_load
 from dynamo_trtllm.worker.service import WorkerService
@@ -140,7 +141,8 @@ class SimulatedCluster:
         self._limiter = ConcurrencyLimiter(
             config.max_inflight, config.max_queued, self._clocks.monotonic
         )
-        self._windows = StartWindows(self._view, self._limiter.grant)
+        uses_all_paths = config.router_mode == "slo"
+        self._windows = StartWindows(self._view, self._limiter.grant, uses_all_paths=uses_all_paths)
         self._tasks = BackgroundTasks()
         self._stack = AsyncExitStack()
         self._model = deployment.workers[0].model_name
@@ -170,7 +172,7 @@ class SimulatedCluster:
                 left_s = begun_s + arrival.at_s - now()
                 if left_s > 0:
                     await asyncio.sleep(left_s)
-                request = SimulatedRequest(now(), arrival.input_tokens)
+                request = self._new_request(arrival)
                 found.append(request)
                 group.create_task(self._serve(arrival, request))
         return found
@@ -184,7 +186,7 @@ class SimulatedCluster:
 
         async def send() -> None:
             for arrival in left:
-                request = SimulatedRequest(self._clocks.monotonic(), arrival.input_tokens)
+                request = self._new_request(arrival)
                 found.append(request)
                 await self._serve(arrival, request)
 
@@ -192,6 +194,12 @@ class SimulatedCluster:
             for _ in range(concurrency):
                 group.create_task(send())
         return found
+
+    def _new_request(self, arrival: Arrival) -> SimulatedRequest:
+        """Return a request that arrives now."""
+        return SimulatedRequest(
+            self._clocks.monotonic(), arrival.input_tokens, wanted_tokens=arrival.output_tokens
+        )
 
     async def aclose(self) -> None:
         """End everything."""
@@ -229,10 +237,11 @@ class SimulatedCluster:
         )
         self._plane.client.add(service)
         if self._router.placement is not None:
+            # The arguments of the mock engine say what a real worker learns.
+            cost = CostFit(info.cost_prior).model
 
             def load() -> LoadReport:
-                # The arguments of the mock engine say what a real worker learns.
-                return msgspec.structs.replace(service.load_report(), cost=info.cost_prior)
+                return msgspec.structs.replace(service.load_report(), cost=cost)
 
             broadcast = partial(self._plane.try_publish, load_subject(namespace))
             loads = broadcast_load(load, service.called, broadcast)
@@ -285,9 +294,12 @@ class SimulatedCluster:
         )
         timeline = ChoiceTimeline(clock=self._clocks.monotonic)
         timeline.place = places.take()
+        timeline.arrived_s = request.arrived_s
         ended = asyncio.get_running_loop().create_future()
         self._router.generate(call, timeline, _recorder(request, self._clocks.monotonic, ended))
         await ended
+        if timeline.chosen is not None:
+            request.path = timeline.chosen.path
         for stats in (timeline.decode_stats, timeline.prefill_stats):
             if stats is not None:
                 request.cached_tokens = max(request.cached_tokens, stats.cached_tokens)

@@ -28,6 +28,8 @@ class SimulatedRequest:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""  # code of the error with which the request has failed
+    wanted_tokens: int = 0  # of the complete answer
+    path: str = ""  # the one that was chosen by predicted times; "": by something else
 
     @property
     def is_ok(self) -> bool:
