@@ -1,7 +1,6 @@
 """Compares router modes under a load that changes, in virtual time.
 
     python -m benchmarks.slo_paths
-    python -m benchmarks.slo_paths rates
 
 The load has four parts of --seconds each, with other lengths of prompts and answers. Workers are
 simulated with constants of gpt-oss-120b on H200 with vLLM (docs/simulate.md). Each row is a
@@ -12,9 +11,6 @@ topology and a router mode, over --seeds simulations:
   goodput       such requests per second and GPU
   ttft, gap     p50 and p99 of the time to first token, and of the longest gap, in ms
   paths         choices of each path in percent: pair, on a decode, and on a prefill worker
-
-rates: the highest rate at which each fixed topology keeps 90% of the requests of a part good. The
-parts of the schedule have 0.8 of the best one.
 """
 
 from __future__ import annotations
@@ -39,8 +35,6 @@ from dynamo_trtllm.simulate.workload import Arrival, Shape, arrivals_at
 _MODEL: Final = "gpt-oss-120b"
 _NUM_GPUS: Final = 4
 _TTFT_S: Final = 2.0
-_GOOD_SHARE: Final = 0.9
-_STEPS: Final = 6  # of the search for a rate
 _SHOWN_PATHS: Final = (Path.PREFILL_DECODE, Path.ON_DECODE, Path.ON_PREFILL)
 
 
@@ -51,12 +45,12 @@ class Part(NamedTuple):
     rate: float  # requests per second
 
 
-# Shapes, and 0.8 of the highest rate that a fixed topology sustains: see `rates`.
+# Long prompts need prefill workers, and long answers more than one or two decode workers.
 SCHEDULE: Final = (
-    Part(Shape(8192, 128), 7.0),
-    Part(Shape(1024, 512), 20.0),
-    Part(Shape(512, 2048), 8.0),
-    Part(Shape(8192, 1024), 5.0),
+    Part(Shape(8192, 128), 8.0),
+    Part(Shape(1024, 512), 40.0),
+    Part(Shape(512, 2048), 16.0),
+    Part(Shape(8192, 1024), 6.0),
 )
 MODES: Final = ("round-robin", "kv", "slo")
 FIXED: Final = {
@@ -73,18 +67,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", nargs="?", choices=["compare", "rates"], default="compare")
     parser.add_argument("--topologies", nargs="+", choices=list(FIXED), default=["2P2D", "3P1D"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each part")
-    parser.add_argument("--seeds", type=int, default=3, help="number of simulations of a row")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each part")
+    parser.add_argument("--seeds", type=int, default=1, help="number of simulations of a row")
     parser.add_argument("--itl-ms", type=float, default=100.0)
     arguments = parser.parse_args()
     slo = Slo(ttft_s=_TTFT_S, worst_gap_s=arguments.itl_ms / 1000)
-    if arguments.command == "rates":
-        print_rates(slo, arguments.seconds)
-    else:
-        compare(arguments, slo)
+    compare(arguments, slo)
 
 
 def compare(arguments: argparse.Namespace, slo: Slo) -> None:
@@ -165,30 +155,6 @@ def _is_of(request: SimulatedRequest, part: Part) -> bool:
     if request.input_tokens != part.shape.input_tokens:
         return False
     return request.wanted_tokens == part.shape.output_tokens
-
-
-def print_rates(slo: Slo, seconds: float) -> None:
-    """Print the highest rates of the fixed topologies, a row for each."""
-    rows = [["topology", *(str(part.shape) for part in SCHEDULE)]]
-    for name, topology in FIXED.items():
-        fixed = deployment(topology, "round-robin", slo)
-        rates = [_highest_rate(fixed, part, slo, seconds) for part in SCHEDULE]
-        rows.append([name, *(f"{rate:.2f}" for rate in rates)])
-    print(format_table(rows))
-
-
-def _highest_rate(fixed: SimulatedDeployment, part: Part, slo: Slo, seconds: float) -> float:
-    """Return the highest rate at which most requests are good, by bisection."""
-    low = 0.0
-    high = 4.0 * part.rate
-    for _ in range(_STEPS):
-        rate = (low + high) / 2
-        arrivals = arrivals_at(part.shape, list(_times(rate, seconds, Random(1))))
-        if simulate(fixed, arrivals).attainment(slo) >= _GOOD_SHARE:
-            low = rate
-        else:
-            high = rate
-    return low
 
 
 if __name__ == "__main__":
