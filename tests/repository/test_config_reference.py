@@ -16,6 +16,7 @@ from dynamo_trtllm.config.http_access import (
     HttpClientConfig,
 )
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.config.routing import RoutingConfig
 from dynamo_trtllm.config.simulation import LimitsConfig
 from scripts import config_reference
 from scripts.config_reference import PAGE, PROGRAMS
@@ -50,6 +51,7 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
             HttpAccessConfig,
             HttpClientConfig,
             FrontendAccessConfig,
+            RoutingConfig,
             LimitsConfig,
             Section,
         }

@@ -76,7 +76,7 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
         return "met" if self.meets_slo else "missed"
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _PathPart(msgspec.Struct, frozen=True):
     """What one worker adds to a path."""
 
     worker: WorkerForecast
@@ -162,8 +162,8 @@ def _blurred(pressure: float, random: Callable[[], float]) -> float:
 
 
 def _best_pair(
-    prefills: Sequence[_Part],
-    decodes: Sequence[_Part],
+    prefills: Sequence[_PathPart],
+    decodes: Sequence[_PathPart],
     limits: SloLimits,
     waited_s: float,
     breakers: PairBreakers,
@@ -185,14 +185,14 @@ def _best_pair(
     return _pair_path(prefill, decode, limits, waited_s)
 
 
-def _order_of_pair(pair: tuple[_Part, _Part]) -> tuple[int, float]:
+def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, float]:
     prefill, decode = pair
     return prefill.num_missed + decode.num_missed, prefill.pressure + decode.pressure
 
 
 def _prompt_part(
     worker: WorkerForecast, limits: SloLimits, waited_s: float, random: Callable[[], float]
-) -> _Part:
+) -> _PathPart:
     """Return what a prefill worker adds: the time to first token, and gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
@@ -200,7 +200,7 @@ def _prompt_part(
     gap_share = gap_s / limits.others_itl_s
     num_delayed = worker.streams if gap_share > 1.0 else 0
     pressure = ttft_share if ttft_share > gap_share else gap_share
-    return _Part(
+    return _PathPart(
         worker,
         num_delayed + (ttft_share > 1.0),
         _blurred(pressure, random),
@@ -210,16 +210,18 @@ def _prompt_part(
     )
 
 
-def _decode_part(worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]) -> _Part:
+def _decode_part(
+    worker: WorkerForecast, limits: SloLimits, random: Callable[[], float]
+) -> _PathPart:
     """Return what a decode worker adds: the gaps of all its streams."""
     gap_s = worker.decode_gap_s()
     num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    return _Part(worker, num_delayed + misses, _blurred(pressure, random), num_delayed, gap_s)
+    return _PathPart(worker, num_delayed + misses, _blurred(pressure, random), num_delayed, gap_s)
 
 
-def _worth_trying(decodes: Sequence[_Part]) -> list[WorkerForecast]:
+def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     """Return the decode workers that may be the best one for a whole request.
 
     They are those with the shortest gaps, and the one that has most of the prompt in its cache.
@@ -232,7 +234,9 @@ def _worth_trying(decodes: Sequence[_Part]) -> list[WorkerForecast]:
     return tried
 
 
-def _pair_path(prefill: _Part, decode: _Part, limits: SloLimits, waited_s: float) -> ChosenPath:
+def _pair_path(
+    prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
+) -> ChosenPath:
     ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
     misses = decode.misses or ttft_s > limits.ttft_s
     return ChosenPath(

@@ -158,8 +158,15 @@ class SloPlacement(Placement):
             forecasts = self._forecasts(compared, prompt, overlaps, now)
             if forecasts is None:
                 continue
+            prefill, decode, alone = forecasts
             path = select_path(
-                *forecasts, limits, waited_s=waited_s, breakers=breakers, random=self._random
+                prefill,
+                decode,
+                alone,
+                limits,
+                waited_s=waited_s,
+                breakers=breakers,
+                random=self._random,
             )
             if path is not None:
                 paths.append(path)
