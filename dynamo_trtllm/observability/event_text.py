@@ -49,7 +49,7 @@ def _values(entry: Entry) -> str:
             next_cost = "none" if entry.c == NO_COST else entry.c
             return f": {reason}, {a:x} costs {b} (next {next_cost})"
         case RecordedEvent.PATH_CHOSEN:
-            outcome = f"{entry.c} requests miss a limit" if entry.c else "within the limits"
+            outcome = f"requests that miss a limit: {entry.c}" if entry.c else "within the limits"
             times = f"first token after {a / 1e3:.0f} ms, gaps of {b / 1e3:.0f} ms"
             return f": {reason}, predicted {times}, {outcome}"
         case RecordedEvent.WAITING_FOR_WORKERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -45,8 +46,8 @@ def make_worker(role: Role, **settings: Any) -> Worker:
     return Worker(config)
 
 
-def make_frontend() -> Frontend:
-    return Frontend(FrontendConfig(http_host="127.0.0.1", http_port=0, **CLUSTER))
+def make_frontend(**settings: Any) -> Frontend:
+    return Frontend(FrontendConfig(http_host="127.0.0.1", http_port=0, **CLUSTER, **settings))
 
 
 async def ask(url: str) -> int:
@@ -68,6 +69,24 @@ async def serve_and_ask() -> None:
 def serve_in_a_thread_and_ask() -> None:
     with serve(MODEL, engine="mock") as deployment:
         assert asyncio.run(ask(deployment.url)) == 5
+
+
+async def test_slo_router_chooses_paths_by_what_workers_have_measured() -> None:
+    frontend = make_frontend(router_mode="slo", slo_ttft_ms=60_000, slo_itl_ms=60_000)
+    async with make_worker(Role.PREFILL), make_worker(Role.DECODE), frontend:
+        chosen: set[tuple[str, str]] = set()
+        async with asyncio.timeout(SOON_S), httpx.AsyncClient() as client:
+            # Until the workers have reported times, requests are placed by cost.
+            while not any(slo == "met" for _, slo in chosen):
+                assert await ask(frontend.url) == 5
+                text = (await client.get(f"{frontend.url}/metrics")).text
+                lines = re.findall(
+                    r'paths_total{model="[^"]*",path="(\w*)",slo="(\w+)"} [1-9]', text
+                )
+                chosen = set(lines)
+    paths = {path for path, slo in chosen if slo == "met"}
+    assert paths <= {"prefill_decode", "aggregated_on_decode", "aggregated_on_prefill"}
+    assert "missed" not in {slo for _, slo in chosen}
 
 
 async def test_workers_with_a_key_transfer_kv_and_register_addresses(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def test_timeline_shows_path_and_predicted_times() -> None:
     lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
     predicted = "path chosen: aggregated_on_decode, predicted first token after 312 ms, gaps of 15"
     assert lines[-2].endswith(f"{predicted} ms, within the limits")
-    assert lines[-1].endswith(f"{predicted} ms, 3 requests miss a limit")
+    assert lines[-1].endswith(f"{predicted} ms, requests that miss a limit: 3")
 
 
 def test_requests_of_other_deployments_are_left_out() -> None:
