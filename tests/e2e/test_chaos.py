@@ -72,7 +72,7 @@ LONG |= {
 }
 # The same against the parts themselves: tests/integration/test_poisoned_records.py;
 # tests/contract/test_plane_versions.py; test_changed_kv.py and test_engine.py; and
-# tests/e2e/test_overload.py, whose connections take up all files of a frontend.
+# tests/e2e/mock_cluster/test_overload.py, whose connections take up all files of a frontend.
 LONG |= {"bad-record", "version-skew", "corrupt-kv", "idle-connections"}
 LONG |= {"rolling"}  # tests/e2e/test_rolling_restart.py restarts every worker under streams, too
 

@@ -11,13 +11,7 @@ from xdist.scheduler import LoadFileScheduling
 # transformers.
 TOGETHER = (
     ("tests/e2e/demo_model/",),
-    (  # mock_cluster
-        "tests/e2e/test_bad_input.py",
-        "tests/e2e/test_chat_client.py",
-        "tests/e2e/test_overload.py",
-        "tests/e2e/test_profile.py",
-        "tests/e2e/test_status.py",
-    ),
+    ("tests/e2e/mock_cluster/",),
     (  # Two groups, because one would run longer than all other tests beside it.
         "tests/contract/test_engine_trtllm",
         "tests/contract/test_trtllm_",

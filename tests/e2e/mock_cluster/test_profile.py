@@ -16,7 +16,7 @@ import pytest
 
 from tests.kit.cluster import Cluster, run_in_one
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHAPE = "{name: small, isl: 20, osl: 12, concurrency: [2, 4], requests: 16, warmup: 2, gpus: 2}"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
