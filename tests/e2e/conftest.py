@@ -1,4 +1,4 @@
-"""Clusters for tests. Those of the demo model are in its folder."""
+"""Clusters that a test may break. Those that tests share are in folders of their own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tests.kit.cluster import Cluster
-
-
-@pytest.fixture(scope="session")
-def mock_cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
-    """Start a shared cluster with prefill and decode workers of the mock engine.
-
-    Tests must not break it.
-    """
-    cluster = Cluster(etcd_server, nats_server, f"mock-{secrets.token_hex(4)}")
-    try:
-        for role in ("prefill", "decode"):
-            # a short lease costs 1 % of a core per worker
-            cluster.mock(role, "mock", "--lease-ttl-s", "10")
-        cluster.until_ready("mock")
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,19 @@ import openai
 import psutil
 import pytest
 
+from tests.e2e.demo_model.torch_cluster import AGGREGATED, TorchCluster
 from tests.kit.cluster import PLAIN, TINY, Cluster, Process
 
-AGGREGATED = "embedded"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "embedded_torch.py"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchCluster:
-    cluster: Cluster
-    prefill: Process
-    decode: Process
-    aggregated: Process
-    # by role, once each had served a chat
-    resident_bytes: dict[str, int] = field(default_factory=dict)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
     """The demo model twice: by a prefill and a decode worker, and by the example under another
     name.
+
+    The cluster ends with the last test of this folder: idle processes take CPU time from the tests
+    of other folders.
     """
     cluster = Cluster(etcd_server, nats_server, f"torch-{secrets.token_hex(4)}")
     try:

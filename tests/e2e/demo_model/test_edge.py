@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.demo_model.torch_cluster import TorchCluster
 from tests.kit.cluster import TINY, events
 
 pytestmark = pytest.mark.timeout(180)

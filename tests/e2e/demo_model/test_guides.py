@@ -17,8 +17,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
-from tests.e2e.demo_model.conftest import TorchCluster
 from tests.e2e.demo_model.guides import FIRST, GUIDES, REQUESTS, SECOND
+from tests.e2e.demo_model.torch_cluster import TorchCluster
 from tests.kit.cluster import TINY, events
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster

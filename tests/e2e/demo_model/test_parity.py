@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.demo_model.conftest import AGGREGATED
+from tests.e2e.demo_model.torch_cluster import AGGREGATED
 from tests.kit.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster

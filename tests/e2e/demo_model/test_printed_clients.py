@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.demo_model.torch_cluster import TorchCluster
 from tests.e2e.printed_pages import ACTIVATE, PAGES, REQUESTED, blocks, make_clone, typed
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster

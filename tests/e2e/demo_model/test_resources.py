@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.demo_model.torch_cluster import TorchCluster
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.e2e.demo_model.conftest import TorchCluster
 from tests.e2e.demo_model.sdk_answers import at_once
+from tests.e2e.demo_model.torch_cluster import TorchCluster
 from tests.kit.cluster import PLAIN, TINY, Process, gauges, until
 from tests.kit.waiting import SOON_S
 

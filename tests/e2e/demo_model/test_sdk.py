@@ -17,9 +17,9 @@ import pydantic
 import pytest
 from openai.types import Completion
 
-from tests.e2e.demo_model.conftest import AGGREGATED
 from tests.e2e.demo_model.guides import FIRST, REQUESTS
 from tests.e2e.demo_model.sdk_answers import at_once, checked, content, streamed, whole
+from tests.e2e.demo_model.torch_cluster import AGGREGATED
 from tests.kit.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
+from tests.e2e.demo_model.torch_cluster import AGGREGATED, TorchCluster
 from tests.kit.cluster import PLAIN, START_TIMEOUT_S, TINY, Process, command, gauges, until
 from tests.kit.waiting import SOON_S
 

@@ -7,7 +7,7 @@ import signal
 import httpx
 import pytest
 
-from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
+from tests.e2e.demo_model.torch_cluster import AGGREGATED, TorchCluster
 from tests.kit.cluster import TINY, events
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
