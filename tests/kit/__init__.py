@@ -47,6 +47,7 @@ Processes, as a user starts them
     containerfiles: the instructions of the Containerfiles
 
 For all tests
+    cases: runs many short cases as one test
     certificates: certificates of servers and clients
     bare_wheel: hides the packages of extras from processes
     transfer_keys: files of KV transfer keys, and a clock that a test moves
