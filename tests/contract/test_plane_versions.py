@@ -40,6 +40,7 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
     wire_mismatch,
 )
+from tests.kit.cases import each_case
 from tests.kit.generator_streams import call_stream
 from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.request_planes import (
@@ -281,7 +282,7 @@ def test_instance_without_version_has_version_1() -> None:
     assert decode(msgspec.msgpack.encode({**record, "unknown": {"field": 1}}), Instance).wire == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("theirs", "works"), [(2, False), (3, True), (4, True), (5, True), (6, False), (-7, False)]
 )
 def test_wire_mismatch_allows_neighbor_versions(theirs: int, works: bool) -> None:

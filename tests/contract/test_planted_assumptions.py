@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.cases import each_case
 from tests.kit.planted_assumptions import PLANTS, Plant
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
+@each_case("plant", PLANTS)
 def test_planted_text_occurs_once_and_is_documented(plant: Plant) -> None:
     found = importlib.util.find_spec(plant.module)
     assert found is not None

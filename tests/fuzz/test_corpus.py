@@ -9,6 +9,7 @@ import pytest
 
 from tests.fuzz import corpus_file
 from tests.fuzz.registry import MODULES, load
+from tests.kit.cases import each_case
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each_case("name", MODULES)
 def test_corpus_keeps_the_properties_of_its_target(name: str) -> None:
     target = load(name)
     for data in [*target.seeds(), *corpus_file.read(name)]:

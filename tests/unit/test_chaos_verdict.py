@@ -15,6 +15,7 @@ from benchmarks.chaos.verdict import (
     longest_silence_s,
 )
 from benchmarks.stream import RequestRecord
+from tests.kit.cases import each_case
 
 TEXTS = ("one two three", "four five six")
 RULES = Expected(texts=TEXTS, osl=3, hung_s=5.0)
@@ -46,7 +47,7 @@ EARLY: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "kind"),
     [
         ({}, Outcome.RIGHT),

@@ -13,6 +13,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker
 from scripts.config_reference import PROGRAMS
+from tests.kit.cases import each_case
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -42,7 +43,7 @@ def launch_lines() -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
+@each_case(("page", "module", "flags"), launch_lines())
 def test_documented_launch_lines_are_accepted(page: str, module: str, flags: str) -> None:
     models = {
         name: program.model for program in PROGRAMS for name in (program.module, program.command)

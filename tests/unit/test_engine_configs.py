@@ -5,8 +5,6 @@ was not read.
 import re
 from pathlib import Path
 
-import pytest
-
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
@@ -14,6 +12,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.kernel_profiles import choose_profile
 from tests.kit import trtllm_unverified_names
+from tests.kit.cases import each_case
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
 FILES = trtllm_unverified_names.files()
@@ -54,7 +53,7 @@ def test_files_belong_to_one_engine_and_known_releases() -> None:
         assert claims == tuple(claim for claim in known if claim in claims), path
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
+@each_case("path", FILES)
 def test_file_for_claimed_releases_has_valid_values(path: Path) -> None:
     for name in trtllm_unverified_names.claimed(path):
         uses = list(trtllm_unverified_names.arguments(path, RELEASES[name]))
@@ -69,9 +68,7 @@ def test_file_for_claimed_releases_has_valid_values(path: Path) -> None:
         assert len(notes) == len(unread), name
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named
-)
+@each_case("folder", sorted({path.parent for path in FILES if path.stem == "prefill"}))
 def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -> None:
     assert trtllm_unverified_names.claimed(
         folder / "prefill.yaml"
@@ -96,7 +93,7 @@ def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -
     assert (prefill.get("max_seq_len") or 0) <= (decode.get("max_seq_len") or 0)
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
+@each_case("path", FILES)
 def test_file_moe_backend_fits_the_gpu_profile(path: Path) -> None:
     sm = 90 if "hopper" in path.parts else 100
     merged = args(path, first_release(path), sm)
@@ -104,7 +101,7 @@ def test_file_moe_backend_fits_the_gpu_profile(path: Path) -> None:
     assert merged.get("moe_config.backend") in allowed
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "nixl"], ids=named)
+@each_case("path", [path for path in FILES if path.parent.name == "nixl"])
 def test_nixl_file_differs_from_ucx_in_transceiver_only(path: Path) -> None:
     """And what 1.3 chooses itself: the kernels of experts."""
     sm = 90 if "hopper" in path.parts else 100
@@ -121,7 +118,7 @@ def test_nixl_file_differs_from_ucx_in_transceiver_only(path: Path) -> None:
     assert own <= differing <= own | {"moe_config.backend", "attention_dp_config.enable_balance"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "expected"),
     [
         (

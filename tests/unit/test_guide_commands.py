@@ -20,6 +20,7 @@ from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 DATA = Path(__file__).parents[1] / "data" / "guide_commands.txt"
 
@@ -86,7 +87,7 @@ def test_frontend_line_when_parsed_then_its_port_and_policy(command: Command) ->
     assert (config.http_port, config.router_mode) == (8000, "round-robin")
 
 
-@pytest.mark.parametrize("command", of("dynamo.trtllm"))
+@each_case("command", of("dynamo.trtllm"))
 def test_worker_line_when_parsed_then_what_the_guide_means(command: Command) -> None:
     config = parsed(WorkerConfig, command.words, command.environment)
     expected = EXPECTED[command.guide, config.disaggregation_mode] | {

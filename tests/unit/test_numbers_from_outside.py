@@ -77,6 +77,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
+from tests.kit.cases import each_case
 from tests.kit.forecasts import predicted_times
 from tests.kit.generator_streams import call_stream
 from tests.kit.instances import make_instance, make_transfer_params
@@ -156,7 +157,7 @@ def test_decoded_message_types_are_all_listed() -> None:
     assert decoded - WITHOUT_NUMBERS <= {message.__name__ for message in MESSAGES}
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+@each_case("message", MESSAGES)
 def test_bad_number_in_a_message_is_rejected_by_name(message: Any) -> None:
     decode(good_message(message), message)
     for bad in bad_messages(message):
@@ -167,7 +168,7 @@ def test_bad_number_in_a_message_is_rejected_by_name(message: Any) -> None:
         assert not bad.is_never_valid or READERS_CHECK.search(bad.path), bad
 
 
-@pytest.mark.parametrize("ids", [[-1], [1 << 32], [1], {"1": 2}, "1234", b"123"])
+@each_case("ids", [[-1], [1 << 32], [1], {"1": 2}, "1234", b"123"])
 def test_token_ids_that_are_not_packed_are_rejected(ids: object) -> None:
     fields = msgspec.msgpack.decode(encode(make_transfer_params("t1")))
     with pytest.raises(BadFrame, match="KvTransferParams"):
@@ -242,7 +243,7 @@ def numeric_fields(model: type[BaseModel]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+@each_case("config", CONFIGS)
 def test_configuration_rejects_bad_numbers(config: type[BaseModel]) -> None:
     for name in numeric_fields(config):
         field = config.model_fields[name]
@@ -271,7 +272,7 @@ def test_engine_arguments_json_rejects_bad_numbers(text: str) -> None:
         engine_arguments(load(WorkerConfig, prog="worker", argv=argv, environ={}), MockArgs, "mock")
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@each_case("body", BODIES)
 def test_request_body_rejects_bad_numbers(body: type[RequestModel]) -> None:
     for name in numeric_fields(body):
         for number in JSON_NUMBERS:

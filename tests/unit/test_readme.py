@@ -25,6 +25,7 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from scripts.config_reference import PROGRAMS
+from tests.kit.cases import each_case
 
 ROOT = Path(__file__).parents[2]
 START = "".join(
@@ -55,7 +56,7 @@ def test_first_pages_have_a_line_per_process() -> None:
     }
 
 
-@pytest.mark.parametrize(("module", "words"), LINES)
+@each_case(("module", "words"), LINES)
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
     loaded = load(CONFIGS[module], prog="x", argv=shlex.split(words), environ={})
     if isinstance(loaded, WorkerConfig) and loaded.engine is None:
@@ -77,7 +78,7 @@ def test_public_names_are_exactly_the_documented() -> None:
         assert value.__doc__ or isinstance(value, types.GenericAlias), name
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deploy/local").glob("*.yaml")), ids=str)
+@each_case("path", sorted((ROOT / "deploy/local").glob("*.yaml")))
 def test_deployment_when_shipped_then_it_loads(path: Path) -> None:
     assert load_deployment(path).workers
 

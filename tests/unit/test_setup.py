@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.kit.cases import each_case
+
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints"
 TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -56,7 +58,7 @@ def pins(name: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(CONSTRAINTS.iterdir()), ids=lambda path: path.name)
+@each_case("path", sorted(CONSTRAINTS.iterdir()))
 def test_constraints_pin_versions_and_hashes(path: Path) -> None:
     assert pins(path.name)
     assert "://" not in path.read_text()

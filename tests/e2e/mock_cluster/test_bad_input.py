@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.kit.cases import each_case
 from tests.kit.cluster import Cluster, command, run_in_one, write_yaml
 
 pytestmark = pytest.mark.timeout(180)
@@ -110,7 +111,7 @@ def check_error(answer: httpx.Response, status: int, code: str, says: str) -> di
     return error
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_bad_request_gives_one_error_and_next_is_served(mock: httpx.Client, name: str) -> None:
     bad = BAD[name]
     error = check_error(

@@ -18,6 +18,7 @@ from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.keys_file import add_key, remove_key
 from dynamo_trtllm.observability.metrics import ClientLoad, read_client_loads
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.memory_http import MemoryClient
 from tests.unit.frontend.responses_client import ask, check_error
@@ -49,7 +50,7 @@ async def chat(served: FakeFrontend, key: str = KEY, **fields: Any) -> httpx.Res
     return await ask(served, "POST", path, json=CHAT | fields, headers=bearer(key))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         {},
@@ -80,7 +81,7 @@ async def test_request_without_a_valid_key_gets_401(headers: Any) -> None:
     assert not served.router.requests
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         bearer(),
@@ -97,7 +98,7 @@ async def test_request_with_a_valid_key_is_served(headers: Any) -> None:
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path"),
     [
         ("GET", "/v1/models"),

@@ -11,6 +11,7 @@ from dynamo_trtllm.access.access_control import AccessControl
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.health import Health, health_app
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import front
 from tests.kit.memory_http import PEER, MemoryClient
 
@@ -33,7 +34,7 @@ async def status_of(
     return int(client.received.split()[1])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "has_certificate", "status"),
     [
         ("/v1/models", False, 403),

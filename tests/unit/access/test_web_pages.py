@@ -7,6 +7,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process.frontend import Frontend
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import MODEL, front, stop
 from tests.unit.frontend.responses_client import ask, check_error
 
@@ -15,7 +16,7 @@ KEY = "sk-key-of-the-settings"
 LOCAL = "localhost:8000"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     [
         "127.0.0.1:8000",
@@ -32,18 +33,18 @@ async def test_local_names_and_addresses_are_served(host: str) -> None:
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/docs", "/live"])
+@each_case("path", ["/v1/models", "/metrics", "/docs", "/live"])
 async def test_name_of_another_server_gets_403(host: str, path: str) -> None:
     response = await ask(front(), "GET", path, headers={"Host": host})
     check_error(response, 403, "permission_denied")
     assert "--allowed-hosts" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "host", "status"),
     [
         ({"allowed_hosts": "api.example,b.example"}, "API.example:443", 200),
@@ -63,7 +64,7 @@ async def test_names_are_those_of_the_settings(
     assert response.status_code == status
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         {"Origin": "https://evil.example"},
@@ -73,7 +74,7 @@ async def test_names_are_those_of_the_settings(
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path"),
     [
         ("POST", "/v1/chat/completions"),
@@ -122,8 +123,8 @@ async def test_body_with_a_type_that_pages_may_send_gets_415(content_type: str |
     assert "application/json" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-host", ""])
-@pytest.mark.parametrize("workers", [1, 2])
+@each_case("host", ["0.0.0.0", "::", "10.0.0.1", "gpu-host", ""])
+@each_case("workers", [1, 2])
 def test_other_address_without_keys_is_an_error(host: str, workers: int) -> None:
     with pytest.raises(ConfigError, match="--allow-anonymous"):
         Frontend(FrontendConfig(http_host=host, workers=workers)).run()
@@ -134,7 +135,7 @@ async def test_embedded_frontend_on_other_address_needs_keys() -> None:
         await Frontend(FrontendConfig(http_host="0.0.0.0")).serve()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "settings",
     [
         {"http_host": "127.0.0.2"},

@@ -25,6 +25,7 @@ from benchmarks.gpu.open_loop import (
 from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import interval, phase_times
+from tests.kit.cases import each_case
 
 MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
 WORST = Slo(name="worst", ttft_s=1.0, worst_gap_s=0.1)
@@ -45,7 +46,7 @@ def record(
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("found", "by_mean", "by_worst"),
     [
         (record(), True, True),
@@ -55,7 +56,6 @@ def record(
         (record(error="overloaded"), False, False),
         (RequestRecord(index=1, planned_s=0.0), False, False),
     ],
-    ids=["good", "late", "one long gap", "slow", "failed", "no token"],
 )
 def test_request_is_judged_by_mean_or_worst_gap(
     found: RequestRecord, by_mean: bool, by_worst: bool

@@ -27,6 +27,7 @@ from dynamo_trtllm.cli.chat import (
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import is_color_disabled, load
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 
 def chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
@@ -294,9 +295,7 @@ def test_only_model_without_a_choice_says_what_to_do(names: list[str], message: 
         only_model(names, "http://x")
 
 
-@pytest.mark.parametrize(
-    "url", ["x", "x:0", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"]
-)
+@each_case("url", ["x", "x:0", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"])
 def test_url_that_is_no_server_address_is_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
         load(ChatConfig, prog="x", argv=["--url", url], environ={})

@@ -22,6 +22,7 @@ from dynamo_trtllm.observability.recorder import (
     boot_id,
 )
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
+from tests.kit.cases import each_case
 
 E = RecordedEvent
 S = ProcessState
@@ -101,7 +102,7 @@ FROZEN_PREFILL = (S.RUNNING, S.FROZEN, S.RUNNING)
 FROZEN_DECODE = (S.RUNNING, S.RUNNING, S.FROZEN)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("recorded", "holder", "reason"),
     [
         (said([BEGUN[0]]), "frontend 77", "body has not arrived"),

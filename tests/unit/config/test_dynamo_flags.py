@@ -20,6 +20,7 @@ from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 # Flags that ai-dynamo 1.7.0.dev20261026 has besides ours, without those for images and videos
 # (dynamo/trtllm/backend_args.py and args.py, dynamo/common/configuration/groups/runtime_args.py).
@@ -109,7 +110,7 @@ def test_variable_when_it_is_dynamos_then_it_sets_the_flag() -> None:
     assert (config.custom_jinja_template, config.enable_attention_dp) == (Path("/t.jinja"), True)
 
 
-@pytest.mark.parametrize("flag", OTHERS)
+@each_case("flag", OTHERS)
 def test_flag_without_counterpart_says_what_to_do(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         worker(flag, "value")

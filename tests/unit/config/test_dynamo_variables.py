@@ -18,6 +18,7 @@ from dynamo_trtllm.config.load import ignored_variables, load, warn_of_ignored_v
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 ROOT = Path(__file__).parents[3]
 MODELS = (FrontendConfig, WorkerConfig)
@@ -87,7 +88,7 @@ FRONTENDS: list[tuple[str, str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "field", "value"), FRONTENDS)
+@each_case(("name", "text", "field", "value"), FRONTENDS)
 def test_frontend_option_has_the_variable_value(
     name: str, text: str, field: str, value: Any
 ) -> None:
@@ -107,7 +108,7 @@ WORKERS: list[tuple[str, str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "field", "value"), WORKERS)
+@each_case(("name", "text", "field", "value"), WORKERS)
 def test_worker_option_has_the_variable_value(name: str, text: str, field: str, value: Any) -> None:
     config = worker(**{name: text})
     assert getattr(config, field) == value
@@ -142,7 +143,7 @@ def test_own_variable_or_flag_overrides_dynamos() -> None:
     assert frontend("--router-mode", "random", DYN_ROUTER_MODE="direct").router_mode == "random"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("environ", "wanted"),
     [
         ({"DYN_ROUTER_MODE": "direct"}, "environment DYN_ROUTER_MODE is 'direct': should be"),
@@ -198,7 +199,7 @@ def test_each_process_names_its_own_ignored_variables() -> None:
     assert "CANARY" not in both
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "text"),
     [
         ("DYN_REQUEST_PLANE", "nats"),

@@ -5,6 +5,7 @@ from dynamo_trtllm.config.flags import build_parser
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 REQUIRED = {WorkerConfig: ["--model", "m"], ServeConfig: ["m"], FrontendConfig: []}
 ALIASES = [
@@ -26,7 +27,7 @@ ALIASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
+@each_case(("model", "field", "name", "other_name", "value", "other"), ALIASES)
 def test_load_flag_with_two_names_rejects_different_values(
     model, field, name, other_name, value, other
 ):
@@ -54,7 +55,7 @@ def test_load_flag_with_two_names_rejects_different_values(
             assert part in caught.value.message
 
 
-@pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
+@each_case(("model", "field", "name", "other_name", "value", "other"), ALIASES)
 def test_load_variable_with_two_names_rejects_different_values(
     model, field, name, other_name, value, other
 ):
@@ -97,7 +98,7 @@ def test_load_normalizes_an_origin_like_browsers():
 NO_ORIGINS = "a.example https://a/ *,https://a https://*.example https://ä https://u@a https://a:x"
 
 
-@pytest.mark.parametrize("origins", NO_ORIGINS.split())
+@each_case("origins", NO_ORIGINS.split())
 def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
     with pytest.raises(ConfigError, match=r"like https://chat\.example\.org"):
         load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})

@@ -11,6 +11,7 @@ from dynamo_trtllm.config.load import config_table, load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 ONE = "first-key-of-twenty"
 TWO = "second-key-of-twenty"
@@ -38,9 +39,7 @@ def test_several_keys_are_given_by_flags_or_a_variable(
     assert config.needs_api_key
 
 
-@pytest.mark.parametrize(
-    "key", ["short-key", f"{ONE} {TWO}", "k" * 257, f"{ONE}\x7f", f"{ONE},{ONE}", f"{ONE},"]
-)
+@each_case("key", ["short-key", f"{ONE} {TWO}", "k" * 257, f"{ONE}\x7f", f"{ONE},{ONE}", f"{ONE},"])
 def test_wrong_key_then_the_error_does_not_show_it(key: str) -> None:
     for make in (
         lambda: frontend("--api-key", key),

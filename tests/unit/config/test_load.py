@@ -10,6 +10,7 @@ from dynamo_trtllm.config.load import config_table, exit_with, load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 # Launch lines of the guides, after the module name.
 GUIDE_PREFILL = """--model-path /model --served-model-name openai/gpt-oss-120b
@@ -52,7 +53,7 @@ def test_load_flag_overrides_environment():
     assert loaded.source_of("max_batch_size") == "environment DYN_TRTLLM_MAX_BATCH_SIZE"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "ours", "field", "value"),
     [
         ("ETCD_ENDPOINTS", "DYN_TRTLLM_ETCD_ENDPOINTS", "etcd_endpoints", "http://etcd:2379"),
@@ -118,7 +119,7 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "role", "source"),
     [
         ("--is-prefill-worker", Role.PREFILL, "flag --is-prefill-worker"),
@@ -143,7 +144,7 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
     assert (loaded.disaggregation_mode, loaded.source_of("disaggregation_mode")) == (role, source)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "wanted"),
     [
         ("--model-pth x", ["--model-pth", "--model-path"]),
@@ -233,7 +234,7 @@ def test_load_wrong_flag_gives_one_line(line, wanted):
         assert part in message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "line", "wanted"),
     [
         (WorkerConfig, "-tp 2", "use --tensor-parallel-size"),
@@ -279,7 +280,7 @@ def test_load_name_of_another_server_suggests_ours(model, line, wanted):
     assert "--help?" not in caught.value.message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value", "wanted"),
     [
         ("DYN_TRTLLM_MAX_NUM_TOKNES", "1", "did you mean DYN_TRTLLM_MAX_NUM_TOKENS?"),

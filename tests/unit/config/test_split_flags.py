@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.split_flags import split_words
+from tests.kit.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "serve", "worker", "frontend"),
     [
         ("m --dry-run", "m --dry-run", "", ""),

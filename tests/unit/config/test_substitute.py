@@ -2,11 +2,12 @@ import pytest
 
 from dynamo_trtllm.config.deployment import expand_env
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "wanted"),
     [
         ("plain", "plain"),

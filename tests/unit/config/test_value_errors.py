@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm import ConfigError, Frontend, FrontendConfig, Worker, WorkerConfig
+from tests.kit.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "settings", "message"),
     [
         (WorkerConfig, {"model": "m"}, "there is no setting model; use model_path (and 1 more)"),

@@ -19,6 +19,7 @@ from dynamo_trtllm.config.commands import RolesConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
+from tests.kit.cases import each_case
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RECIPES = DEPLOY / "recipes" / "platform"
@@ -34,7 +35,7 @@ def test_services_profile_is_for_metrics_only() -> None:
     assert metrics == {"prometheus", "grafana", "nats-exporter", "dcgm-exporter"}
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@each_case("name", SERVICES)
 def test_service_when_read_then_pinned_supervised_and_closed(name: str) -> None:
     service = SERVICES[name]
     image, _, tag = service["image"].partition(":")

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm import __version__
+from tests.kit.cases import each_case
 from tests.kit.containerfiles import CONTAINERFILES, arguments, bases, instructions
 
 ROOT = Path(__file__).parents[3]
@@ -100,7 +101,7 @@ def _meets(path: str, pattern: str) -> bool:
     return path.count("/") == pattern.count("/") and fnmatch.fnmatch(path, pattern)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "path",
     [
         *(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.kit.cases import each_case
 from tests.unit.deploy.kustomize import Doc, documents, render
 from tests.unit.deploy.recipes import (
     MODEL,
@@ -140,8 +141,8 @@ def test_job_that_creates_users_reaches_etcd_and_dns_alone() -> None:
     assert not connects(ETCD_USERS, NATS, 4222)
 
 
-@pytest.mark.parametrize("client", [FRONTEND, PREFILL, DECODE, ETCD, NATS, PERF, ETCD_USERS])
-@pytest.mark.parametrize("target", [WORLD, METADATA, STRANGER, NEIGHBOR, PROMETHEUS])
+@each_case("client", [FRONTEND, PREFILL, DECODE, ETCD, NATS, PERF, ETCD_USERS])
+@each_case("target", [WORLD, METADATA, STRANGER, NEIGHBOR, PROMETHEUS])
 def test_no_process_connects_to_other_hosts(client: Peer, target: Peer) -> None:
     assert not any(connects(client, target, port) for port in (53, 80, 443, 2379, 4222, UCX))
 

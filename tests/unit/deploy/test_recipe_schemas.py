@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kit.cases import each_case
 from tests.unit.deploy.custom_resources import SCHEMAS
 from tests.unit.deploy.kustomize import Doc, render
 from tests.unit.deploy.recipes import KUSTOMIZATIONS, RECIPES, all_generated, everything, of_kind
@@ -39,7 +40,7 @@ def _check(text: str) -> None:
         jsonschema.validate(doc, schema)
 
 
-@pytest.mark.parametrize("name", SETS)
+@each_case("name", SETS)
 def test_objects_when_validated_then_the_schemas_take_them(name: str) -> None:
     assert SETS[name]
     for doc in SETS[name]:
@@ -76,7 +77,7 @@ def test_object_when_spoiled_then_it_is_refused(kind: str, spoil: Any) -> None:
         check(doc)
 
 
-@pytest.mark.parametrize("name", SETS)
+@each_case("name", SETS)
 def test_names_when_applied_together_then_each_once(name: str) -> None:
     found = [(doc["kind"], doc["metadata"]["name"]) for doc in SETS[name]]
     assert len(found) == len(set(found))

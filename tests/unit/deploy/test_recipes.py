@@ -4,6 +4,7 @@ against another.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.main import described
+from tests.kit.cases import each_case
 from tests.unit.deploy.kustomize import Doc, documents
 from tests.unit.deploy.recipes import (
     GENERATED,
@@ -118,7 +120,7 @@ def _engine_file_words(pod: Pod) -> list[int]:
     return [i for i, word in enumerate(pod.args) if word.startswith("--extra-engine-args=")]
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@each_case("name", WHOLE)
 def test_worker_lines_match_role_model_and_gpus_of_the_pod(name: str) -> None:
     roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "worker": Role.AGGREGATED}
     for pod in workers(SETS[name]):
@@ -213,18 +215,22 @@ def test_quantization_override_is_on_disaggregated_only() -> None:
                 assert environment(pod)["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "True"
 
 
-@pytest.mark.parametrize("name", ALL_WHOLE)
+@each_case("name", ALL_WHOLE)
 def test_probes_use_existing_paths_and_ports(name: str) -> None:
     worker_paths = {route.path for route in health_app(Health(), bytes).routes}  # type: ignore[attr-defined]
-    frontend_paths = set(document()["paths"])
     for pod in workers(ALL[name]):
         _check_probes(pod, worker_paths, worker_config(pod).system_port)
     for pod in frontends(ALL[name]):
-        _check_probes(pod, frontend_paths, frontend_config(pod).http_port)
-        assert "/v1/models/{id}/ready" in frontend_paths  # asked by the perf Jobs
+        _check_probes(pod, frontend_paths(), frontend_config(pod).http_port)
+        assert "/v1/models/{id}/ready" in frontend_paths()  # asked by the perf Jobs
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if not of_kind(SETS[name], "Ingress")])
+@functools.cache
+def frontend_paths() -> set[str]:
+    return set(document()["paths"])
+
+
+@each_case("name", [name for name in WHOLE if not of_kind(SETS[name], "Ingress")])
 def test_frontends_without_keys_are_closed_to_other_namespaces(name: str) -> None:
     for pod in frontends(SETS[name]):
         config = frontend_config(pod)
@@ -251,7 +257,7 @@ def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
     assert "/metrics" in paths
 
 
-@pytest.mark.parametrize("name", ALL_WHOLE)
+@each_case("name", ALL_WHOLE)
 def test_startup_allows_half_an_hour_to_load(name: str) -> None:
     for pod in workers(ALL[name]):
         probe = pod.container["startupProbe"]
@@ -265,7 +271,7 @@ def test_startup_allows_half_an_hour_to_load(name: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", ALL_WHOLE)
+@each_case("name", ALL_WHOLE)
 def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
     for pod in workers(ALL[name]):
         config = worker_config(pod)
@@ -303,7 +309,7 @@ def test_images_when_listed_then_ours_in_this_version_or_pinned() -> None:
                     assert (ROOT / "deploy" / "container" / f"Containerfile.{file}").is_file()
 
 
-@pytest.mark.parametrize("pod", EVERY_POD)
+@each_case("pod", EVERY_POD)
 def test_pod_writes_only_into_its_volumes(pod: Pod) -> None:
     """tests/e2e/test_read_only.py has what our processes write."""
     assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -316,7 +322,7 @@ def test_pod_writes_only_into_its_volumes(pod: Pod) -> None:
         assert {"/home/dynamo", "/tmp", "/dev/shm"} <= mounted
 
 
-@pytest.mark.parametrize("pod", EVERY_POD)
+@each_case("pod", EVERY_POD)
 def test_pod_when_read_then_not_root_bounded_and_without_a_token(pod: Pod) -> None:
     assert pod.spec["automountServiceAccountToken"] is False
     assert pod.spec["enableServiceLinks"] is False  # else etcd reads ETCD_PORT as a flag of its own
@@ -329,7 +335,7 @@ def test_pod_when_read_then_not_root_bounded_and_without_a_token(pod: Pod) -> No
         assert "memory" in container["resources"]["limits"]
 
 
-@pytest.mark.parametrize("pod", EVERY_POD)
+@each_case("pod", EVERY_POD)
 def test_variables_when_put_into_others_then_defined_before_them(pod: Pod) -> None:
     """Kubernetes leaves $(NAME) as it is when NAME comes later in the list."""
     known: list[str] = []
@@ -339,7 +345,7 @@ def test_variables_when_put_into_others_then_defined_before_them(pod: Pod) -> No
     assert set(re.findall(r"\$\((\w+)\)", " ".join(pod.args))) <= set(known)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_case("name", ALL)
 def test_references_when_followed_then_they_are_there(name: str) -> None:
     docs = ALL[name]
     config_maps = {name_of(doc) for doc in of_kind(docs, "ConfigMap")}
@@ -366,7 +372,7 @@ def _nodes(node: Any) -> list[Doc]:
     return [below for value in node for below in _nodes(value)] if isinstance(node, list) else []
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_case("name", ALL)
 def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None:
     docs = ALL[name]
     there = list(pods(docs))
@@ -401,14 +407,14 @@ def test_ingress_leads_to_a_service_that_needs_keys(name: str) -> None:
     assert all("DYN_TRTLLM_API_KEYS_FILE" in environment(pod) for pod in frontends(ALL[name]))
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_case("name", ALL)
 def test_only_objects_with_gpus_are_named_after_them(name: str) -> None:
     for pod in pods(ALL[name]):
         labels = [label for label in pod.labels if "gpu" in label]
         assert not labels or gpus(pod), pod.owner
 
 
-@pytest.mark.parametrize("name", ALL_WHOLE)
+@each_case("name", ALL_WHOLE)
 def test_every_role_has_a_budget_and_a_policy(name: str) -> None:
     docs = ALL[name]
     budgets = {name_of(doc) for doc in of_kind(docs, "PodDisruptionBudget")}
@@ -420,7 +426,7 @@ def test_every_role_has_a_budget_and_a_policy(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@each_case("name", WHOLE)
 def test_gpu_pods_are_placed_on_suitable_nodes(name: str) -> None:
     for pod in pods(SETS[name]):
         affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})

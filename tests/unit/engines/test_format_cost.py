@@ -17,6 +17,7 @@ from dynamo_trtllm.engines.external.format_cost import COMPILE_TIME, LENGTHS, LI
 from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.protocol.errors import FormatTooComplex
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
+from tests.kit.cases import each_case
 from tests.unit.engines.real_formats import (
     REAL_GRAMMARS,
     REAL_PATTERNS,
@@ -99,7 +100,7 @@ CASES: list[tuple[str, Callable[[int], Any], int, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "make", "within", "beyond", "limit"), CASES)
+@each_case(("kind", "make", "within", "beyond", "limit"), CASES)
 def test_format_that_compiles_too_long_is_rejected(
     kind: str, make: Callable[[int], Any], within: int, beyond: int, limit: str
 ) -> None:
@@ -112,14 +113,13 @@ def test_format_that_compiles_too_long_is_rejected(
     assert caught.value.field == "guided"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "value"),
     [
         *[("schema", schema) for schema in REAL_SCHEMAS.values()],
         *[("regex", pattern) for pattern in REAL_PATTERNS.values()],
         *[("grammar", grammar) for grammar in REAL_GRAMMARS.values()],
     ],
-    ids=[*REAL_SCHEMAS, *REAL_PATTERNS, *REAL_GRAMMARS],
 )
 def test_formats_that_clients_send_are_within_limits(kind: str, value: Any) -> None:
     check_cost(formatted(kind, value))
@@ -134,8 +134,8 @@ def test_format_costs_add_up_and_equal_ones_count_once() -> None:
         check_cost(StructuredOutput(alternatives=first.alternatives, trigger="x", otherwise=second))
 
 
-@pytest.mark.parametrize("piece", ["(", "\\", "a|", "((a?)?)", "/"])
-@pytest.mark.parametrize("kind", ["regex", "grammar"])
+@each_case("piece", ["(", "\\", "a|", "((a?)?)", "/"])
+@each_case("kind", ["regex", "grammar"])
 def test_check_of_odd_long_text_takes_linear_time(kind: str, piece: str) -> None:
     began = time.process_time()
     try:

@@ -22,6 +22,7 @@ from dynamo_trtllm.worker.health import Health
 from dynamo_trtllm.worker.main import table
 from dynamo_trtllm.worker.startup import start_engine
 from dynamo_trtllm.worker.worker import Worker
+from tests.kit.cases import each_case
 
 
 class FiveMethods:
@@ -170,7 +171,7 @@ class ObstacleAsMethod(FiveMethods, Sleeps):
     async def wake(self) -> None: ...
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine_class", "problem"),
     [
         (WithoutDrain, "has no drain; see Engine.drain"),

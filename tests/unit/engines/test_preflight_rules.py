@@ -12,6 +12,7 @@ from dynamo_trtllm.engines.preflight_rules import RuleSection, Severity, Violati
 from dynamo_trtllm.engines.trtllm.preflight import checks
 from dynamo_trtllm.engines.vllm import preflight as vllm
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def test_rule_with_several_violations_reports_each() -> None:
     assert [finding.value for finding in evaluate([section], Batch())] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "applies"),
     [
         ({"roles": (Role.PREFILL,)}, True),

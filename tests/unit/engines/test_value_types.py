@@ -14,11 +14,12 @@ from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY as TRTLLM
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 RELEASE = next(release for release in TRTLLM.releases if release.name == "1.2.1")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("annotation", "right", "wrong", "description"),
     [
         ("int", [3], [True, 3.0, "3", None], "a whole number"),

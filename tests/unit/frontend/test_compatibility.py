@@ -18,6 +18,7 @@ from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import RequestRejected, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 from tests.kit import generation_plans
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CONTENT,
     END,
@@ -190,9 +191,7 @@ MISSPELLED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "field", "meant"), MISSPELLED, ids=[name[2] for name in MISSPELLED]
-)
+@each_case(("path", "body", "field", "meant"), MISSPELLED)
 async def test_misspelled_field_suggests_the_right_name(
     path: str, body: dict[str, Any], field: str, meant: str
 ) -> None:
@@ -208,9 +207,7 @@ async def test_misspelled_field_of_a_part_by_default_then_rejected() -> None:
     assert "did you mean 'text'?" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"]
-)
+@each_case("name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"])
 async def test_field_that_changes_the_answer_says_what_to_do(name: str) -> None:
     answer = await post(front(stop("x")), CHAT, chat(**{name: "something"}))
     check_error(answer, 400, "unsupported_parameter", name)
@@ -298,7 +295,7 @@ FORMATS: list[tuple[dict[str, Any], OutputFormat]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "wanted"), FORMATS)
+@each_case(("fields", "wanted"), FORMATS)
 def test_output_format_has_the_same_effect_under_any_name(
     harmony: ServedModel, fields: dict[str, Any], wanted: OutputFormat
 ) -> None:
@@ -317,7 +314,7 @@ def test_output_format_has_the_same_effect_under_any_name(
         assert completion.guided == StructuredOutput(alternatives=(wanted,))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"guided_json": CITY, "guided_regex": "a"}, "guided_regex"),

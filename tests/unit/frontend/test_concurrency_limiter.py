@@ -13,6 +13,7 @@ from dynamo_trtllm.frontend.requests.token_counters import Client, CountedReques
 from dynamo_trtllm.observability.metrics import ClientLoad
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, DeadlineUnreachable, Overloaded
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded
+from tests.kit.cases import each_case
 
 CLIENT = "192.0.2.1"
 
@@ -150,7 +151,7 @@ async def test_small_limit_may_be_used_by_one_client() -> None:
     assert (limiter.in_use, limiter.queued) == (15, 0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("queued", "newcomer", "displaced"),
     [
         (["a", "b", "a", "a"], "c", 3),

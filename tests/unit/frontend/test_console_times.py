@@ -15,6 +15,7 @@ from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
 from dynamo_trtllm.frontend.routing.model_registry import WorkerChange
 from dynamo_trtllm.protocol.frontend_samples import RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.kit.instances import make_instance
 
 NOW = 1000.0
@@ -45,7 +46,7 @@ def row(**fields: Any) -> RequestRow:
     return RequestRow(**about | fields)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "slow"),
     [
         ({}, {}),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynamo_trtllm.frontend.requests.choice import Choice
 from dynamo_trtllm.frontend.requests.stop_strings import StopStrings
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.messages import PhaseTimings
+from tests.kit.cases import each_case
 from tests.kit.generation_plans import chat
 
 
@@ -22,7 +21,7 @@ def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
     return text + finder.flush(), False
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stops", "text", "expected", "hit"),
     [
         (("STOP",), "one STOP two", "one ", True),

@@ -38,6 +38,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
+from tests.kit.cases import each_case
 from tests.kit.instances import make_instance
 from tests.kit.routing import FINISHED, kv_chunk, request
 
@@ -135,7 +136,7 @@ def test_flow_decode_first_names_the_slot_in_the_call() -> None:
     assert call.reservation_id == reservation_id
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("events", "freed"),
     [
         ((), []),

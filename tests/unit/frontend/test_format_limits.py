@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.requests.format_limits import LIMITS, check_formats
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
+from tests.kit.cases import each_case
 from tests.kit.generation_plans import WEATHER, chat
 
 WRITTEN_OUT = "symbols with repetitions and rules written out"
@@ -140,7 +141,7 @@ def formatted(kind: str, value: Any) -> StructuredOutput:
     return StructuredOutput(alternatives=(OutputFormat(**content),))
 
 
-@pytest.mark.parametrize(("kind", "make", "within", "beyond", "limit"), CASES)
+@each_case(("kind", "make", "within", "beyond", "limit"), CASES)
 def test_format_over_limit_names_value_and_maximum(
     kind: str, make: Callable[[int], Any], within: int, beyond: int, limit: str
 ) -> None:
@@ -162,7 +163,7 @@ def test_formats_of_a_request_share_their_limits() -> None:
         check_formats(both, "tools")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "value"),
     [
         ("grammar", precedence(20)),
@@ -205,7 +206,7 @@ def test_count_when_it_is_any_large_number_then_rejected(bound: float) -> None:
         check_formats(formatted("schema", {"minItems": bound}), "response_format")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "piece"),
     [
         *[

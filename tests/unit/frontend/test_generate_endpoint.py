@@ -14,6 +14,7 @@ import pytest
 from dynamo_trtllm.frontend.requests.request_body import is_large_body
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import FinishReason
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CALL,
     CONTENT,
@@ -343,8 +344,8 @@ async def test_empty_prompt_then_400() -> None:
     check_error(await post(front(), TEXT, text(prompt="")), 400, "invalid_request", "prompt")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case(
     ("error", "status"),
     [
         (errors.NoInstances("no decode worker"), 503),

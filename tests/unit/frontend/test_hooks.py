@@ -21,6 +21,7 @@ from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.frontend.http.hooks import Hooks, Middleware, RouteHandler, import_hooks
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.support.http_server.server import HttpServer
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import FakeFrontend, ScriptedRouter
 from tests.kit.memory_http import LIMITS, MemoryClient
 from tests.kit.waiting import SOON_S
@@ -363,7 +364,7 @@ def not_async(request: Request) -> None:
     return None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "message"),
     [
         ({"middleware": [not_async]}, "not an async function; define it with `async def`"),

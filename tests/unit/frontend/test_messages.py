@@ -11,6 +11,7 @@ from dynamo_trtllm.frontend.messages_api.message_builder import arguments_object
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import CALL, CONTENT, MODEL, REASONING, chunk, front, stop
 from tests.kit.messages_client import (
     COUNT,
@@ -117,7 +118,7 @@ ANSWERS: dict[str, tuple[list[Chunk], list[dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_case("name", ANSWERS)
 async def test_streamed_and_unstreamed_messages_have_same_blocks(name: str) -> None:
     script, blocks, reason = ANSWERS[name]
     whole = await made(front(*script), tools=[TOOL], **THINKS)
@@ -172,7 +173,7 @@ async def test_parallel_calls_when_disabled_then_the_first_one_only() -> None:
     assert message["stop_reason"] == "tool_use"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "given"),
     [
         ("", {}),
@@ -232,12 +233,12 @@ FAULTS: list[tuple[DynamoError, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "status", "kind"), FAULTS)
+@each_case(("error", "status", "kind"), FAULTS)
 async def test_error_then_in_anthropics_form(error: DynamoError, status: int, kind: str) -> None:
     assert check_error(await post(front(error)), status, kind, error.code) == error.message
 
 
-@pytest.mark.parametrize(("error", "status", "kind"), FAULTS)
+@each_case(("error", "status", "kind"), FAULTS)
 async def test_error_in_a_stream_then_its_last_event(
     error: DynamoError,
     status: int,

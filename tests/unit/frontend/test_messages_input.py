@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.messages_api.message_builder import prepare_messages
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, ToolCall
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from tests.kit import generation_plans
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import CALL, FakeFrontend, front, stop
 from tests.kit.generation_plans import TemplateModels
 from tests.kit.messages_client import COUNT, HI, PATH, TOOL, check_error, made, post
@@ -234,7 +235,7 @@ async def test_tool_choice_then_as_in_chat(choice: Any, num_tools: int, is_force
 # --- options ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "effort"),
     [
         ({}, "medium"),
@@ -310,7 +311,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x"}}
 OPEN = [*HI, turn("assistant", USE)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "code", "param"),
     [
         ({"max_tokens": None}, "invalid_request", "max_tokens"),

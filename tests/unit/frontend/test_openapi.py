@@ -19,6 +19,7 @@ from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.http_status import STATUS
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CALL,
     MODEL,
@@ -261,16 +262,12 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "body"), [(name, body) for name, bodies in ACCEPTED.items() for body in bodies]
-)
+@each_case(("name", "body"), [(name, body) for name, bodies in ACCEPTED.items() for body in bodies])
 def test_request_that_is_taken_then_its_schema_takes_it(name: str, body: dict[str, Any]) -> None:
     schema(name).validate(body)
 
 
-@pytest.mark.parametrize(
-    ("name", "body"), [(name, body) for name, bodies in REFUSED.items() for body in bodies]
-)
+@each_case(("name", "body"), [(name, body) for name, bodies in REFUSED.items() for body in bodies])
 def test_request_that_is_refused_then_its_schema_refuses_it(
     name: str, body: dict[str, Any]
 ) -> None:

@@ -33,6 +33,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import CARD, MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.instances import make_instance
 from tests.kit.loopback_backend import LoopbackBackend
@@ -280,8 +281,8 @@ async def post(path: str, extra_fields: list[str], **fields: object) -> httpx.Re
         return await client.post(path, json=asked)
 
 
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("path", ASKED)
+@each_case("stream", [False, True])
 async def test_nvext_returns_workers_and_times(path: str, stream: bool) -> None:
     response = await post(path, ["timing", "worker_id"], stream=stream)
     *_, last = (line for line in response.text.splitlines() if "nvext" in line)

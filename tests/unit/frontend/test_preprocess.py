@@ -26,6 +26,7 @@ from dynamo_trtllm.protocol.errors import (
     UnsupportedParameter,
 )
 from dynamo_trtllm.protocol.messages import Sampling, SamplingDefaults
+from tests.kit.cases import each_case
 from tests.kit.generation_plans import (
     TIME,
     WEATHER,
@@ -219,7 +220,7 @@ def test_max_tokens_default_is_rest_for_chat_else_sixteen(harmony: ServedModel) 
     assert text(harmony).choices[0].request.sampling.max_tokens == 16
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"logit_bias": {"201088": 1}}, "logit_bias"),
@@ -260,7 +261,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("refused", "fields", "param"), REFUSALS)
+@each_case(("refused", "fields", "param"), REFUSALS)
 def test_field_rejected_by_engine_uses_the_api_name(
     harmony: ServedModel, refused: str, fields: dict[str, Any], param: str
 ) -> None:

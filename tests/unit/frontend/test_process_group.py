@@ -22,6 +22,7 @@ from dynamo_trtllm.frontend.process.process_group import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.support.network.listening import bind, listen
+from tests.kit.cases import each_case
 
 HOST = "127.0.0.1"
 
@@ -63,7 +64,7 @@ def test_member_argv_has_the_names_of_hooks() -> None:
     assert group._environ["PYTHONPATH"] == os.pathsep.join(path for path in sys.path if path)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("statuses", "expected"),
     [
         ({}, 0),

@@ -15,6 +15,7 @@ import pytest
 from dynamo_trtllm.frontend.requests import admission
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.protocol.errors import NoInstances
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
 from tests.kit.memory_http import MemoryClient, asgi
 from tests.kit.waiting import SOON_S
@@ -148,10 +149,8 @@ async def test_client_leaving_the_queue_frees_its_place() -> None:
     check_nothing_left(served)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("timeout", "expected_s"), [(2, 2.0), (0.5, 0.5), (10_000, 60.0), (None, 60.0)]
-)
+@each_case("path", PATHS)
+@each_case(("timeout", "expected_s"), [(2, 2.0), (0.5, 0.5), (10_000, 60.0), (None, 60.0)])
 async def test_timeout_when_sent_then_the_deadline_is_the_nearer_one(
     path: str, timeout: float | None, expected_s: float
 ) -> None:
@@ -161,8 +160,8 @@ async def test_timeout_when_sent_then_the_deadline_is_the_nearer_one(
     assert begun + expected_s <= served.router.requests[0].deadline <= time.time() + expected_s
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("timeout", [0, -1, "5", True])
+@each_case("path", PATHS)
+@each_case("timeout", [0, -1, "5", True])
 async def test_timeout_when_it_is_none_then_400_by_name(path: str, timeout: Any) -> None:
     response = await post(front(stop("a")), path, timeout=timeout)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")

@@ -21,6 +21,7 @@ from openai.types.responses import (
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, SamplingDefaults
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CALL,
     CARD,
@@ -81,7 +82,7 @@ def without_ids(value: Any) -> Any:
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_case("name", ANSWERS)
 async def test_whole_and_streamed_then_the_same_and_of_the_sdks_types(name: str) -> None:
     fields: dict[str, Any] = {"tools": [TOOL]} | ({"top_logprobs": 1} if "logprobs" in name else {})
     whole = await made(front(*ANSWERS[name]), **fields)
@@ -94,7 +95,7 @@ async def test_whole_and_streamed_then_the_same_and_of_the_sdks_types(name: str)
     assert found[-1]["type"] == f"response.{whole['status']}"
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_case("name", ANSWERS)
 async def test_stream_then_its_deltas_add_up_to_its_items(name: str) -> None:
     found = await events(front(*ANSWERS[name]))
     items = found[-1]["response"]["output"]
@@ -111,7 +112,7 @@ async def test_stream_then_its_deltas_add_up_to_its_items(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_case("name", ANSWERS)
 async def test_sdk_accumulates_the_final_response(name: str) -> None:
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=openai.omit)  # type: ignore[arg-type]
     for event in await events(front(*ANSWERS[name])):

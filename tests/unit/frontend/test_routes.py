@@ -7,6 +7,7 @@ import pytest
 
 from dynamo_trtllm.frontend.api.response_schemas import RejectedRecord
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import MODEL, FakeFrontend, front
 from tests.kit.instances import make_instance
 from tests.kit.memory_http import asgi
@@ -121,7 +122,7 @@ async def test_live_and_metrics_then_200() -> None:
     assert "dynamo_trtllm_inflight" in (await ask(front(), "GET", "/metrics")).text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nothing", 404, "unknown_url"),

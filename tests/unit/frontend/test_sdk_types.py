@@ -16,6 +16,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CALL,
     CONTENT,
@@ -110,8 +111,8 @@ def text(name: str, **fields: Any) -> dict[str, Any]:
 STATS = {"x-dynamo-stats": "1"}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("name", answers())
+@each_case("n", [1, 2])
+@each_case("name", answers())
 async def test_chat_when_whole_then_the_sdks_type(name: str, n: int) -> None:
     response = await ask(front(*answers()[name]), "POST", CHAT, json=chat(name, n=n), headers=STATS)
     check_conforms(ChatCompletion, response.text)
@@ -123,8 +124,8 @@ async def test_chat_when_whole_then_the_sdks_type(name: str, n: int) -> None:
         assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("name", answers())
+@each_case("n", [1, 2])
+@each_case("name", answers())
 async def test_chat_when_streamed_then_each_chunk_the_sdks_type(name: str, n: int) -> None:
     asked = chat(name, n=n, stream=True, stream_options={"include_usage": True})
     for line in lines(await ask(front(*answers()[name]), "POST", CHAT, json=asked, headers=STATS)):

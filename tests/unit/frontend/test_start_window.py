@@ -24,6 +24,7 @@ from dynamo_trtllm.frontend.routing.start_window import (
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Limits, Phase, Role
 from tests.kit.admission import acquire, left, wait_until_loaded
+from tests.kit.cases import each_case
 from tests.kit.instances import make_instance
 from tests.kit.routing import FINISHED, Cluster, kv_chunk, request, routed_stream
 from tests.kit.waiting import SOON_S
@@ -119,7 +120,7 @@ class Frontend:
         await left(*self.tasks)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "prompt_tokens", "expected"),
     [
         (PREFILL_LIMITS, 1, 16),  # two steps of each prefill worker

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.suspects import NUM_TOKENS, Model, ModelRequest
 from dynamo_trtllm.frontend.routing.suspects import MAX_DEATHS, SETTLED_TOKENS
+from tests.kit.cases import each_case
 
 
 @pytest.mark.parametrize("num_workers", [2, 6])
@@ -19,8 +20,8 @@ def test_early_queries_of_death_give_up_no_other_request(num_workers: int, seed:
     assert [sent.num_ended for sent in deadly] == [2] * 4
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 6])
-@pytest.mark.parametrize("seed", range(2))
+@each_case("num_workers", [1, 2, 6])
+@each_case("seed", range(2))
 def test_queries_of_death_at_any_point_end_two_workers(num_workers: int, seed: int) -> None:
     """The condition: each is sent after the one before was given up, and ends workers at the same
     token of its call.
@@ -31,8 +32,8 @@ def test_queries_of_death_at_any_point_end_two_workers(num_workers: int, seed: i
     assert [sent.num_ended for sent in deadly] == [2] * 4
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 6])
-@pytest.mark.parametrize("seed", range(2))
+@each_case("num_workers", [1, 2, 6])
+@each_case("seed", range(2))
 def test_overlapping_queries_of_death_end_a_bounded_number(num_workers: int, seed: int) -> None:
     """The condition: each is sent soon after the one before, and they explain each other's
     deaths.

@@ -11,6 +11,7 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 import dynamo_trtllm
 from dynamo_trtllm.frontend.http import tokenization
 from dynamo_trtllm.frontend.requests import preprocess
+from tests.kit.cases import each_case
 from tests.kit.frontend_app import (
     CALL,
     MODEL,
@@ -98,7 +99,7 @@ async def test_messages_without_answer_start_end_the_prompt() -> None:
     assert not served.catalog.renderer.conversations[0].opens_answer
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "code", "param"),
     [
         ({}, "invalid_request", "prompt"),

@@ -12,6 +12,7 @@ import pytest
 from dynamo_trtllm.launch.launcher import dependents_of
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.support.subprocesses import RunFailed
+from tests.kit.cases import each_case
 from tests.kit.fake_children import (
     ALL,
     KILLED,
@@ -42,7 +43,7 @@ def readers(name: str, *workers: dict[str, Any]) -> list[str]:
     return dependents_of(dead, specs)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("workers", "wanted"),
     [
         ((PREFILL, DECODE), ["decode"]),

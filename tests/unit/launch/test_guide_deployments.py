@@ -12,6 +12,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.unit.test_guide_commands import Command, commands
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "local"
@@ -125,9 +126,7 @@ def test_hopper_flags_override_no_engine_file_size() -> None:
             assert merged.leaves[key] == (value, source)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")), ids=lambda path: path.stem
-)
+@each_case("path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")))
 def test_deployment_processes_have_the_guides_variables(path: Path) -> None:
     environ = {
         "MODEL_PATH": "/m",

@@ -19,6 +19,7 @@ from dynamo_trtllm.launch.servers import (
     ready,
     until,
 )
+from tests.kit.cases import each_case
 from tests.kit.fake_children import HOST, answering, http
 from tests.kit.waiting import SOON_S
 
@@ -42,7 +43,7 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
         assert await ready(HOST, port) == ReadyAnswer("ready")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "why"),
     [
         (

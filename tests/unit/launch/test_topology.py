@@ -19,6 +19,7 @@ from dynamo_trtllm.launch.topology import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 
 GIB = 1 << 30
 LAPTOP = MachineFacts(
@@ -129,7 +130,7 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
     assert "in use by others: 0" in chosen.reasons["devices"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("machine", "model", "given", "says"),
     [
         (gpus(1, 1), SMALL, {}, r"every GPU is in use: 80\.0 GiB \(1\.0 GiB free\)"),

@@ -38,6 +38,7 @@ from dynamo_trtllm.observability.recordings import (
     unchanged_slots,
 )
 from dynamo_trtllm.protocol.messages import token_ids
+from tests.kit.cases import each_case
 
 UNIQUE = "0123456789abcdef"
 KEY = 0x0123456789ABCDEF
@@ -336,7 +337,7 @@ def test_find_when_any_of_its_ids_is_given_then_the_request(memory_path: Path) -
     assert not found.find("")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("request_id", "key"),
     [
         (UNIQUE, (KEY, 0)),

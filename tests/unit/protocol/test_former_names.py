@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from dynamo_trtllm.cluster.request_plane.frames import ErrorPayload
 from dynamo_trtllm.protocol.errors import CLASSES
@@ -20,13 +19,14 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
+from tests.kit.cases import each_case
 
 REQUEST = GenerateRequest(
     request_id="r", model="m", token_ids=token_ids(), sampling=Sampling(max_tokens=1), deadline=0.0
 )
 
 
-@pytest.mark.parametrize("code", FORMER_CODES)
+@each_case("code", FORMER_CODES)
 def test_error_when_code_is_former_then_its_class(code: str) -> None:
     assert type(ErrorPayload(FORMER_CODES[code], "text").error()) is CLASSES[code]
 

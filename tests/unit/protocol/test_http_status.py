@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.protocol.http_status import STATUS, to_response
+from tests.kit.cases import each_case
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -18,9 +17,7 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
     return [cls, *(found for child in cls.__subclasses__() for found in walk(child))]
 
 
-@pytest.mark.parametrize(
-    "cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.protocol.errors"]
-)
+@each_case("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.protocol.errors"])
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
     assert cls in STATUS
     response = to_response(cls("change this"), openai_error)

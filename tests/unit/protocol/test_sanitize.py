@@ -8,9 +8,10 @@ import pytest
 
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.sanitize import mask_credentials
+from tests.kit.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "masked"),
     [
         (

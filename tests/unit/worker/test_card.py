@@ -23,10 +23,11 @@ from dynamo_trtllm.worker.startup import (
     with_template,
     without_unsupported,
 )
+from tests.kit.cases import each_case
 from tests.kit.instances import LAYOUT
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("renderer", "flags", "expected"),
     [
         ("harmony", {}, ("gpt_oss", "harmony")),
@@ -46,7 +47,6 @@ from tests.kit.instances import LAYOUT
         ),
         ("chat_template", {"dyn_tool_call_parser": "hermes"}, ("none", "hermes")),
     ],
-    ids=str,
 )
 def test_parsers_of_the_format_go_on_the_card(
     renderer: str, flags: dict[str, Any], expected: tuple[str, str]
@@ -55,7 +55,7 @@ def test_parsers_of_the_format_go_on_the_card(
     assert (found["reasoning_parser"], found["tool_call_parser"]) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("renderer", "flag", "value"),
     [
         ("chat_template", "reasoning", "gpt_oss"),

@@ -24,6 +24,7 @@ from dynamo_trtllm.support.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.timing import WorkerTiming
+from tests.kit.cases import each_case
 from tests.kit.certificates import client_context, shared_server_certificate
 from tests.kit.memory_http import asgi
 from tests.kit.waiting import SOON_S
@@ -64,7 +65,7 @@ async def test_ready_is_200_only_while_serving(
     assert (report.status_code, report.json()["instance_id"]) == (status, "ab")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "key", "statuses"),
     [
         ({}, "", (401, 401, 401)),
@@ -74,7 +75,7 @@ async def test_ready_is_200_only_while_serving(
         ({"allow_anonymous": True}, "", (200, 200, 403)),
     ],
 )
-@pytest.mark.parametrize("client", ["10.0.0.7", "::ffff:10.0.0.7", "127.0.0.1", "::1"])
+@each_case("client", ["10.0.0.7", "::ffff:10.0.0.7", "127.0.0.1", "::1"])
 async def test_other_machines_need_a_key_except_for_probes(
     settings: dict[str, Any], key: str, statuses: tuple[int, int, int], client: str
 ) -> None:
@@ -94,7 +95,7 @@ async def test_other_machines_need_a_key_except_for_probes(
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("host", "key", "status"),
     [
         ("evil.example", "", 403),
@@ -106,7 +107,7 @@ async def test_other_machines_need_a_key_except_for_probes(
         ("[::1]:9", "", 200),
     ],
 )
-@pytest.mark.parametrize("path", ["/health", "/metrics"])
+@each_case("path", ["/health", "/metrics"])
 async def test_web_page_that_rebinds_its_name_needs_a_key(
     host: str, key: str, status: int, path: str
 ) -> None:

@@ -52,6 +52,7 @@ from dynamo_trtllm.protocol.streams import as_stream
 from dynamo_trtllm.worker.service import WorkerAdmission, WorkerService
 from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
+from tests.kit.cases import each_case
 from tests.kit.generator_streams import ChunkEngine
 from tests.kit.instances import make_instance, make_transfer_params
 
@@ -163,7 +164,7 @@ async def test_generate_of_own_phase_passes_and_counts(role: Role, phase: Phase)
     assert bench.counted("output_tokens_total") == {(str(phase),): 3}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("role", "phase"),
     [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING],
 )

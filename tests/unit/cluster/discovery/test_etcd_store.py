@@ -13,9 +13,10 @@ from dynamo_trtllm.cluster.discovery.etcd_store import (
 )
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "addresses"),
     [
         ("127.0.0.1:2379", ("127.0.0.1:2379",)),
@@ -59,7 +60,7 @@ def test_credentials_that_do_not_agree_are_rejected(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
+@each_case(
     "key", [b"", b"v1/instances/a", "naïve".encode(), b"\xff/\xc3", b"\\xff", bytes(range(256))]
 )
 def test_key_when_read_and_written_then_the_same_bytes(key: bytes) -> None:

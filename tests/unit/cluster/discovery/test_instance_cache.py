@@ -23,6 +23,7 @@ from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, encode
+from tests.kit.cases import each_case
 from tests.kit.instances import CARD, make_instance
 
 
@@ -472,10 +473,8 @@ LONG = with_card(TWO, context_length=256)
 UNFIT = with_card(ONE, vocab_size=1, eos_token_ids=())
 
 
-@pytest.mark.parametrize(
-    "writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]]
-)
-@pytest.mark.parametrize("has_followed", ["the changes", "the changes, then a list", "lists"])
+@each_case("writes", [[SHORT, LONG, UNFIT, SHORT], [SHORT, LONG, SHORT], [SHORT, SHORT, LONG]])
+@each_case("has_followed", ["the changes", "the changes, then a list", "lists"])
 def test_record_rewritten_is_judged_as_by_a_later_frontend(
     writes: list[Instance], has_followed: str
 ) -> None:

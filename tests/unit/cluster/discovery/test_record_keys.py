@@ -6,6 +6,7 @@ import pytest
 
 from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.cluster.discovery.records import EndpointId
+from tests.kit.cases import each_case
 
 GENERATE = EndpointId("dynamo", "tensorrt_llm", "generate")
 
@@ -37,7 +38,7 @@ def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
         records.parse_instance_key(key)
 
 
-@pytest.mark.parametrize("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
+@each_case("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
 def test_instance_id_of_malformed_key_is_value_error(written: str) -> None:
     """Else one id would have several keys."""
     with pytest.raises(ValueError, match=r"is not an instance key"):

@@ -27,6 +27,7 @@ from dynamo_trtllm.protocol.messages import (
     SamplingDefaults,
     encode,
 )
+from tests.kit.cases import each_case
 from tests.kit.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -60,7 +61,7 @@ def reason(key: str, record: bytes) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "instance",
     [
         ONE,
@@ -74,7 +75,6 @@ def reason(key: str, record: bytes) -> str:
         with_card(files={"tokenizer.json": SHA256, "..x": "f" * 64}),
         with_limits(max_batch_size=2048, max_num_tokens=1 << 20, kv_blocks=1 << 24),
     ],
-    ids=str,
 )
 def test_record_when_sound_then_its_instance(instance: Instance) -> None:
     assert read_instance(*written(instance)) == instance
@@ -86,7 +86,7 @@ def test_record_fields_of_newer_version_are_skipped() -> None:
     assert read_instance(KEY, msgspec.msgpack.encode(fields | {"later": {"a": 1}})) == ONE
 
 
-@pytest.mark.parametrize(
+@each_case(
     "key",
     [
         "",
@@ -131,7 +131,7 @@ def test_record_of_another_key_is_rejected_with_both(key: str, said: str) -> Non
     assert reason(key, RECORD) == said
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name", ["", "a.b", "a*", "a>", "a b", "a\tb", "a\x1b[2J", "a\u2028b", "a\x00", "x" * 257]
 )
 def test_record_with_unsafe_name_is_rejected(name: str) -> None:
@@ -141,7 +141,7 @@ def test_record_with_unsafe_name_is_rejected(name: str) -> None:
     assert said.isprintable()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("instance", "said"),
     [
         (
@@ -209,7 +209,6 @@ def test_record_with_unsafe_name_is_rejected(name: str) -> None:
         (with_card(files={"a": "G" * 64}), "it must be 64 hex digits"),
         (with_card(files={str(i): SHA256 for i in range(33)}), "card.files has 33 entries"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_record_with_unsound_field_is_rejected_by_name(instance: Instance, said: str) -> None:
     found = reason(KEY, encode(instance))
@@ -228,7 +227,7 @@ def raw(**fields: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.msgpack.decode(RECORD) | fields)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("record", "said"),
     [
         (b"", "can't be read"),
@@ -242,7 +241,6 @@ def raw(**fields: Any) -> bytes:
         (b"\x81\xa5later" + b"\x91" * 100_000 + b"\xc0", "recursion"),
         (raw(later="x" * MAX_RECORD_BYTES), f"the limit is {MAX_RECORD_BYTES}"),
     ],
-    ids=range(10),
 )
 def test_record_that_is_no_instance_is_rejected_briefly(record: bytes, said: str) -> None:
     found = reason(KEY, record)

@@ -39,6 +39,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
+from tests.kit.cases import each_case
 from tests.unit.cluster.request_plane.arrivals import Arrivals, opened
 
 LIMIT = 1 << 20
@@ -64,7 +65,7 @@ REQUEST = GenerateRequest(
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     [
         ClientMessage(OpenStream(3, "_INBOX.x", REQUEST, 2.5)),
@@ -81,7 +82,6 @@ REQUEST = GenerateRequest(
             ]
         ),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_wire_value_when_encoded_then_decodes_equal(value: object) -> None:
     assert decode(encode(value), type(value)) == value
@@ -95,7 +95,7 @@ def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None
         decode(data, Batch)
 
 
-@pytest.mark.parametrize("cls", sorted(CLASSES.values(), key=lambda cls: cls.code))
+@each_case("cls", sorted(CLASSES.values(), key=lambda cls: cls.code))
 def test_failure_when_sent_then_same_class_message_and_field(cls: type[DynamoError]) -> None:
     error = decode(encode(ErrorPayload.of(cls("why", field="f"))), ErrorPayload).error()
     assert (type(error), error.message, error.field) == (cls, "why", "f")
@@ -148,7 +148,7 @@ async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None
     assert [(await arrivals.get()).token_ids[0] for _ in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("last_ping_before_ack", "ping", "sent", "message"),
     [
         (None, 1, None, ""),  # not acknowledged: the worker may never have had it

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice, paged_attention
 from dynamo_trtllm.protocol.messages import KvLayout
+from tests.kit.cases import each_case
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=1, num_kv_heads=2, head_dim=8)
 HEADS = 4
@@ -76,9 +77,9 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("window", [None, 3, 6])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@each_case("window", [None, 3, 6])
+@each_case("softcap", [None, 5.0])
+@each_case("has_sinks", [False, True])
 def test_batches_ignore_non_finite_kv_of_others(
     window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:

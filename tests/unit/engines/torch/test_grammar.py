@@ -15,6 +15,7 @@ from dynamo_trtllm.engines.torch.format_compiler import FormatCompiler, closed
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput, token_ids
+from tests.kit.cases import each_case
 from tests.kit.small_tokenizer import CONTROL, spell, write_tokenizer
 
 SIZE = 320  # some ids more than the tokenizer has, as models have
@@ -74,7 +75,7 @@ def write(grammar_matcher: GrammarMatcher, seed: int, most: int = 400) -> list[i
     raise AssertionError(f"no end after {most} tokens: {spell(ids)}")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_case("seed", range(20))
 def test_random_output_is_valid_json_of_the_schema(compiler: FormatCompiler, seed: int) -> None:
     ids = write(matcher_of(compiler, guided(), STOPS), seed)
     value = json.loads(spell(ids[:-1]))
@@ -149,8 +150,8 @@ def formatted(prefix: str = "", **content: str) -> StructuredOutput:
     return StructuredOutput(alternatives=(OutputFormat(json_schema="", prefix=prefix, **content),))
 
 
-@pytest.mark.parametrize("prefix", ["", "<|message|>"])
-@pytest.mark.parametrize(
+@each_case("prefix", ["", "<|message|>"])
+@each_case(
     ("content", "texts"),
     [
         ({"regex": "(yes|no)!{2}"}, {"yes!!", "no!!"}),
@@ -183,7 +184,7 @@ def test_format_that_cannot_be_read_then_refused_with_the_reason(
     assert not re.search(r"content0|at \d+\(", refused.value.message)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "reason"),
     [
         ({"type": "objekt"}, "Invalid type: objekt"),
@@ -275,7 +276,7 @@ def test_vocabulary_that_is_not_byte_level_is_read(tmp_path: Path, model: str) -
     assert json.loads(text) == {"a": 12}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_case("seed", range(20))
 def test_output_never_ends_without_the_answer(compiler: FormatCompiler, seed: int) -> None:
     wanted = msgspec.structs.replace(guided(after=(CHANNEL,)), unfinished_ids=STOPS)
     ids = write(matcher_of(compiler, wanted, STOPS), seed, most=5000)
@@ -300,7 +301,7 @@ def test_two_triggers_then_the_form_of_the_one_that_comes_first(
     assert allowed(matcher) == {ord(str(value))}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "is_closed"),
     [
         ({"properties": {"a": {}}}, True),
@@ -318,7 +319,7 @@ def test_schema_with_properties_allows_no_others(schema: Any, is_closed: bool) -
         assert (place.get("additionalProperties") is False) == is_closed
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each_case("seed", range(10))
 def test_output_has_no_additional_properties(compiler: FormatCompiler, seed: int) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     ids = write(matcher_of(compiler, guided(schema), STOPS), seed)

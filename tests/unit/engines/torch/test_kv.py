@@ -10,6 +10,7 @@ from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import KvLayout, token_ids
 from dynamo_trtllm.testing.engine_requests import ask
+from tests.kit.cases import each_case
 from tests.kit.torch_sequences import sequence_of
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=3)
@@ -44,7 +45,7 @@ def test_rows_are_the_blocks_of_keys_and_values() -> None:
             assert changed.nonzero().flatten().tolist() == sorted(blocks.tolist())
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 7, 8, 9, 16, 40])
+@each_case("tokens", [1, 4, 7, 8, 9, 16, 40])
 def test_most_bytes_bounds_shorter_prompts(tokens: int) -> None:
     pool = make_pool()
     assert most_bytes(LAYOUT, WINDOWS, tokens) >= max(

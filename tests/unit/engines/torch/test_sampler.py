@@ -12,6 +12,7 @@ from dynamo_trtllm.engines.torch.random_numbers import uniform
 from dynamo_trtllm.engines.torch.sampler import sample
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
+from tests.kit.cases import each_case
 from tests.kit.torch_sequences import sequence_of
 
 
@@ -124,8 +125,8 @@ def test_choose_logprobs_are_of_raw_logits() -> None:
     assert sample(torch.tensor([logits]), [row()])[0].logprob is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+@each_case("temperature", [0.0, 1.0])
+@each_case("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
 def test_choose_with_non_finite_row_leaves_others(bad: list[float], temperature: float) -> None:
     good = [-math.inf, 1.0, 0.0]
     rows = [row(temperature=temperature, top_k=2, logprobs=1, index=n) for n in range(3)]

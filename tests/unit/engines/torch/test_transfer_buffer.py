@@ -13,6 +13,7 @@ from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer, checksum
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.protocol.messages import KvLayout
+from tests.kit.cases import each_case
 
 WINDOWS = (8, None)
 
@@ -28,8 +29,8 @@ def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 <<
     return allocation
 
 
-@pytest.mark.parametrize("region_bytes", [1, 300, 1 << 20])
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
+@each_case("region_bytes", [1, 300, 1 << 20])
+@each_case("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
 def test_gather_and_scatter_keep_all_visible_kv(tokens: int, region_bytes: int) -> None:
     source = make_pool()
     target = make_pool(31)

@@ -14,6 +14,7 @@ from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, check_needed, release_line
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 from tests.kit.fake_packages import RELEASES, fake_tensorrt_llm
 
 
@@ -25,7 +26,7 @@ def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str
     assert release_line(version) == line
 
 
-@pytest.mark.parametrize("owner", sorted(LIBRARY.needed))
+@each_case("owner", sorted(LIBRARY.needed))
 def test_needed_name_that_is_gone_prevents_the_start(owner: str) -> None:
     has = {class_name: frozenset(names) for class_name, names in LIBRARY.needed.items()}
     check_needed(has, "1.2.1")
@@ -34,7 +35,7 @@ def test_needed_name_that_is_gone_prevents_the_start(owner: str) -> None:
         check_needed({**has, owner: has[owner] - {gone}}, "1.2.1")
 
 
-@pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
+@each_case("release", LIBRARY.releases)
 def test_needed_names_are_not_known_to_be_absent(release: object) -> None:
     absent = [
         f"{owner}.{name}"

@@ -10,6 +10,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 
 def args_of(values: dict[str, Any], version: str) -> TrtllmArgs:
@@ -18,7 +19,7 @@ def args_of(values: dict[str, Any], version: str) -> TrtllmArgs:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "name"),
     [
         ({"moe_config": {"backend": "CUTEDSL_FC12"}}, "1.3.0rc29"),
@@ -71,7 +72,7 @@ def test_args_known_of_a_candidate_pass_without_note(values: dict[str, Any], nam
     assert args.notes == ()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value", "version"),
     [
         ("moe_config.backend", "NEW", "1.3.0rc28"),
@@ -94,7 +95,7 @@ def test_args_of_partly_read_enumeration_pass_with_note(key: str, value: str, ve
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "version", "problem"),
     [
         (

@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.kernel_profiles import BY_GPU, FALLBACK
 from dynamo_trtllm.protocol.messages import Role
 from tests.kit import trtllm_unverified_names
+from tests.kit.cases import each_case
 
 RELEASES = [*(release.name for release in LIBRARY.releases), "1.4.0rc1"]
 GPUS = {"hopper": 90, "blackwell": 100, "blackwell-rtx": 120, "fallback": 80}
@@ -51,8 +52,8 @@ def test_profiles_when_listed_then_each_has_a_gpu_here() -> None:
     assert set(GPUS) == {*BY_GPU, FALLBACK}
 
 
-@pytest.mark.parametrize("sm", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("release", RELEASES)
+@each_case("sm", GPUS.values())
+@each_case("release", RELEASES)
 def test_args_when_nothing_is_set_then_no_default_is_passed_on(release: str, sm: int) -> None:
     args = merged(release_for(release), sm)
     assert ours_that_change_nothing(args) == []
@@ -92,7 +93,7 @@ def test_args_timeout_default_of_release_is_not_passed(ttl_s: float, is_passed_o
     assert args.get(key) == (66_000 if is_passed_on else 60_000)
 
 
-@pytest.mark.parametrize("folder", PAIRS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+@each_case("folder", PAIRS)
 def test_pair_of_different_sizes_sets_attention_backend(folder: Path) -> None:
     prefill, decode = (
         read_yaml(find_file(folder / f"{role}.yaml")) for role in ("prefill", "decode")

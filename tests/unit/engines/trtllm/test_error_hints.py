@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynamo_trtllm.engines.trtllm.library import error_text
+from tests.kit.cases import each_case
 
 
 def chained(text: str, cause: str) -> Exception:
@@ -13,7 +12,7 @@ def chained(text: str, cause: str) -> Exception:
     return error
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "advice"),
     [
         (
@@ -57,7 +56,6 @@ def chained(text: str, cause: str) -> Exception:
             "another UCX",
         ),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_error_text_of_known_kind_says_what_to_do(error: Exception, advice: str) -> None:
     text = error_text(error)

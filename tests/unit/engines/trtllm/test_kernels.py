@@ -13,6 +13,7 @@ from dynamo_trtllm.engines.trtllm import kernel_profiles
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.kernel_profiles import KernelProfile, choose_profile
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 SHIPPED = (*kernel_profiles.BY_GPU, kernel_profiles.FALLBACK)
 
@@ -21,7 +22,7 @@ def gpus(*sms: int) -> list[Gpu]:
     return [Gpu(name=f"GPU of sm{sm}", sm=sm, memory_bytes=1) for sm in sms]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sms", "name"),
     [
         ((90, 90), "hopper"),

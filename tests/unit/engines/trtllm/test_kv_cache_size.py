@@ -13,10 +13,11 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.fake_bindings import make
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reported", "size"),
     [
         ({"maxNumBlocks": 9, "tokensPerBlock": 64, "usedNumBlocks": 1}, KvCacheSize(9, 64)),

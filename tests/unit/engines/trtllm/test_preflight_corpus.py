@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_trtllm.cli import preflight
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.preflight_corpus import (
     CORPUS,
     MODELS,
@@ -31,7 +32,7 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "visible_gpus", list)
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@each_case("path", PATHS)
 def test_corpus_case_has_exactly_its_problems(path: Path, tmp_path: Path) -> None:
     case = read_case(path)
     if case.refused:

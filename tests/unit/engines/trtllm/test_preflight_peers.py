@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_SECTIONS, check_peers
 from dynamo_trtllm.protocol.messages import Instance, KvLayout, Role
+from tests.kit.cases import each_case
 from tests.kit.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
@@ -49,7 +49,7 @@ def test_peers_may_differ_in_tensor_parallelism() -> None:
     assert rules(decode_peer(layout=layout(tensor_parallel_size=8))) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "rule", "field", "value", "other"),
     [
         ({"engine": "torch"}, "peer-engine", "engine", "trtllm", "torch"),

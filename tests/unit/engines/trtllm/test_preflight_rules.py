@@ -17,6 +17,7 @@ from dynamo_trtllm.engines.trtllm.preflight.checks import (
 )
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load
 from dynamo_trtllm.protocol.messages import Role
+from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.planted_errors import ERRORS, PLANTED, PYTHON, V2, K, Planted, T
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
 
@@ -49,8 +50,8 @@ def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
     assert check_role(facts(A)) == []
 
 
-@pytest.mark.parametrize("release", ["1.1.0", "1.2.1", "1.3.0rc27"])
-@pytest.mark.parametrize("name", ["gb200", "b200", "b300"])
+@each_case("release", ["1.1.0", "1.2.1", "1.3.0rc27"])
+@each_case("name", ["gb200", "b200", "b300"])
 def test_check_of_a_right_pair_has_no_error_or_warning(release: str, name: str) -> None:
     found = found_in(Planted("", "", known={"release": release, "on": name}))
     assert {name for name, severity in found.items() if severity != "note"} == (
@@ -58,7 +59,7 @@ def test_check_of_a_right_pair_has_no_error_or_warning(release: str, name: str) 
     )
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+@each_case("planted", PLANTED)
 def test_check_when_one_error_is_planted_then_its_rule_says_so(planted: Planted) -> None:
     assert found_in(planted).get(planted.rule) == planted.severity
 

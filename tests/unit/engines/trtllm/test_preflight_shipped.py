@@ -15,6 +15,7 @@ import pytest
 
 from dynamo_trtllm.cli.preflight import evaluate
 from dynamo_trtllm.config.commands import PreflightConfig
+from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.shipped_pairs import FOLDER, LLAMA, LOADS, SHIPPED, config
 
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
@@ -68,7 +69,7 @@ def test_shipped_files_for_their_gpu_have_only_notes(
     check(config(name, gpu, release, llama if name.startswith("llama") else name.partition("/")[0]))
 
 
-@pytest.mark.parametrize("name", LOADS)
+@each_case("name", LOADS)
 def test_shipped_files_for_their_load_have_only_notes(name: str) -> None:
     isl, osl, concurrency = LOADS[name]
     gpu = SHIPPED[name][0][0]

@@ -12,6 +12,7 @@ from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import api_manifests
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 SHA256 = {
     "1.1.0.json": "16dcdfd5f8229f4dc0592f428f887bf3aa45d8cbd696c115ee5b61f4cd754806",
@@ -53,7 +54,7 @@ A = "ABSENT"
 N = "NOT_READ"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("owner", "name", "expected"),
     [
         ("TorchLlmArgs", "max_num_tokens", (P, P, P, P, P, P)),
@@ -117,7 +118,7 @@ def test_fields_have_type_default_and_allowed_values() -> None:
     assert release.fields("NoSuchClass") == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("version", "name"),
     [
         ("1.1.0.post1", "1.1.0"),
@@ -137,7 +138,7 @@ def test_release_for_a_read_release_is_that_one(version: str, name: str) -> None
     assert release.not_read == by_name(name).not_read
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("version", "name"),
     [
         ("1.3.0rc12", "1.3.0rc27"),

@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.models.checkpoint import Checkpoint
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Phase, Role
+from tests.kit.cases import each_case
 from tests.kit.scripted_library import info_of
 
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
@@ -111,7 +112,7 @@ def test_rejects_logprobs_without_first_token_value(role: Role) -> None:
     assert "logprobs" not in refused("1.3.0rc29", role, fields=OLD_FIELDS | {"first_gen_log_probs"})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("version", "values", "works"),
     [
         ("1.1.0", {}, False),
@@ -154,7 +155,7 @@ def test_statistics_on_note_their_cost() -> None:
 BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("phase", "values", "limit", "why"),
     [
         (Phase.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
@@ -199,7 +200,7 @@ def test_pairing_of_default_attention_allows_other_ranks() -> None:
     assert engine.kv_compat(facts_of(role=Role.AGGREGATED), "1.2.1") == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "runtime"),
     [
         ({"backend": "UCX"}, "CPP"),  # set by the worker
@@ -329,7 +330,7 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     assert engine.kv_transfer_ttl_s(facts_of(), 60.0) == 60.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "conversations"),
     [
         ({}, False),

@@ -16,6 +16,7 @@ import pytest
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.protocol.cost_model import CostModel, StepSample
 from dynamo_trtllm.worker.cost_fit import CostFit
+from tests.kit.cases import each_case
 
 _START = datetime(2026, 11, 23, 23, 59, 58)  # as the executor's
 _MAX_TOKENS = 2048  # of one step
@@ -284,8 +285,8 @@ DAMAGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("damage", [None, *DAMAGES])
+@each_case("overlaps", [False, True])
+@each_case("damage", [None, *DAMAGES])
 def test_damaged_row_drops_only_its_neighbors(damage: str | None, overlaps: bool) -> None:
     rows = Executor([Request(0.1, 60, 60)], overlaps).run()
 

@@ -13,6 +13,7 @@ from dynamo_trtllm.engines.trtllm import transfer_params as wire
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.protocol.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, decode, encode
+from tests.kit.cases import each_case
 from tests.kit.instances import make_transfer_params
 
 OLD = frozenset(
@@ -71,7 +72,7 @@ def test_transfer_log_probabilities_are_rebuilt(given: list[Any]) -> None:
     assert unpack(sent(first_gen_log_probs=given))["first_gen_log_probs"] == given
 
 
-@pytest.mark.parametrize(
+@each_case(
     "bad",
     [
         {"first_gen_log_probs": [math.nan]},
@@ -88,7 +89,6 @@ def test_transfer_log_probabilities_are_rebuilt(given: list[Any]) -> None:
         {"ctx_info_endpoint": 5},
         {"opaque_state": 5},
     ],
-    ids=str,
 )
 def test_transfer_value_out_of_range_is_rejected_by_name(bad: dict[str, Any]) -> None:
     kv_params = sent()

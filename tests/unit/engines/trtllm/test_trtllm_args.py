@@ -16,6 +16,7 @@ from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
 HOPPER = [Gpu(name="H100", sm=90, memory_bytes=80 << 30)]
@@ -83,7 +84,7 @@ def test_args_of_every_place_are_merged_in_order(yaml: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("field", sorted(LIBRARY.flags))
+@each_case("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
     others = {
         "load_format": "dummy",
@@ -106,7 +107,7 @@ def test_flags_set_arguments_of_every_release() -> None:
 # --- keys -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "problem"),
     [
         ({"max_batchsize": 1}, r"unknown key 'max_batchsize'; did you mean 'max_batch_size'\?"),
@@ -182,7 +183,7 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "problem"),
     [
         ({"max_batch_size": "8"}, "max_batch_size is '8': expected a whole number or null"),
@@ -237,7 +238,7 @@ def test_args_wrong_value_says_what_is_right(values: dict[str, Any], problem: st
         override(values)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "values",
     [
         {"cuda_graph_config": None},
@@ -270,7 +271,7 @@ def test_args_literal_of_another_release_is_rejected() -> None:
 # --- old spellings --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("old", "new", "said"),
     [
         (
@@ -314,7 +315,7 @@ def test_args_literal_of_another_release_is_rejected() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("name", RELEASES)
+@each_case("name", RELEASES)
 def test_args_old_spelling_is_translated(
     old: dict[str, Any], new: dict[str, Any], said: str, name: str
 ) -> None:
@@ -419,7 +420,7 @@ def test_args_sizes_of_the_user_override_the_profile(tmp_path: Path) -> None:
 # --- get ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value"),
     [
         ("max_batch_size", 4),

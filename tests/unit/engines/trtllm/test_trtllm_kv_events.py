@@ -25,6 +25,7 @@ from dynamo_trtllm.protocol.kv_events import (
     KvEvent,
 )
 from dynamo_trtllm.protocol.messages import Role, token_ids
+from tests.kit.cases import each_case
 from tests.kit.waiting import SOON_S
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
@@ -59,7 +60,7 @@ def kv(number: int, *ids: int) -> KvBlock:
     return KvBlock(number, token_ids(ids))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "wanted"),
     [
         (

@@ -15,6 +15,7 @@ from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.main import table
+from tests.kit.cases import each_case
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
 
@@ -31,7 +32,7 @@ def refused(line: str = "", **settings: Any) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("field", sorted(LIBRARY.flags))
+@each_case("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
     value: Any = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
     flag = "--" + field.replace("_", "-")
@@ -128,7 +129,7 @@ def test_experts_when_two_places_disagree_then_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "wanted"),
     [
         ({"max_model_length": 4}, "unknown key 'max_model_length'; did you mean 'max_model_len'?"),
@@ -157,7 +158,7 @@ def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(LIBRARY.foreign))
+@each_case("name", sorted(LIBRARY.foreign))
 def test_args_named_as_in_another_engine_suggest_vllms(name: str) -> None:
     assert not schema.is_known(LIBRARY, name)
     assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(
@@ -165,7 +166,7 @@ def test_args_named_as_in_another_engine_suggest_vllms(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("key", sorted(LIBRARY.engine_set))
+@each_case("key", sorted(LIBRARY.engine_set))
 def test_args_set_by_the_engine_are_rejected_with_reason(key: str) -> None:
     given: Any = "x"
     for part in reversed(key.split(".")):
@@ -173,7 +174,7 @@ def test_args_set_by_the_engine_are_rejected_with_reason(key: str) -> None:
     assert LIBRARY.engine_set[key] in refused(override_engine_args=given)
 
 
-@pytest.mark.parametrize("name", sorted(LIBRARY.unsupported))
+@each_case("name", sorted(LIBRARY.unsupported))
 def test_args_for_several_engines_are_rejected(name: str) -> None:
     assert name in refused(override_engine_args={name: 1})
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.cases import each_case
 from tests.kit.fake_packages import VLLM_RELEASES, fake_vllm
 
 WINDOW = 128
@@ -48,9 +49,9 @@ SEEN_FROM = {  # by the token at a place
 }
 
 
-@pytest.mark.parametrize("name", SEEN_FROM)
-@pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
-@pytest.mark.parametrize("block", [16, 32, 128])
+@each_case("name", SEEN_FROM)
+@each_case("behind", [0, 1])  # tokens behind what the prefill engine computed
+@each_case("block", [16, 32, 128])
 def test_read_pairs_blocks_of_any_prompt_length(block: int, behind: int, name: str) -> None:
     managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     manager = getattr(managers, name)(WINDOW)
@@ -66,7 +67,7 @@ def test_read_pairs_blocks_of_any_prompt_length(block: int, behind: int, name: s
             ), (held, side)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)]
 )
 def test_read_when_some_is_cached_here_then_only_the_rest(

@@ -23,6 +23,7 @@ from dynamo_trtllm.protocol.kv_events import (
     KvEvent,
 )
 from dynamo_trtllm.protocol.messages import token_ids
+from tests.kit.cases import each_case
 
 BLOCK = 32
 Batches = Sequence[tuple[int, bytes]]
@@ -145,7 +146,7 @@ def test_read_joins_removals_in_order() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "event",
     [
         stored(1, kv_cache_spec_kind="sliding_window", group_idx=1),

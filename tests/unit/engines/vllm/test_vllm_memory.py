@@ -12,6 +12,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
 from dynamo_trtllm.protocol.errors import EngineFailed
+from tests.kit.cases import each_case
 from tests.kit.fake_packages import fake_vllm
 
 GIB = 1 << 30
@@ -31,7 +32,7 @@ def test_lack_of_memory_names_numbers_reason_and_fix() -> None:
     assert "--free-gpu-memory-fraction 0.22" in said
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "before", "after", "gpu_at_fault"),
     [
         (HALF, [TAKEN], [TAKEN], 0),

@@ -39,6 +39,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
+from tests.kit.cases import each_case
 from tests.kit.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
@@ -159,7 +160,7 @@ def test_transfer_of_other_connector_answer_is_rejected(params: Any) -> None:
     assert caught.value.field == "kv_transfer_config"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "bad",
     [
         {"remote_block_ids": [["1"]]},
@@ -169,7 +170,6 @@ def test_transfer_of_other_connector_answer_is_rejected(params: Any) -> None:
         {"tp_size": math.nan},
         {"remote_num_tokens": 1 << 63},
     ],
-    ids=str,
 )
 def test_transfer_when_a_number_is_out_of_range_then_mismatch(bad: dict[str, Any]) -> None:
     state = {"version": 1, "release": "0.24.0", "params": ANSWERED | bad}
@@ -196,7 +196,7 @@ def test_channel_uses_free_ports_or_the_users() -> None:
     assert chosen == {"side_channel_host": "10.1.2.3", "side_channel_port": 65534}
 
 
-@pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
+@each_case("port", ["", "x", "0", "-1", "65535", "70000"])
 def test_channel_with_wrong_port_is_rejected_by_name(port: str) -> None:
     with pytest.raises(ConfigError, match=transfer_params.PORT):
         transfer_params.choose_side_channel("127.0.0.1", 2, {transfer_params.PORT: port})
@@ -361,7 +361,7 @@ def test_preflight_when_all_fits_then_nothing_is_found() -> None:
     assert findings(facts(tensor_parallel_size=2), [peer(tp=4)]) == []
 
 
-@pytest.mark.parametrize(("args", "rule"), WRONG_ARGUMENTS)
+@each_case(("args", "rule"), WRONG_ARGUMENTS)
 def test_preflight_names_rule_of_impossible_argument(args: dict[str, Any], rule: str) -> None:
     (found,) = findings(facts(**args), [])
     assert found.rule == rule
@@ -381,8 +381,8 @@ def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
     assert names == {rule for _, rule in (*WRONG_ARGUMENTS, *WRONG_PEERS)} | {"vllm-half-kv"}
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize(
+@each_case("role", [Role.PREFILL, Role.DECODE])
+@each_case(
     ("vllm", "rules"),
     [
         ("0.24.0", ["vllm-half-kv"]),
@@ -393,7 +393,7 @@ def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
         ("0.34.0", ["vllm-cross-layers-ignored"]),
     ],
 )
-@pytest.mark.parametrize("word", [True, "True", "true"])  # as vLLM reads it
+@each_case("word", [True, "True", "true"])  # as vLLM reads it
 def test_preflight_rejects_blocks_that_span_layers(
     vllm: str, rules: list[str], role: Role, word: object
 ) -> None:
@@ -490,7 +490,7 @@ def test_version_with_tested_minor_has_its_manifest(version: str, manifest: str)
     assert not found.manifest.is_in_part("AsyncEngineArgs")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("version", "nearest"),
     [
         ("0.34.0", "0.33.0"),

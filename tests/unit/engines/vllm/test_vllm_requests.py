@@ -29,6 +29,7 @@ from dynamo_trtllm.protocol.messages import (
     StructuredOutput,
     token_ids,
 )
+from tests.kit.cases import each_case
 from tests.kit.scripted_library import info_of
 
 RULES = VllmModelLimits(role=Role.DECODE, info=info_of(eos_token_ids=(1, 2)), max_logprobs=20)
@@ -76,7 +77,7 @@ def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
     assert set(CHANGED) == set(Sampling.__struct_fields__)
 
 
-@pytest.mark.parametrize("name", sorted(CHANGED))
+@each_case("name", sorted(CHANGED))
 def test_call_field_sets_only_the_same_field_of_vllm(name: str) -> None:
     value, wanted = CHANGED[name]
     plain = VllmRequest(request(), RULES).sampling
@@ -124,7 +125,7 @@ def test_prefill_of_one_token_holds_nothing(changes: dict[str, Any]) -> None:
     assert "extra_args" not in call.sampling
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("length", "sampling", "wanted"),
     [
         (20, {}, False),
@@ -169,7 +170,7 @@ def test_seed_is_absent_when_nothing_is_random(sampling: dict[str, Any]) -> None
     assert VllmRequest(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "held", "read"),
     [
         (21, 20, 20),  # with prefill's first token behind it

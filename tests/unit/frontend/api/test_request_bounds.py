@@ -28,6 +28,7 @@ from dynamo_trtllm.frontend.api.sampling import SamplingFields
 from dynamo_trtllm.frontend.api.schemas import check_schema
 from dynamo_trtllm.frontend.api.unknown_fields import MAX_IGNORED, IgnoredFields, collector
 from dynamo_trtllm.protocol.errors import InvalidRequest
+from tests.kit.cases import each_case
 
 BODIES: tuple[type[SamplingFields], ...] = (
     ChatRequest,
@@ -195,7 +196,7 @@ def test_object_with_many_long_keys_then_one_error_is_made(field: str) -> None:
     assert refused.value.__cause__.error_count() == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "words"),
     [
         (
@@ -224,7 +225,7 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
     assert len(refused.value.field or "") < 100
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "fields"),
     [
         (CompletionRequest, {"prompt": [1, "DEEP"]}),

@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
+from tests.kit.cases import each_case
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -28,7 +29,7 @@ def text(**fields: Any) -> CompletionRequest:
     return parse(CompletionRequest, orjson.dumps(TEXT | fields))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -84,7 +85,7 @@ def test_field_error_names_all_allowed_values(fields: dict[str, Any], values: st
         chat(**fields)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "message"),
     [
         ({"model": None}, "model is required"),
@@ -191,7 +192,7 @@ def test_unknown_field_then_no_unlike_name_is_offered(name: str) -> None:
         chat(**{name: 1})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a":}', b'{"a":NaN}', b'"\xff"', b"[" * 5000])
+@each_case("body", [b"", b"{", b'{"a":}', b'{"a":NaN}', b'"\xff"', b"[" * 5000])
 def test_body_that_is_no_json_then_the_position_is_named(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"not valid JSON at line \d+, column \d+"):
         parse(ChatRequest, body)
@@ -241,7 +242,7 @@ def test_assistant_message_as_a_server_sent_it_then_accepted() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "expected"),
     [
         ("a", ["a"]),
@@ -258,15 +259,13 @@ def test_prompts_in_any_form_then_a_list_of_them(prompt: Any, expected: Any) -> 
     assert text(prompt=prompt).prompt == expected
 
 
-@pytest.mark.parametrize(
-    "prompt", [5, [1, "a"], [1, -1], [1, True], {}, [], [["a"]], ["a", 5], ["a"] * 129]
-)
+@each_case("prompt", [5, [1, "a"], [1, -1], [1, True], {}, [], [["a"]], ["a", 5], ["a"] * 129])
 def test_prompt_that_is_none_then_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt "):
         text(prompt=prompt)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "message"),
     [
         ({"n": 3, "best_of": 2}, "best_of is 2 and less than n, 3"),

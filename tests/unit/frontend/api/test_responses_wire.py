@@ -27,6 +27,7 @@ from dynamo_trtllm.frontend.api.responses import (
 )
 from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import OutputFormat
+from tests.kit.cases import each_case
 
 TOOL = {
     "type": "function",
@@ -103,7 +104,7 @@ def test_all_fields_of_the_sdk_are_known_here() -> None:
     assert fields == set(SUPPORTED) | set(IN_PART) | set(REFUSED) | NO_MATTER
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@each_case("name", SUPPORTED)
 def test_field_we_honour_then_it_is_what_was_sent(name: str) -> None:
     value = getattr(asked(**{name: SUPPORTED[name]}), name)
     if name == "input":
@@ -114,7 +115,7 @@ def test_field_we_honour_then_it_is_what_was_sent(name: str) -> None:
         assert value == SUPPORTED[name]
 
 
-@pytest.mark.parametrize("name", IN_PART)
+@each_case("name", IN_PART)
 def test_partly_supported_field_rejects_the_rest_by_name(name: str) -> None:
     taken, refused = IN_PART[name]
     asked(stream=True, tools=[TOOL], **{name: taken})
@@ -123,12 +124,12 @@ def test_partly_supported_field_rejects_the_rest_by_name(name: str) -> None:
     assert (caught.value.field or "").startswith(name)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_field_we_do_not_honour_then_refused_by_its_name(name: str) -> None:
     check_refused(name, **{name: REFUSED[name]})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wanted",
     [name for name in ResponseIncludable.__args__ if name not in (LOGPROBS, ENCRYPTED_REASONING)],
 )  # type: ignore[attr-defined]
@@ -275,7 +276,7 @@ def test_item_we_do_not_take_then_refused_by_its_name(
     assert words in check_refused(field, input=[item])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "field"),
     [
         ({"input": []}, "input"),

@@ -10,6 +10,7 @@ import pytest
 from dynamo_trtllm.frontend.api.chat import ChatRequest
 from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.protocol.errors import InvalidRequest
+from tests.kit.cases import each_case
 
 NODE = {
     "$defs": {
@@ -33,7 +34,7 @@ def asked(schema: Any) -> ChatRequest:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "schema",
     [
         {},
@@ -56,7 +57,7 @@ def test_schema_that_makes_sense_then_taken_as_it_is(schema: dict[str, Any]) -> 
     assert orjson.loads(taken) == schema
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "reason"),
     [
         ([], "must be an object, not a list"),

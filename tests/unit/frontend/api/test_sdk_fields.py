@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.api.request_model import RequestModel, parse
 from dynamo_trtllm.frontend.api.sampling import StreamOptions
 from dynamo_trtllm.protocol.errors import UnsupportedParameter
+from tests.kit.cases import each_case
 
 PAIRS: list[tuple[Any, type[RequestModel]]] = [
     (chat_create_params.CompletionCreateParamsNonStreaming, ChatRequest),
@@ -45,7 +46,7 @@ BODIES: dict[type[RequestModel], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("sent", "taken"), PAIRS, ids=lambda side: side.__name__)
+@each_case(("sent", "taken"), PAIRS)
 def test_sdk_fields_when_walked_then_each_is_listed(sent: Any, taken: type[RequestModel]) -> None:
     fields = {field.alias or name for name, field in taken.model_fields.items()}
     rejected = set(taken.no_ops) | set(taken.unsupported)

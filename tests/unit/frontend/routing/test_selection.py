@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.routing.worker_selection import (
 )
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role, Sampling, token_ids
+from tests.kit.cases import each_case
 from tests.kit.instances import LAYOUT, make_instance, model_view
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
@@ -197,7 +198,7 @@ def reference(
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_case("seed", range(40))
 def test_select_equals_an_exhaustive_search(seed: int) -> None:
     dice = random.Random(seed)
     view = ClusterView()

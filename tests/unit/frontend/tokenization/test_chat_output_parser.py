@@ -4,8 +4,6 @@ what stays content.
 
 from __future__ import annotations
 
-import pytest
-
 from dynamo_trtllm.frontend.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.frontend.tokenization.output import StepOutput
 from dynamo_trtllm.protocol.messages import token_ids
@@ -17,6 +15,7 @@ from tests.kit.answer_parts import (
     cut,
     fold,
 )
+from tests.kit.cases import each_case
 
 STEPS = ((1,), (2,), (3, 1), (7,), (100_000,))
 
@@ -41,7 +40,7 @@ def each_step(made: ChatOutputParser, text: str) -> list[StepOutput]:
     return [made.push(token_ids([ord(char)])) for char in text]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reasoning", "text", "expected"),
     [
         ("none", "<think>a</think>b", Seen("<think>a</think>b")),
@@ -144,7 +143,7 @@ HERMES = {
 }
 
 
-@pytest.mark.parametrize("name", HERMES)
+@each_case("name", HERMES)
 def test_push_reads_calls_between_markers(name: str) -> None:
     text, expected = HERMES[name]
     check(expected, text, calls="hermes")
@@ -178,7 +177,7 @@ JSON = {
 }
 
 
-@pytest.mark.parametrize("name", JSON)
+@each_case("name", JSON)
 def test_push_reads_an_answer_that_is_a_call(name: str) -> None:
     text, expected = JSON[name]
     check(expected, text, calls="json")

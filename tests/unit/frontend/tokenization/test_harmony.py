@@ -17,6 +17,7 @@ from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import token_ids
 from tests.kit.answer_parts import content_of
+from tests.kit.cases import each_case
 from tests.unit.frontend.tokenization.harmony_library import in_our_order, rendered
 
 TEXTS = (
@@ -85,7 +86,7 @@ def full_conversation(text: str) -> Conversation:
     )
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@each_case("text", TEXTS)
 def test_render_equals_openai_harmony(renderer: HarmonyRenderer, text: str) -> None:
     for conversation in (
         full_conversation(text),
@@ -333,7 +334,7 @@ def test_render_replaces_a_lone_surrogate(renderer: HarmonyRenderer) -> None:
         assert "a\N{REPLACEMENT CHARACTER}b" in renderer.decode(ids)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@each_case("text", TEXTS)
 def test_encode_then_decode_returns_text_without_controls(
     renderer: HarmonyRenderer, text: str
 ) -> None:

@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA, arguments_of
+from tests.kit.cases import each_case
 
 TODAY = date(2026, 1, 2)
 USER = Message(role="user", content="q")
@@ -96,7 +97,7 @@ NO_BUILTIN = {
 }
 
 
-@pytest.mark.parametrize("tool", NO_BUILTIN.values(), ids=NO_BUILTIN)
+@each_case("tool", NO_BUILTIN.values())
 def test_tool_with_a_builtin_name_is_a_function(renderer: HarmonyRenderer, tool: Tool) -> None:
     system, _, others = prompt(renderer, tool).partition("<|end|>")
     assert "# Tools" not in system

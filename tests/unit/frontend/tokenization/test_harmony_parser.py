@@ -19,6 +19,7 @@ from dynamo_trtllm.models import vocabulary
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.protocol.messages import token_ids
 from tests.kit.answer_parts import Seen, calls_of, content_of, cut, fold
+from tests.kit.cases import each_case
 
 START = 200006
 END = 200007
@@ -197,7 +198,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@each_case("name", STREAMS)
 def test_push_of_recorded_stream_finds_parts_at_any_cut(
     renderer: HarmonyRenderer, name: str
 ) -> None:
@@ -294,7 +295,7 @@ def test_push_replaces_a_character_cut_by_the_end(renderer: HarmonyRenderer) -> 
     assert seen.content == "b"
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_case("seed", range(30))
 def test_push_of_random_ids_is_independent_of_the_cut(renderer: HarmonyRenderer, seed: int) -> None:
     chance = random.Random(seed)
     control = [

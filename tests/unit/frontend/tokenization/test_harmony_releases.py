@@ -19,6 +19,7 @@ from dynamo_trtllm.frontend.tokenization.conversation import Conversation, Messa
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.protocol.messages import token_ids
 from tests.kit.answer_parts import fold
+from tests.kit.cases import each_case
 from tests.unit.frontend.tokenization import harmony_library
 
 _DATA = Path(__file__).parents[3] / "data"
@@ -148,7 +149,7 @@ def test_installed_library_renders_as_a_recorded_one() -> None:
     assert harmony_library.rendered(CONVERSATIONS["tools"], TODAY) in LIBRARIES.values()
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_case("name", ANSWERS)
 def test_answer_of_any_release_parses_to_reasoning_and_call(
     renderer: HarmonyRenderer, name: str
 ) -> None:

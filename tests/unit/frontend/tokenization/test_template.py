@@ -18,6 +18,7 @@ from dynamo_trtllm.frontend.tokenization.template import ChatTemplateRenderer
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard, token_ids
 from tests.kit.answer_parts import content_of
+from tests.kit.cases import each_case
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -123,7 +124,7 @@ def test_render_shows_config_tokens_as_text(bos: object) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("template", "expected"),
     [
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<b>é\'"}'),
@@ -164,7 +165,7 @@ def test_render_when_both_templates_are_there_then_the_file_wins() -> None:
     assert prompt(files(template=None, chat_template="config")) == "config"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("template", "says"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -284,8 +285,8 @@ def test_encode_replaces_a_lone_surrogate() -> None:
     assert made.decode(made.encode("a\ud800b")) == "a\N{REPLACEMENT CHARACTER}b"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", [1, 2, 5, 1000])
+@each_case("kind", KINDS)
+@each_case("step", [1, 2, 5, 1000])
 def test_text_parser_streams_all_text_without_specials(kind: str, step: int) -> None:
     made = renderer(files(kind))
     ids = made.encode(TEXT).tolist()
@@ -302,8 +303,8 @@ def test_text_parser_shows_no_part_of_a_character(kind: str) -> None:
     assert "" in pieces
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(10))
+@each_case("kind", KINDS)
+@each_case("seed", range(10))
 def test_text_parser_of_random_ids_neither_raises_nor_stalls(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     made = renderer(files(kind))
@@ -334,7 +335,7 @@ def test_renderer_when_a_file_is_missing_then_it_is_named(missing: str) -> None:
         renderer(found)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "data"),
     [
         ("tokenizer.json", b"{}"),

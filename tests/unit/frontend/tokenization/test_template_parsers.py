@@ -15,6 +15,7 @@ from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import ModelDeploymentCard, token_ids
 from tests.kit.answer_parts import Seen, fold
+from tests.kit.cases import each_case
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CARD = ModelDeploymentCard(
@@ -47,8 +48,8 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("step", [1, 5, 1000])
+@each_case("special", [True, False])
+@each_case("step", [1, 5, 1000])
 def test_chat_parser_finds_markers_of_either_token_kind(special: bool, step: int) -> None:
     ids = ids_of(ANSWER)
     made = renderer("basic", "hermes", special=special).chat_parser()

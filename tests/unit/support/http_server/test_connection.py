@@ -21,6 +21,7 @@ from dynamo_trtllm.support.http_server.exchange import (
     ReadTimer,
 )
 from dynamo_trtllm.support.http_server.server import HttpServer, Route, Router
+from tests.kit.cases import each_case
 from tests.kit.memory_http import LIMITS, MemoryClient, MemoryTransport
 from tests.kit.waiting import SOON_S
 
@@ -282,8 +283,8 @@ async def test_upgrade_without_body_stays_http_1_1(request_: bytes) -> None:
     assert client.transport.is_closing()
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("request_", [POST % 2 + b"ab", CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"])
+@each_case("size", [1, 3, 1000])
+@each_case("request_", [POST % 2 + b"ab", CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"])
 async def test_upgrade_with_body_is_a_usual_request(request_: bytes, size: int) -> None:
     client = MemoryClient(echo)
     data = request_.replace(b"Host", UPGRADE) * 2 + GET % b"next"
@@ -294,7 +295,7 @@ async def test_upgrade_with_body_is_a_usual_request(request_: bytes, size: int) 
     assert not client.transport.is_closing()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "request_",
     [
         POST.replace(b"Host", UPGRADE.replace(b"h2c", b"h2c, WebSocket")) % 2,

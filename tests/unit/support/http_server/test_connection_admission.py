@@ -22,6 +22,7 @@ from dynamo_trtllm.support.http_server.parsing_turns import ParsingTurns
 from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, SMALL_HEAD_BYTES
 from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.addresses import network_of
+from tests.kit.cases import each_case
 from tests.kit.memory_http import LIMITS, MemoryClient, MemoryTransport
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -80,7 +81,7 @@ def is_closed(client: MemoryClient) -> bool:
     return client.transport.is_closing()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("address", "network"),
     [
         ("192.0.2.1", "192.0.2.1"),
@@ -124,7 +125,7 @@ async def test_connection_over_limit_of_one_address_closes_idlest() -> None:
     await served.end()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sent", "answered"),
     [
         ([], []),
@@ -135,7 +136,6 @@ async def test_connection_over_limit_of_one_address_closes_idlest() -> None:
         ([HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"], [429]),
         ([HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n"], [100, 429]),
     ],
-    ids=["silent", "head", "idle", "next head", "body", "chunks", "expectation"],
 )
 async def test_connection_closed_while_receiving_gets_429(
     sent: list[bytes], answered: list[int]
@@ -250,7 +250,7 @@ async def memory_of(head: bytes) -> float:
     return taken / CLIENTS
 
 
-@pytest.mark.parametrize(
+@each_case(
     "head",
     [
         HEAD + SMALL_HEADERS,
@@ -263,16 +263,6 @@ async def memory_of(head: bytes) -> float:
         HEAD + SMALL_HEADERS + b"Content-Length: 9\r\n\r\n",
         HEAD + LARGE_HEADERS + b"Content-Length: 9\r\n\r\n",
         HEAD + b"Content-Length: 9\r\n\r\n123456789" + HEAD + LARGE_HEADERS,
-    ],
-    ids=[
-        "small headers",
-        "large headers",
-        "value",
-        "path",
-        "wide path",
-        "complete",
-        "complete, large",
-        "second",
     ],
 )
 async def test_head_then_it_takes_at_most_four_times_its_size(head: bytes) -> None:

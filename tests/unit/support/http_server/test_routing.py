@@ -9,6 +9,7 @@ import pytest
 from dynamo_trtllm.protocol.errors import InvalidRequest
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Route, Router
+from tests.kit.cases import each_case
 from tests.kit.memory_http import MemoryClient
 
 
@@ -37,7 +38,7 @@ async def ask(method: str, target: str) -> tuple[int, str, bytes]:
     return int(head.split()[1]), head.decode(), body
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("target", "params"),
     [
         ("/a", {}),
@@ -59,7 +60,7 @@ async def test_query_then_every_value_of_a_parameter_also_an_empty_one() -> None
     assert json.loads(body)[1] == {"x": ["1", "2 "], "y": [""], "z[]": ["3"]}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "target", "status", "allow"),
     [
         ("GET", "/b", 404, None),

@@ -11,6 +11,7 @@ from dynamo_trtllm.support.network.addresses import (
     is_wildcard,
     resolve_host,
 )
+from tests.kit.cases import each_case
 
 HERE = "nats://localhost:4222"
 
@@ -39,7 +40,7 @@ def test_address_follows_the_interface_of_the_server(
     assert address_towards([HERE, url, "127.0.0.9"]) == address
 
 
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0:0::0", "224.0.0.1", "ff02::1"])
+@each_case("host", ["", "*", "0.0.0.0", "::", "0:0::0", "224.0.0.1", "ff02::1"])
 def test_host_when_it_means_several_then_it_is_a_wildcard(host: str) -> None:
     assert is_wildcard(host)
 
