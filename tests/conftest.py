@@ -112,10 +112,14 @@ def _has_gpu() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     closed = {gate for gate in GATES if not config.getoption(f"--{gate}")}
     closed |= {marker for marker in PACKAGES if not _asks_for(config, marker)}
-    left_out = [item for item in items if closed & {mark.name for mark in item.iter_markers()}]
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_closed = any(mark.name in closed for mark in item.iter_markers())
+        (left_out if is_closed else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = chosen
         counts = {
             gate: sum(1 for item in left_out if item.get_closest_marker(gate))
             for gate in sorted(closed)
