@@ -12,26 +12,23 @@ from xdist.scheduler import LoadFileScheduling
 TOGETHER = (
     ("tests/e2e/demo_model/",),
     ("tests/e2e/mock_cluster/",),
-    (  # Two groups, because one would run longer than all other tests beside it.
-        "tests/contract/test_engine_trtllm",
-        "tests/contract/test_trtllm_",
-        "tests/contract/test_warm_up.py",
-        "tests/integration/test_kv_collection.py",
-        "tests/integration/test_worker_preflight.py",
-        "tests/unit/fakes/test_stand_in.py",
-    ),
-    (
+    (  # torch, transformers and tiny models: 8 s of CPU time for each process
         "tests/contract/test_engine",
+        "tests/contract/test_trtllm_",
         "tests/contract/test_changed_kv.py",
-        "tests/contract/test_sampling_after_transfer.py",
         "tests/contract/test_pair_probes.py",
         "tests/contract/test_prefix_cache.py",
-        "tests/integration/test_kv_transfer_bench.py",
+        "tests/contract/test_sampling_after_transfer.py",
+        "tests/contract/test_warm_up.py",
+        "tests/integration/test_kv_collection.py",
         "tests/integration/test_template_model.py",
-        "tests/unit/models/test_checkpoint.py",
+        "tests/integration/test_worker_preflight.py",
         "tests/unit/engines/torch/",
         "tests/unit/engines/vllm/test_vllm_dummy_weights.py",
+        "tests/unit/fakes/test_stand_in.py",
+        "tests/unit/models/test_checkpoint.py",
     ),
+    ("tests/unit/frontend/tokenization/",),  # fastokens
     ("tests/unit/deploy/",),  # the grammars of jsonschema
 )
 # The longest tests start first, so that they do not run alone at the end.
