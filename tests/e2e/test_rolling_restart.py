@@ -1,7 +1,4 @@
-"""Every worker is stopped and replaced while streams run: no request may notice.
-
-And how a worker leaves.
-"""
+"""Every worker is stopped and replaced while streams run: no request may notice."""
 
 from __future__ import annotations
 
@@ -112,25 +109,3 @@ def is_idle(worker: Process) -> bool:
     return not any(
         now[name] for name in ("running", "waiting", "kv_blocks_used", "pending_kv_transfers")
     )
-
-
-def test_draining_worker_reports_and_second_sigterm_ends_it(make_cluster: Make) -> None:
-    cluster = make_cluster()
-    cluster.mock("prefill", "mock", **ARGS)
-    decode = cluster.mock("decode", "mock", **ARGS)
-    cluster.until_ready("mock")
-    with (
-        cluster.client() as client,
-        client.stream("POST", CHAT, json=BODY | {"max_tokens": 2000}) as answer,
-    ):
-        stream = events(answer.iter_lines())
-        while not next(stream)["choices"][0]["delta"].get("content"):
-            pass
-        decode.send(signal.SIGTERM)
-        decode.wait_for(
-            r"draining for \d+ s \(up to 30 s\): running requests: 1, pending KV transfers: 0"
-        )
-        begun = time.monotonic()
-        decode.send(signal.SIGTERM)
-        assert decode.wait() == 1
-        assert time.monotonic() - begun < SOON_S  # it would else wait for 30 s
