@@ -221,8 +221,9 @@ def test_launch_without_port_or_log_uses_chosen_ports(
     launched.wait_gone(SOON_S)
 
 
-def test_launch_restarts_each_process_once_then_stops_all(
-    launch: Launch, deployment: Path, port: int
+# That a process which ends again and again ends all: tests/unit/support/subprocesses/test_supervisor.py
+def test_launch_killed_after_restarts_leaves_nothing(
+    launch: Launch, deployment: Path, port: int, temporary: Path
 ) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
@@ -234,23 +235,7 @@ def test_launch_restarts_each_process_once_then_stops_all(
         r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen
     )
     launched.wait_line(r"launch +\| decode is ready after", seen)
-    second = launched.pid_of("--disaggregation-mode=decode")
-    assert second != first
-    os.kill(second, signal.SIGKILL)
-    status, said = launched.end()
-    assert status == 1
-    assert re.fullmatch(
-        r".*decode was killed by SIGKILL; it was restarted 1 times in 60 s.*\n", said
-    )
-    launched.wait_gone(SOON_S)
-
-
-def test_launch_when_it_is_killed_itself_then_nothing_is_left(
-    launch: Launch, deployment: Path, temporary: Path
-) -> None:
-    launched = launch(deployment)
-    launched.wait_line(r"launch +\| Ready")
-    assert len(launched.pids()) == 11
+    assert launched.pid_of("--disaggregation-mode=decode") != first
     assert list(temporary.iterdir())
     launched.process.kill()
     launched.wait_gone(SOON_S)
