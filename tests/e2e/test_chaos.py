@@ -54,9 +54,11 @@ def stage() -> Iterator[FaultRunner]:
     assert left == []
 
 
-# The start of torch alone is tens of seconds; 80 bodies of several megabytes take as long on two
-# cores.
-LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
+# The start of torch alone is tens of seconds; large bodies take as long on two cores. What makes them
+# harmless is in tests/unit/frontend: test_generate_endpoint.py (they are parsed in a thread),
+# test_admission.py (their memory), and tokenization/test_tokenizer.py (linear time).
+LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"}
+LONG |= {"memory-bound", "big-body"}
 # Each has a deployment of its own. What is left when the launcher is killed or stopped:
 # tests/e2e/test_launch.py.
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
@@ -65,11 +67,15 @@ LONG |= {"query-of-death", "late-query-of-death"}
 # They need another deployment. tests/contract/test_lossy_plane.py loses and repeats frames and
 # messages without processes, and a route that breaks loses messages, too.
 LONG |= {"lost-first", "lost-last", "repeated-message", "route-flap"}
-# `empty-…` also kills the server. tests/integration/test_control_plane.py stops, restarts and freezes
-# both, and fails if a request or a registration is lost.
+# `empty-nats` also kills the server. tests/integration/test_control_plane.py stops, restarts and
+# freezes both and empties etcd, and fails if a request or a registration is lost.
 LONG |= {
     f"{word}-{server}" for word in ("kill", "freeze", "restart") for server in ("etcd", "nats")
 }
+LONG |= {"empty-etcd"}
+# A worker of either role leaves alike, which `term-decode` shows with processes, and
+# tests/integration/test_draining.py for both roles without.
+LONG |= {"term-prefill"}
 # The same against the parts themselves: tests/integration/test_poisoned_records.py;
 # tests/contract/test_plane_versions.py; test_changed_kv.py and test_engine.py; and
 # tests/e2e/mock_cluster/test_overload.py, whose connections take up all files of a frontend.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import pytest
 
 from tests.kit.cluster import Cluster, Process, events, until
 
@@ -90,6 +91,7 @@ class RecordedCluster(Cluster):
         self.frontend.wait_for(r"request \S+ ended", after=logged)
 
 
+@pytest.mark.long  # it checks the layout of the code and a page, and no behavior
 def test_streamed_chat_passes_few_files(etcd_server: str, nats_server: str, tmp_path: Path) -> None:
     """Counts what two requests pass, because others than `BESIDE` may run beside one of them."""
     cluster = RecordedCluster(etcd_server, nats_server, tmp_path)

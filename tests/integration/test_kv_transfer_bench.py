@@ -31,6 +31,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(getattr(kv_transfer, name), "cpu", value)
 
 
+# Each starts a process that imports torch. Nothing but a session on GPUs uses the benchmark.
+@pytest.mark.long
 def test_bench_on_cpu_has_every_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +50,7 @@ def test_bench_on_cpu_has_every_measurement(
     assert "gathered whole" in printed
 
 
+@pytest.mark.long
 def test_bench_when_copies_go_wrong_then_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = TransferBuffer.scatter
     monkeypatch.setattr(

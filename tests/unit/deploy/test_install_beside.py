@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -118,6 +119,8 @@ def test_install_takes_no_package_that_is_not_locked(tmp_path: Path) -> None:
     assert not {"dynamo-trtllm", "nats-py"} & installed(tmp_path)
 
 
+# tests/repository/test_requirements.py finds that a release of the image would need another package
+@pytest.mark.long
 def test_install_that_would_replace_a_package_fails(tmp_path: Path) -> None:
     own = project()
     own["dependencies"] = [
