@@ -147,7 +147,12 @@ def of_torch(gpt_oss: Path) -> Expected:
 
 
 @pytest.mark.parametrize(
-    ("version", "transceiver"), [*product(RELEASES, ["UCX"]), *product(RELEASES[2:], ["NIXL"])]
+    ("version", "transceiver"),
+    [
+        *product(RELEASES, ["UCX"]),
+        # test_engine.py and test_trtllm_matrix.py have the Python transceiver, too
+        *(pytest.param(version, "NIXL", marks=pytest.mark.long) for version in RELEASES[2:]),
+    ],
 )
 async def test_answers_of_any_release_equal_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected

@@ -107,7 +107,14 @@ def test_table_covers_everything_that_is_tested() -> None:
     assert set(table()) == {(release, column) for release in RELEASES for column in COLUMNS}
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+# Aggregated workers of each release answer in test_engine_trtllm.py, too.
+@pytest.mark.parametrize(
+    "column",
+    [
+        pytest.param(column, marks=() if is_split else pytest.mark.long)
+        for column, (_, is_split) in COLUMNS.items()
+    ],
+)
 @pytest.mark.parametrize("release", RELEASES)
 async def test_cell_when_the_workers_start_then_it_says_what_happens(
     release: str, column: str, gpt_oss: Path, expected: list[int]
