@@ -296,7 +296,7 @@ def test_status_of_launched_processes_that_reject_it(
     record(tmp_path, os.getpid(), "here", frontend=frontend)
     code, said, _ = show()
     assert code == 1  # nothing is known of the models
-    assert f" ready: http://127.0.0.1:{frontend}/metrics rejects a client with no API key" in said
+    assert f"http://127.0.0.1:{frontend}/metrics rejects a client with no API key" in said
     assert "unreachable" not in said
     assert "not ready: the health of the models is not known: " in said
 
