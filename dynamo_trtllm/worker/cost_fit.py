@@ -44,11 +44,12 @@ _FIRST_INTERVAL = (0.5, 2.0)
 # The newest samples of known kinds decide whether the engine has changed: it has if all of them
 # but one are faster than the interval, or all but one are slower.
 _DECIDING_SAMPLES = 12
-# While at least half of them are, the coefficients stay, for at most this number of samples.
+# While at least half of them are too fast, or too slow, nothing is fitted again, for at most this
+# number of samples.
 _MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
-# Limits of the share that selects the quantiles.
+# Limits of `RobustFit._quantile_rate`.
 _LOWEST_MISS_RATE = 0.01
 _HIGHEST_MISS_RATE = 0.2
 _ROUNDS = 3  # rounds of a fit; each has new weights
@@ -96,9 +97,9 @@ class RobustFit:
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
         # The ratios of the newest samples of known kinds.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
-        self._miss_rate = _MISS_RATE
+        self._quantile_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
-        # The number of samples when there was last no doubt that the engine is unchanged.
+        # `num_samples` when the engine last looked unchanged.
         self._certain_at = 0
         self.num_fitted = 0  # the number of samples at the last `refit`
         self.num_samples = 0
@@ -137,11 +138,12 @@ class RobustFit:
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
-        # A time outside the interval lowers the rate, which makes the interval wider. Other times
-        # raise it by a ninth of that. So nine of ten times are within the interval.
+        # A time outside the interval lowers the part that the quantiles leave outside, which makes
+        # the interval wider. Other times raise it by a ninth of that. So nine of ten times are
+        # within the interval.
         missed = 0.0 if is_covered else 1.0
-        miss_rate = self._miss_rate + _ADAPT * (_MISS_RATE - missed)
-        self._miss_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, miss_rate))
+        rate = self._quantile_rate + _ADAPT * (_MISS_RATE - missed)
+        self._quantile_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, rate))
         self._ratios.append(ratio)
         if is_known:
             self._known_ratios.append(_NumberedRatio(self.num_samples, ratio))
@@ -154,22 +156,23 @@ class RobustFit:
         """
         self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
-        if not self._may_have_changed():
+        if not self._handle_change():
             if is_fitted:
                 samples = list(chain.from_iterable(self._kinds.values()))
                 self._coefficients = self._solved(samples)
             if len(self._ratios) >= _FIRST_RATIOS:
-                self._interval = _quantiles(self._ratios, self._miss_rate)
+                self._interval = _quantiles(self._ratios, self._quantile_rate)
         if self._coefficients is None:
             return None
         low, high = self._interval
         num_samples = self.num_samples if is_fitted else 0
         return Fit(tuple(self._coefficients), low, high, num_samples)
 
-    def _may_have_changed(self) -> bool:
-        """Return True if the next samples decide whether the engine has changed.
+    def _handle_change(self) -> bool:
+        """Look whether the engine has changed, for example its clock rate.
 
-        For example, its clock rate may change. If it has changed, drop what was measured before.
+        Return True if the next samples decide it. If the engine has changed, drop what was measured
+        before, and return False.
         """
         low, high = self._interval
         ratios = [known.ratio for known in self._known_ratios]
@@ -283,7 +286,7 @@ def _huber_weights(errors: Sequence[float]) -> list[float]:
 
 
 def _tie_segments(matrix: list[list[float]], segments: range, least_scale: float) -> None:
-    """Add the weight of equal slopes of adjacent segments to a system of equations."""
+    """Add a penalty on differences between the slopes of adjacent segments to the equations."""
     if not segments:
         return
     common = sum(matrix[i][j] for i in segments for j in segments)
@@ -335,8 +338,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 def _quantiles(ratios: Iterable[float], miss_rate: float) -> tuple[float, float]:
     """Return an interval outside of which the next ratio is with the probability `miss_rate`.
 
-    The ratios have one gap more than their number, counting those at both ends. The next ratio is
-    in each gap with the same probability.
+    N sorted ratios divide the line into N + 1 gaps. The next ratio is in each gap with the same
+    probability.
     """
     ordered = sorted(ratios)
     count = len(ordered)
@@ -461,7 +464,8 @@ class CostFit:
         tokens = step.prefill_tokens
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        # Steps are of one kind if their numbers have the same number of bits.
+        # Steps are of one kind if their counts of requests have equal bit lengths, and those of
+        # tokens, too.
         request_bits = step.decode_requests.bit_length()
         if tokens:
             # Their decode requests are divided more coarsely, so that there are fewer kinds.

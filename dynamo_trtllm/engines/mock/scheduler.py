@@ -74,7 +74,7 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
-        # The KV transfers that begin before the next step: the seconds for which each pauses it.
+        # The KV transfers that have not begun.
         self._posts: list[_Post] = []
         # Results of the last step that are sent when the step that runs is launched.
         self._held: list[Callable[[], None]] = []
@@ -129,7 +129,7 @@ class MockScheduler:
         self._work.set()
 
     def generate_rest(self, stream: MockStream) -> None:
-        """Let the next steps generate the tokens of a call that it does not have yet."""
+        """Let the next steps generate the missing tokens of a call."""
         stream.first_step = self._next_unplanned
         if stream.request.phase is Phase.PREFILL:
             stream.wanted = 1
@@ -140,7 +140,7 @@ class MockScheduler:
     async def until_posted(self, pause_s: float) -> None:
         """Wait until a KV transfer may begin, which pauses the next step for some seconds.
 
-        It begins between two steps, because the thread that runs them posts it.
+        It begins between two steps, as in engines whose thread runs the steps and posts transfers.
         """
         if not pause_s:
             return
@@ -243,7 +243,7 @@ class MockScheduler:
                 pause_s = self._begin_posts()
                 if not any(self._is_in_step(stream) for stream in self._running):
                     self._send_held()
-                    self._next_unplanned = 0
+                    self._next_unplanned = 0  # nothing is planned: any step takes what comes
                     self._work.clear()
                     await self._work.wait()
                     begun_s = self._clock()
@@ -287,14 +287,14 @@ class MockScheduler:
 
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
-        most = self._args.prefill_tokens_per_step
+        max_tokens = self._args.prefill_tokens_per_step
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding
         for stream in self._prompts:
-            limit = most
-            # Otherwise, shorter steps take as long as others.
+            limit = max_tokens
+            # Without a time per prompt token, a smaller step would save nothing.
             if self._args.has_prompt_time:
-                limit = step_limit(most, stream.request)
+                limit = step_limit(max_tokens, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
             if planned and count < stream.prefill_left and not self._args.splits_prompts:
                 break
@@ -318,7 +318,7 @@ class MockScheduler:
     def _plan_next(self, prompts: Mapping[MockStream, int]) -> None:
         """Note which step has place for what comes while this one runs.
 
-        If work is left for the next step, that one is planned now, where the engine plans ahead.
+        An engine that plans ahead plans the next step now, if work is left for it.
 
         Args:
             prompts: the tokens of prompts that this step computes.
@@ -337,7 +337,7 @@ class MockScheduler:
         return False
 
     def _begin_posts(self) -> float:
-        """Let the KV transfers begin that wait for it. Return for how long they pause the step."""
+        """Begin the KV transfers that may begin before the step. Return how long it pauses."""
         if not self._posts:
             return 0.0
         begun = [post for post in self._posts if post.first_step <= self._step_number]
@@ -348,7 +348,7 @@ class MockScheduler:
         return sum(post.pause_s for post in begun)
 
     def _step_seconds(self, prompts: Mapping[MockStream, int]) -> float:
-        """Return how long a step with the running calls takes, and with these prompt tokens."""
+        """Return how long a step takes that has the running calls and these prompt tokens."""
         num_decoding = 0
         context_tokens = 0
         number = self._step_number
@@ -399,7 +399,7 @@ class MockScheduler:
     def _begin(self, stream: MockStream) -> None:
         """Add a stream to the batch.
 
-        A decode call fetches its KV meanwhile and waits for its first step afterwards.
+        A decode call fetches its KV while it is in the batch. `generate_rest` gives it steps then.
         """
         self._running[stream] = None
         if stream.prefill_left:
@@ -516,7 +516,7 @@ class MockScheduler:
 
 
 def _attention_pairs(stream: MockStream, count: int) -> float:
-    """Return how many pairs with tokens before them the next tokens of a prompt have.
+    """Return how many attention pairs the next tokens of a prompt have with tokens before them.
 
     A token attends to all tokens before it, and on average to half of those of its step.
     """

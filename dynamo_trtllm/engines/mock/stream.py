@@ -51,7 +51,7 @@ class MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
-        self.first_step = 0  # number of the first step that may have it
+        self.first_step = 0  # number of the first step that may include this stream
         self.phases = CallPhases(request.kv_params, clock)
         # How long the queue had waited for each resource when the stream was queued.
         self.queue_waits: dict[str, float] = {}

@@ -43,7 +43,7 @@ def scored_tokens(delta: ChoiceDelta) -> int:
     return delta.tokens + 1 + num_logprobs * _LOGPROB_BYTES // TOKEN_BYTES
 
 
-def check_answer(plan: GenerationPlan) -> None:
+def check_answer_size(plan: GenerationPlan) -> None:
     """Check that an answer that is not streamed stays within the limit.
 
     Each choice may have `max_tokens` tokens. A request without `max_tokens` passes: nearly all

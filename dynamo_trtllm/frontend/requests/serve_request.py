@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.api.response_schemas import ResponseMeta
 from dynamo_trtllm.frontend.requests.admission import FEW_CHOICES, RequestAdmission
 from dynamo_trtllm.frontend.requests.answer import Answer, ApiAdapter
 from dynamo_trtllm.frontend.requests.app_state import AppState
-from dynamo_trtllm.frontend.requests.output_budget import check_answer
+from dynamo_trtllm.frontend.requests.output_budget import check_answer_size
 from dynamo_trtllm.frontend.requests.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.requests.request_body import TURN_BYTES, RequestBody, check_json
 from dynamo_trtllm.frontend.requests.request_slo import request_slo
@@ -86,22 +86,22 @@ async def serve_request(
     admission.check_queue()
     check_json(request)
     received = await admission.read_body(request)
-    unknown = state.ignored_fields.collector()
-    body = await received.parse(api.body, unknown)
+    unknown_fields = state.ignored_fields.collector()
+    body = await received.parse(api.body, unknown_fields)
     plan = await plan_request(api, body, received, request, state)
-    ignored = state.ignored_fields.report(unknown, plan.ignored, request)
+    ignored_header = state.ignored_fields.report(unknown_fields, plan.ignored, request)
     admission.release_body()
     # Planning has tokenized the prompt. Its text, which may be large, is freed.
     body = body.model_copy(update=dict.fromkeys(api.prompt_fields))
     response.deadline = plan.deadline
     if not body.stream:
-        check_answer(plan)
+        check_answer_size(plan)
     timeline.planned(plan)
     response.headers |= admission.charge_key(plan)
 
     # Admit it: wait until all of its choices have permits, then create them.
     admission.check_choices(len(plan.choices))
-    answer = _new_answer(api, body, plan, ignored, timeline, response)
+    answer = _new_answer(api, body, plan, ignored_header, timeline, response)
     timeline.accepted(answer)
     with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
         places = await admission.acquire_permits(plan)
@@ -144,7 +144,7 @@ async def plan_request(
     if tenant is not None and (call.priority or tenant.key.priority):
         call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
-        call = _of_tenant(call, tenant, served)
+        call = _scope_to_tenant(call, tenant, served)
     slo = request_slo(request, body.nvext, state.config.router_mode)
     if slo is not None:
         call = replace(call, slo=slo)
@@ -161,7 +161,7 @@ async def plan_request(
     )
 
 
-def _of_tenant(call: GenerateRequest, tenant: Tenant, served: ServedModel) -> GenerateRequest:
+def _scope_to_tenant(call: GenerateRequest, tenant: Tenant, served: ServedModel) -> GenerateRequest:
     """Return a call whose cache salt and conversation belong to its API key.
 
     Requests of different keys share neither a prefix cache nor a conversation, even if their
@@ -184,7 +184,9 @@ async def tokenize(
     stored_chars: int,
     num_choices: int = 1,
 ) -> V:
-    """Run the work that renders and tokenizes a request, where it delays no stream.
+    """Render and tokenize a request so that it delays no stream.
+
+    A small request is tokenized at once, a larger one in a turn, and a large one in a thread.
 
     Args:
         prepare: the work, which may take long and is safe in a thread.
@@ -198,7 +200,7 @@ async def tokenize(
     timeline.enter("tokenize")
     size = max(len(received.data), stored_chars)
     renderer = served.renderer
-    # Once the model is loaded, the next prompts of this size may need no thread.
+    # A loaded renderer is faster, so that the next prompts of this size may need no thread.
     if not received.is_large and not renderer.is_loaded and size > renderer.inline_bytes:
         state.models.preload(served.card.name)
     if received.is_large or size > renderer.inline_bytes:
@@ -303,10 +305,10 @@ async def handle_request(
 async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str | DynamoError:
     """Serve a request. Return "ok", or the error that was not sent to the client yet.
 
-    The error is returned and not raised, because the caller has to wait when it sends the error. In
-    an `except` block, a cancellation of that wait would get the error as its context. An error of a
-    time limit refers to the task, and the task to the cancellation. This cycle would keep the body
-    in memory.
+    The error is returned and not raised, because the caller waits while it sends the error. In an
+    `except` block, a cancellation of that wait would refer to the error as its context. The error
+    of a time limit refers to the task, and the task to the cancellation: a cycle, which would keep
+    the body in memory.
 
     Raises ClientDisconnected.
     """

@@ -193,7 +193,7 @@ class ChoiceTimeline:
             return
         stats = self.prefill_stats or self.decode_stats
         if stats is not None:
-            self.place.computed(stats.cached_tokens)
+            self.place.prompt_done(stats.cached_tokens)
         self.place.leave()
 
     def _enter(self, phase: str, role: str = FRONTEND) -> None:

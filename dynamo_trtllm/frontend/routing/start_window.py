@@ -3,11 +3,13 @@
 Workers have queues of their own, in order of arrival: what waits there delays all clients alike. In
 the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy:
 
-- prompts of the step that a prefill worker runs, and of the next one; those of clients below their
-  share may be as many again, because they go before the others
-- choices without a first token: those above, and those whose KV is being transferred
-- choices that have not ended: those in the batches of the decode workers, and a few more, which use
-  the slots that become free
+There are three limits:
+
+1. prompts that are not computed: those of the step that a prefill worker runs, and of the next one.
+   For clients below their share, the limit is twice as high, because their prompts go first.
+2. choices before their first token: those of limit 1, and those whose KV is being transferred
+3. choices that have not ended: those in the batches of the decode workers, and a few more, which
+   use the slots that become free
 
 The events of a choice let other ones start: no worker has to be asked.
 
@@ -32,7 +34,11 @@ _RECENT_PROMPTS: Final = 50
 
 
 class Stage(IntEnum):
-    """What a choice waits for at the workers. The value is the index of its first cost."""
+    """What a choice waits for at the workers.
+
+    The value is the index of the first limit for which the choice counts. It counts for the later
+    ones, too: a choice that waits for its end counts only for the last one.
+    """
 
     PREFILL = 0  # its prompt
     START = 1  # its first token
@@ -46,14 +52,14 @@ _STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)  # for each of `ChoiceC
 class _LimitUsage:
     """What all choices use of one limit of the workers."""
 
-    __slots__ = ("at", "limit", "total")
+    __slots__ = ("by_worker", "limit", "total")
 
     def __init__(self) -> None:
         self.total = 0
         self.limit = WINDOW  # less while other frontends take a part
         # By id of the worker. Workers without choices stay, because to remove them for each request
         # would take longer.
-        self.at: defaultdict[int, int] = defaultdict(int)
+        self.by_worker: defaultdict[int, int] = defaultdict(int)
 
 
 class StartPlace:
@@ -92,7 +98,7 @@ class StartPlace:
         self._move(stage, worker.id)
 
     def waits_for_workers(self) -> None:
-        """Note that there are no workers for the choice now. Others may find some."""
+        """Note that there are no workers for the choice now. Others may take its place."""
         self._move(Stage.NONE, None)
 
     def first_token(self) -> None:
@@ -100,11 +106,11 @@ class StartPlace:
         self._has_token = True
         self._move(Stage.RUN, self._worker_id)
 
-    def computed(self, cached_tokens: int) -> None:
-        """Note how many tokens of the prompt were in a prefix cache."""
+    def prompt_done(self, cached_tokens: int) -> None:
+        """Note that the prompt is computed, and how many of its tokens were in a prefix cache."""
         request = self._request
         if request is not None:
-            request.window.computed(request.prompt_tokens, cached_tokens)
+            request.window.note_cached(request.prompt_tokens, cached_tokens)
 
     def leave(self) -> None:
         """Note the end of the choice. Idempotent."""
@@ -116,12 +122,13 @@ class StartPlace:
         if request is None:
             return
         before = self._stage
-        if worker_id != self._worker_id or stage < before:
-            request.count(-1, before, self._worker_id)
-            request.count(1, stage, worker_id)
-        else:
+        has_only_advanced = worker_id == self._worker_id and stage >= before
+        if has_only_advanced:
             # It only stops counting for the limits of the stages that are over.
             request.count(-1, before, worker_id, until=stage)
+        else:
+            request.count(-1, before, self._worker_id)
+            request.count(1, stage, worker_id)
         self._stage = stage
         self._worker_id = worker_id
         if stage > before:
@@ -133,7 +140,7 @@ class RequestPlaces:
 
     Choices of a request start in groups. While the next group waits for capacity of the window, no
     further request of the model begins, because it would take the place of this group. A group that
-    waits for the request's own workers delays no requests: these workers may hang.
+    waits for the request's own workers delays no other request, because these workers may hang.
 
     Args:
         window: that of the model.
@@ -200,7 +207,7 @@ class RequestPlaces:
     async def wait_for_group(self) -> None:
         """Wait until the next group may start."""
         if self._num_reserved:
-            return  # the first group has its places
+            return  # `begin` has reserved the first group
         while not self._may_continue():
             self._waiting = asyncio.get_running_loop().create_future()
             try:
@@ -211,15 +218,15 @@ class RequestPlaces:
         if not self._num_left:
             self._end_beginning()
 
-    def is_share_free(self) -> bool:
+    def have_workers_capacity(self) -> bool:
         """Return whether the workers of the request can begin a further group.
 
         The choices of a prompt run on the same workers, and wait for these.
         """
-        shares = self.window.smallest_shares()
+        parts = self.window.smallest_parts()
         return all(
-            num_choices * cost < share
-            for num_choices, cost, share in zip(self._num_counted, self.costs, shares, strict=True)
+            num_choices * cost < part
+            for num_choices, cost, part in zip(self._num_counted, self.costs, parts, strict=True)
         )
 
     def changed(self) -> None:
@@ -267,10 +274,10 @@ class RequestPlaces:
             usage = self.window.usages[index]
             usage.total += cost
             if worker_id is not None:
-                usage.at[worker_id] += cost
+                usage.by_worker[worker_id] += cost
 
     def _may_continue(self) -> bool:
-        return self.is_share_free() and self.window.has_capacity(self.costs, self.share)
+        return self.have_workers_capacity() and self.window.has_capacity(self.costs, self.share)
 
     def _reserve(self) -> None:
         group = min(GROUP, self._num_left)
@@ -287,8 +294,8 @@ class RequestPlaces:
 class StartWindow:
     """The choices of one model that are at its workers.
 
-    The choices at one worker count at most its share. So a worker that has stopped answering delays
-    no requests to others.
+    However many choices are at one worker, they count as at most its part of each limit. So a
+    worker that has stopped answering delays no requests to others.
 
     Args:
         model: the name of the model.
@@ -308,8 +315,8 @@ class StartWindow:
         self.model = model
         self.on_capacity = on_capacity
         self._uses_all_paths = uses_all_paths
-        # The requests that have groups to start, the oldest first. They are few: a request begins
-        # only when those before it have taken the whole share of their workers.
+        # The requests that have groups to start, the oldest first. They are few: the next request
+        # begins only when these have filled their workers.
         self.beginning: list[RequestPlaces] = []
         self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # for each of `ChoiceCosts`
         self._view = view
@@ -326,14 +333,14 @@ class StartWindow:
             rank: its priority among the requests of all clients.
         """
         view = self._view.model(self.model)
-        workers = capacity(view, uses_all_paths=self._uses_all_paths)
+        worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
         costs = FREE
-        if workers is not None:
+        if worker_capacity is not None:
             cached = self._cached_tokens / max(1.0, self._prompt_tokens)
-            costs = workers.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
+            costs = worker_capacity.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
         return RequestPlaces(self, costs, num_choices, prompt_tokens, rank)
 
-    def computed(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""
         kept = 1.0 - 1.0 / _RECENT_PROMPTS
         self._prompt_tokens = kept * self._prompt_tokens + prompt_tokens
@@ -354,7 +361,9 @@ class StartWindow:
             self.changed()
 
     def has_capacity(self, costs: ChoiceCosts, share: ClientShare) -> bool:
-        """Return whether a further choice may start. Its group may then exceed the limit.
+        """Return whether a further choice may start.
+
+        Capacity for one choice is enough for its whole group, which may exceed the limit.
 
         Args:
             costs: of the choice.
@@ -364,10 +373,10 @@ class StartWindow:
         for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
             limit = usage.limit
             if share is ClientShare.BELOW and stage is not Stage.RUN:
-                # They go before those that are there, and need a step that waits, too: otherwise,
-                # the worker would begin a step of others between two of their prompts.
+                # Prompts of clients below their share go first. A second step of them may wait:
+                # otherwise, the worker would begin a step of others between two of their prompts.
                 limit *= 2
-            # A choice may cost more than a worker's share, if other frontends take most of it.
+            # A choice may cost more than a worker's part, if other frontends take most of it.
             cost_here = min(cost, limit // num_workers)
             # The total is known at once, and usually low enough.
             if usage.total + cost_here > limit:
@@ -377,10 +386,10 @@ class StartWindow:
 
     def is_reserved(self) -> bool:
         """Return whether free capacity is for the next group of a request that has begun."""
-        return any(request.is_share_free() for request in self.beginning)
+        return any(request.have_workers_capacity() for request in self.beginning)
 
-    def smallest_shares(self) -> list[int]:
-        """Return the shares of a worker of the role that has the most workers."""
+    def smallest_parts(self) -> list[int]:
+        """Return one worker's part of each limit, in the role with the most workers."""
         num_workers = self._num_workers()
         return [usage.limit // num_workers for usage in self.usages]
 
@@ -391,12 +400,12 @@ class StartWindow:
         self.on_capacity()
 
     def _num_workers(self) -> int:
-        """Return how many workers the role has that has the most; at least 1."""
+        """Return the number of workers of the largest role; at least 1."""
         view = self._view.model(self.model)
         return max(len(view.prefill), len(view.decode), len(view.aggregated), 1)
 
     def _limited_cost(self, usage: _LimitUsage, limit: int) -> int:
-        """Return the cost of all choices, of which each worker has at most its share of a limit."""
+        """Return the cost of all choices. What a worker has above its part does not count."""
         view = self._view.model(self.model)
         num_workers = {
             Role.PREFILL: len(view.prefill),
@@ -404,14 +413,15 @@ class StartWindow:
             Role.AGGREGATED: len(view.aggregated),
         }
         cost = usage.total
-        for worker_id, cost_here in list(usage.at.items()):
+        for worker_id, cost_here in list(usage.by_worker.items()):
             worker = self._view.instance(worker_id)
-            share = 0
+            part = 0
             if worker is not None:
-                share = limit // max(1, num_workers[worker.role])
+                part = limit // max(1, num_workers[worker.role])
             elif not cost_here:
-                del usage.at[worker_id]  # the worker has left, and no choice waits for its end
-            cost -= max(0, cost_here - share)
+                # The worker has left, and no choice waits for its end.
+                del usage.by_worker[worker_id]
+            cost -= max(0, cost_here - part)
         return cost
 
 

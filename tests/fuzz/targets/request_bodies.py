@@ -23,7 +23,7 @@ from dynamo_trtllm.frontend.api.tokenization import DetokenizeRequest, TokenizeR
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.frontend.http import tokenization
 from dynamo_trtllm.frontend.messages_api.message_builder import messages_prompt, prepare_messages
-from dynamo_trtllm.frontend.requests.output_budget import check_answer
+from dynamo_trtllm.frontend.requests.output_budget import check_answer_size
 from dynamo_trtllm.frontend.requests.preprocess import (
     GenerationPlan,
     prepare_chat,
@@ -87,7 +87,7 @@ def _check_plan(plan: GenerationPlan) -> None:
         data = encode(choice.request)
         assert decode(data, GenerateRequest) == choice.request
     try:
-        check_answer(plan)
+        check_answer_size(plan)
     except RequestError as error:
         _check_error(error)
 

@@ -258,7 +258,7 @@ async def test_migrated_choice_counts_as_decoding() -> None:
     place.called(frontend.worker(PREFILL), Phase.PREFILL)
     window = frontend.windows.window(frontend.worker(PREFILL).card.name)
     assert [usage.total > 0 for usage in window.usages] == [False, False, True]
-    assert window.usages[-1].at == {DECODE: 0, PREFILL: window.usages[-1].total}
+    assert window.usages[-1].by_worker == {DECODE: 0, PREFILL: window.usages[-1].total}
     await frontend.close()
 
 
@@ -266,7 +266,7 @@ async def test_cached_prompts_leave_place_for_more() -> None:
     frontend = Frontend(Limits(max_batch_size=64, max_num_tokens=1000))
     await frontend.send("a", 1, prompt_tokens=100)
     ((_, place),) = frontend.waiting_places
-    place.computed(cached_tokens=75)
+    place.prompt_done(cached_tokens=75)
     await frontend.end()
     started = await frontend.send_until_one_waits("b", prompt_tokens=100)
     assert started == 4 * 40
@@ -331,10 +331,10 @@ async def test_start_window_forgets_workers_that_have_left() -> None:
     frontend.view.remove(OTHER_DECODE)
     await frontend.send_until_one_waits("b", worker=DECODE)
     usage = places.window.usages[Stage.START]
-    assert OTHER_DECODE in usage.at  # its choice has not ended
+    assert OTHER_DECODE in usage.by_worker  # its choice has not ended
     await frontend.end()
     await frontend.send("b", 1, worker=DECODE)
-    assert OTHER_DECODE not in usage.at
+    assert OTHER_DECODE not in usage.by_worker
     await frontend.close()
 
 
@@ -348,7 +348,7 @@ async def test_start_window_skips_choices_without_worker(ends: object) -> None:
     await wait_until_loaded()
     assert not frontend.limiter.queued
     window = frontend.windows.window(frontend.worker(PREFILL).card.name)
-    assert sum(window.usages[Stage.PREFILL].at.values()) > 0  # the last one
+    assert sum(window.usages[Stage.PREFILL].by_worker.values()) > 0  # the last one
     await frontend.close()
 
 
@@ -422,8 +422,8 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     generating = asyncio.create_task(cluster.tokens(timeline))
     await wait_until_loaded()
     prefill, start, _ = window.usages
-    assert prefill.at == {PREFILL: prefill.total}
-    assert start.at == {PREFILL: start.total}
+    assert prefill.by_worker == {PREFILL: prefill.total}
+    assert start.by_worker == {PREFILL: start.total}
     assert min(prefill.total, start.total) > 0
     prefilled.set()
     if fails:
@@ -432,6 +432,6 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     else:
         await asyncio.wait_for(decode.hanging.wait(), SOON_S)
         await wait_until_loaded()
-    assert (prefill.total, start.total, sum(start.at.values())) == (0, 0, 0)
+    assert (prefill.total, start.total, sum(start.by_worker.values())) == (0, 0, 0)
     held.set()
     await asyncio.gather(generating, return_exceptions=True)
