@@ -116,23 +116,22 @@ class RequestModel(BaseModel):
     def _reject_by_name(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        fields = _names(cls)
         accepted = {}
-        unknown: list[str] = []
-        for name, value in data.items():
-            if value is None:
+        listed = _listed_names(cls)
+        for name in [name for name in data if name in listed]:
+            value = data[name]
+            if value is None or name in cls.hints:
                 continue
-            if name in fields:
+            if name in _names(cls):
                 accepted[name] = value
             elif name in cls.no_ops:
                 cls._check_no_op(name, value)
-            elif name in cls.unsupported:
+            else:
                 unsupported(f"is not supported: {cls.unsupported[name]}", field=name)
-            elif name not in cls.hints:
-                unknown.append(name)
-        # Unknown fields come last: an error says what the client can mend first.
         ignored: IgnoredFields | None = info.context
-        for name in unknown:
+        for name, value in data.items():
+            if name in listed or value is None:
+                continue
             if ignored is not None and ignored.is_full:
                 break  # a body may have 100,000 unknown fields
             check_unknown(name, _accepted_names(cls), info)
@@ -183,6 +182,12 @@ def _names(model: type[RequestModel]) -> frozenset[str]:
 def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
     """Return all names that a model accepts with some value."""
     return frozenset({*_names(model), *model.hints, *model.no_ops})
+
+
+@functools.cache
+def _listed_names(model: type[RequestModel]) -> frozenset[str]:
+    """Return all names that a model says something about: accepted ones and unsupported ones."""
+    return _accepted_names(model) | frozenset(model.unsupported)
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
