@@ -107,15 +107,16 @@ def decode_step_s(fit: Fit, requests: float, context_tokens: float) -> float:
     They are those of `decode_features`. A selection of workers predicts many steps, and this takes
     a fraction of the time.
     """
-    terms = fit.coefficients
-    seconds = terms[0] + terms[4] * context_tokens * _KI + terms[5] * math.sqrt(requests)
+    step_s, slope, next_slope, last_slope, context_s, root_s = fit.coefficients
+    seconds = step_s + context_s * context_tokens * _KI + root_s * math.sqrt(requests)
     _, first, second = _DECODE_KNOTS
     if requests <= first:
-        return seconds + terms[1] * requests
-    seconds += terms[1] * first
+        return seconds + slope * requests
+    seconds += slope * first
     if requests <= second:
-        return seconds + terms[2] * (requests - first)
-    return seconds + terms[2] * (second - first) + terms[3] * (requests - second)
+        return seconds + next_slope * (requests - first)
+    seconds += next_slope * (second - first)
+    return seconds + last_slope * (requests - second)
 
 
 def prefill_step_s(
@@ -126,22 +127,23 @@ def prefill_step_s(
     attention_pairs: float = 0.0,
 ) -> float:
     """Return the predicted seconds of a step with prompt tokens, those of `prefill_features`."""
-    terms = fit.coefficients
-    seconds = terms[0] + terms[6] * decode_requests + terms[7] * context_tokens * _KI
-    seconds += terms[8] * attention_pairs * _MI
+    step_s, *slopes, request_s, context_s, attention_s = fit.coefficients
+    seconds = step_s + request_s * decode_requests + context_s * context_tokens * _KI
+    seconds += attention_s * attention_pairs * _MI
     _, first, second, third, fourth = _PREFILL_KNOTS
     if tokens <= first:
-        return seconds + terms[1] * tokens
-    seconds += terms[1] * first
+        return seconds + slopes[0] * tokens
+    seconds += slopes[0] * first
     if tokens <= second:
-        return seconds + terms[2] * (tokens - first)
-    seconds += terms[2] * (second - first)
+        return seconds + slopes[1] * (tokens - first)
+    seconds += slopes[1] * (second - first)
     if tokens <= third:
-        return seconds + terms[3] * (tokens - second)
-    seconds += terms[3] * (third - second)
+        return seconds + slopes[2] * (tokens - second)
+    seconds += slopes[2] * (third - second)
     if tokens <= fourth:
-        return seconds + terms[4] * (tokens - third)
-    return seconds + terms[4] * (fourth - third) + terms[5] * (tokens - fourth)
+        return seconds + slopes[3] * (tokens - third)
+    seconds += slopes[3] * (fourth - third)
+    return seconds + slopes[4] * (tokens - fourth)
 
 
 def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
