@@ -25,6 +25,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -65,15 +66,22 @@ _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
-_REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after this time
-# Limits of open connections. Another limit is one connection for _FILES_PER_CONNECTION files that
-# the process may open, so that connections of strangers can't use up its file descriptors.
-_MAX_CONNECTIONS = 4096
+# At most one connection is open for so many files that the process may open. So connections of
+# strangers can't use up its file descriptors.
 _FILES_PER_CONNECTION = 2
-# The same for connections without a request.
-_MAX_WITHOUT_REQUEST = 1024
 _FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
 _LOG_EVERY_S = 10.0
+
+
+class ConnectionLimits(NamedTuple):
+    """What a listener allows its peers."""
+
+    max_connections: int = 4096
+    max_without_request: int = 1024  # connections
+    request_timeout_s: float = 5.0  # a connection without a request is closed after this time
+
+
+DEFAULT_LIMITS: Final = ConnectionLimits()
 
 
 class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +111,11 @@ class PublishedRegions:
 class TcpBackend:
     """A KV transfer backend over TCP.
 
-    It listens at `bind_host`; other hosts connect to `advertise_host`.
+    Args:
+        bind_host: address at which it listens.
+        advertise_host: address to which other hosts connect.
+        checksums: of the KV.
+        limits: of its listener.
     """
 
     name = "tcp"
@@ -113,8 +125,10 @@ class TcpBackend:
         bind_host: str = LOOPBACK,
         advertise_host: str = LOOPBACK,
         checksums: Checksums | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
     ) -> None:
         self.checksums = checksums or Checksums()
+        self._limits = limits
         # Nothing calls this function, because the backend can't transfer GPU memory.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
@@ -252,7 +266,7 @@ class TcpBackend:
                 return
             self._without_request[task] = None
             try:
-                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                async with asyncio.timeout(self._limits.request_timeout_s):
                     request = await _receive_bytes(connection, _REQUEST.size)
                     magic, presented, id_bytes = _REQUEST.unpack(request)
                     if magic not in (_PLAIN, _CHECKED) or id_bytes > _MAX_ID_BYTES:
@@ -286,8 +300,8 @@ class TcpBackend:
         Return False if there are too many, and all of them have requests.
         """
         assert self._acceptor is not None
-        max_connections = _MAX_CONNECTIONS
-        max_without_request = _MAX_WITHOUT_REQUEST
+        max_connections = self._limits.max_connections
+        max_without_request = self._limits.max_without_request
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, files // _FILES_PER_CONNECTION)

@@ -14,11 +14,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.keys import TransferKeys
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
-from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
+from dynamo_trtllm.kv_transfer.tcp import (
+    _CHECKED,
+    _REPLY,
+    _REQUEST,
+    DEFAULT_LIMITS,
+    ConnectionLimits,
+    TcpBackend,
+)
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from tests.contract.kv_transfer_source import content, split
@@ -32,8 +38,13 @@ async def fetched() -> list[str]:
 
 
 @pytest.fixture
-async def holder(fetched: list[str]) -> AsyncIterator[TcpBackend]:
-    backend = TcpBackend("127.0.0.1")
+def limits() -> ConnectionLimits:
+    return DEFAULT_LIMITS
+
+
+@pytest.fixture
+async def holder(fetched: list[str], limits: ConnectionLimits) -> AsyncIterator[TcpBackend]:
+    backend = TcpBackend("127.0.0.1", limits=limits)
     await backend.start(fetched.append)
     yield backend
     await backend.aclose()
@@ -55,15 +66,14 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     ],
     ids=["wrong token", "unknown transfer", "long id"],
 )
+# The listener must not wait for more than the head.
+@pytest.mark.parametrize("limits", [ConnectionLimits(request_timeout_s=2 * SOON_S)])
 async def test_serve_when_token_is_wrong_then_there_is_no_answer(
     holder: TcpBackend,
     fetched: list[str],
     request_head: bytes,
     transfer_id: bytes,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The listener must not wait for more than the head.
-    monkeypatch.setattr(tcp, "_REQUEST_TIMEOUT_S", 2 * SOON_S)
     source = content("a", 1000)
     offer = await holder.publish("t", split(source, [1000]))
     reader, writer = await ask(offer, request_head + transfer_id)
@@ -250,7 +260,10 @@ async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: T
         holder.check()
 
 
-@pytest.mark.parametrize("files", [16, 1 << 20])
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [(16, DEFAULT_LIMITS), (1 << 20, ConnectionLimits(max_without_request=4))],
+)
 async def test_serve_closes_oldest_silent_strangers(
     holder: TcpBackend,
     files: int,
@@ -258,8 +271,6 @@ async def test_serve_closes_oldest_silent_strangers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    if files > 16:
-        monkeypatch.setattr(tcp, "_MAX_WITHOUT_REQUEST", 4)
     source = content("a", 1000)
     target = bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
@@ -275,10 +286,8 @@ async def test_serve_closes_oldest_silent_strangers(
         writer.close()
 
 
-async def test_serve_beyond_connection_limit_fails_at_once(
-    holder: TcpBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
+@pytest.mark.parametrize("limits", [ConnectionLimits(max_connections=2)])
+async def test_serve_beyond_connection_limit_fails_at_once(holder: TcpBackend) -> None:
     # more than the sockets' buffers hold
     source = content("a", 32 << 20)
     target = bytearray(32 << 20)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamo_trtllm.cluster.request_plane import nats as nats_plane
 from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.cluster.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane, NatsTransport
@@ -229,14 +229,11 @@ async def test_aclose_with_frozen_server_leaves_no_task(own_nats) -> None:
         server.resume()
 
 
-async def test_messages_dropped_by_slow_process_end_streams(
-    nats_server, connect, monkeypatch
-) -> None:
+async def test_messages_dropped_by_slow_process_end_streams(nats_server, connect) -> None:
     worker = await connect(nats_server, NO_PINGS)
     service = GatedService(tokens=5000)
     await worker.serve("s.g-3", service)
-    monkeypatch.setattr(nats_plane, "_PENDING_BYTES", 10_000)
-    caller = await connect(nats_server, NO_PINGS)
+    caller = await connect(nats_server, replace(NO_PINGS, received_bytes=10_000))
     with pytest.raises(StreamIncomplete, match="dropped"):
         await asyncio.wait_for(collect(caller, "s.g-3"), SOON_S)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
@@ -384,19 +381,17 @@ async def test_connect_cancelled_at_its_end_is_cancelled(nats_server, monkeypatc
     assert connecting.cancelled()
 
 
-async def test_try_publish_when_nats_is_away_then_rejected(
-    own_nats, connect, monkeypatch, caplog
-) -> None:
+async def test_try_publish_when_nats_is_away_then_rejected(own_nats, connect, caplog) -> None:
     server: TestServer = own_nats()
-    plane = await connect(server.address, NO_PINGS)
+    plane = await connect(server.address, replace(NO_PINGS, unsent_bytes=8))
     received = asyncio.Queue()
     await plane._transport.subscribe("s.events", lambda data, _: received.put_nowait(data))
+    await plane._transport.until_subscribed(SOON_S)  # so nothing is unsent
     assert plane.try_publish("s.events", b"1")
     # lost, and logged
     assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))
     assert "more than NATS allows" in caplog.text
     assert await asyncio.wait_for(received.get(), SOON_S) == b"1"
-    monkeypatch.setattr(nats_plane, "_UNSENT_BYTES", 8)
     assert plane.try_publish("s.events", b"2")
     await asyncio.sleep(0)  # now the client has it, and has not written it
     assert not plane.try_publish("s.events", b"lost")

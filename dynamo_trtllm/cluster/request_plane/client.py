@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from dynamo_trtllm.cluster.request_plane.frames import (
     PING,
@@ -55,13 +56,19 @@ _CLOSED = "the request plane is closed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLimits:
-    """Timeouts of a plane."""
+    """Time-outs of a plane, and limits of the buffers of its transport."""
 
     ack_timeout_s: float = 2.0  # limit until a worker acknowledges a request
     # Limit until a worker that has not acknowledged a request replies to a ping.
     listener_timeout_s: float = 0.5
     # A lost message is detected within twice this time, a dead peer within three times.
     ping_interval_s: float = 3.0
+    # Bytes that one subscription may receive while the event loop is busy.
+    received_bytes: int = 512 << 20
+    unsent_bytes: int = 64 << 20  # bytes that wait to be written; beyond, messages are dropped
+
+
+DEFAULT_LIMITS: Final = PlaneLimits()
 
 
 class PlaneClient:

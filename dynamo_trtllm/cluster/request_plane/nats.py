@@ -29,7 +29,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import Header
 
-from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.client import DEFAULT_LIMITS, PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats_connection import (
     DENIED,
     NO_CREDENTIALS,
@@ -60,8 +60,6 @@ from dynamo_trtllm.support.background import BackgroundTasks
 log = logging.getLogger(__name__)
 
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
-_PENDING_BYTES = 512 << 20
-_UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
 # Time for which one subscription receives messages that arrived together, before it lets the event
 # loop do other work. nats-py makes no pause.
 RECEIVING_S = 0.003
@@ -112,6 +110,7 @@ class NatsTransport:
         url: address of the server.
         tasks: owner of the background task.
         access: how this process proves who it is.
+        limits: those of the buffers.
 
     Raises:
         ConfigError: a file of credentials or certificates can't be read.
@@ -124,8 +123,10 @@ class NatsTransport:
         url: str,
         tasks: BackgroundTasks | None = None,
         access: NatsAccess = NO_CREDENTIALS,
+        limits: PlaneLimits = DEFAULT_LIMITS,
     ) -> None:
         self._tasks = tasks or BackgroundTasks()
+        self._limits = limits
         self._url = url
         self._address = mask_address(url)
         self._no_connection = f"no connection to NATS at {self._address}; check that NATS runs"
@@ -239,7 +240,7 @@ class NatsTransport:
                 subject,
                 cb=take,
                 pending_msgs_limit=_PENDING_MESSAGES,
-                pending_bytes_limit=_PENDING_BYTES,
+                pending_bytes_limit=self._limits.received_bytes,
             )
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
@@ -291,7 +292,7 @@ class NatsTransport:
             )
         if not self._up.is_set():
             await self._wait_for_connection(timeout_s)
-        if self._client.pending_data_size >= _UNSENT_BYTES:
+        if self._client.pending_data_size >= self._limits.unsent_bytes:
             raise self._has_too_much_unsent()
         reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
         message = await self._await_reply(
@@ -363,7 +364,7 @@ class NatsTransport:
         self._num_from_callbacks = 0
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
-            if self._client.pending_data_size >= _UNSENT_BYTES:
+            if self._client.pending_data_size >= self._limits.unsent_bytes:
                 # Those of callbacks are dropped silently: a report would publish more of them.
                 if number >= num_from_callbacks:
                     lost = self._has_too_much_unsent()
@@ -397,7 +398,7 @@ class NatsTransport:
         sending.close()  # the client has the message, and would only wait until it is written
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        is_half_full = self._client.pending_data_size > _UNSENT_BYTES // 2
+        is_half_full = self._client.pending_data_size > self._limits.unsent_bytes // 2
         if is_half_full or not self._up.is_set():
             return False
         if len(data) > self.max_message_bytes:
@@ -507,7 +508,7 @@ class NatsPlane(RequestPlane):
     async def connect(
         cls,
         url: str,
-        limits: PlaneLimits | None = None,
+        limits: PlaneLimits = DEFAULT_LIMITS,
         tasks: BackgroundTasks | None = None,
         on_unreadable: Callable[[], None] = lambda: None,
         *,
@@ -529,6 +530,6 @@ class NatsPlane(RequestPlane):
             Unreachable: no server answers in time, or it rejects this process.
         """
         tasks = tasks or BackgroundTasks()
-        transport = NatsTransport(url, tasks, access)
+        transport = NatsTransport(url, tasks, access, limits)
         await transport.connect(connect_timeout_s)
-        return cls(transport, limits or PlaneLimits(), tasks, on_unreadable)
+        return cls(transport, limits, tasks, on_unreadable)
