@@ -111,7 +111,7 @@ def serving() -> Iterator[tuple[str, Script]]:
         stops.append(lambda: loop.call_soon_threadsafe(server.stop))
         started.set()
         await server.serve(sock)
-        await app.close_response_store()
+        await app.response_store.aclose()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), name="scripted model")
     thread.start()

@@ -34,7 +34,7 @@ class Frontend:
 
     async def written(self) -> None:
         """All that was made is in the store, or is not going to be."""
-        await self.front.built.close_response_store()
+        await self.front.built.response_store.aclose()
 
     async def made(self, **fields: Any) -> dict[str, Any]:
         response = await self.client.post(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
@@ -53,7 +53,7 @@ class FrontendApp(NamedTuple):
     limits: AdmissionLimits
     traces: TraceExporter | None  # sends nothing before its `run`
     console: ConsoleFeed | None  # sends only its first events before its `run`
-    close_response_store: Callable[[], Awaitable[None]]
+    response_store: ResponseStore
 
 
 def build_app(
@@ -112,7 +112,7 @@ def build_app(
     guard = _guard(config, access)
     origins = config.allowed_origins
     router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
-    return FrontendApp(router, access, app_state.limits, traces, console, response_store.aclose)
+    return FrontendApp(router, access, app_state.limits, traces, console, response_store)
 
 
 def _status_routes(status: StatusRoutes) -> list[Route]:

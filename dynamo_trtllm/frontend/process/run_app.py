@@ -109,7 +109,7 @@ async def run_app(
             stack.push_async_callback(store.aclose)
         not_ready = partial(_not_ready_reason, tasks, plane, pipe)
         app = build_app(config, models, router, metrics, store, not_ready, hooks, access)
-        stack.push_async_callback(app.close_response_store)
+        stack.push_async_callback(app.response_store.aclose)
         work = _background_work(config, models, router, metrics, app, certificate)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))

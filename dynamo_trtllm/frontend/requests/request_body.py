@@ -24,12 +24,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 M = TypeVar("M", bound=RequestModel)
 
-_BODY_WAIT_S = 5.0
-EVICTION_AGE_S = 1.0  # a body that is younger is not evicted
 SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-# Memory is returned to the system after bodies have used this much of it.
-_RETURNED_BYTES = 64 << 20
-_RETURN_AFTER_S = 1.0  # the last body is freed by then
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 
@@ -85,12 +80,28 @@ class BodyBudget:
     """
 
     def __init__(
-        self, limit: int, wait_s: float = _BODY_WAIT_S, clock: Callable[[], float] = time.monotonic
+        self,
+        limit: int,
+        wait_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        eviction_age_s: float = 1.0,
+        returned_bytes: int = 64 << 20,
+        return_after_s: float = 1.0,
     ) -> None:
-        """Set the budget to `limit` bytes.
+        """Set the limits.
 
-        Each chunk of a body waits at most `wait_s` seconds for its share.
+        Args:
+            limit: bytes of all bodies.
+            wait_s: for how long each chunk of a body waits for its share.
+            clock: returns seconds of a monotonic clock.
+            eviction_age_s: a body that is younger is not evicted.
+            returned_bytes: memory is returned to the system after bodies have used this much of it.
+            return_after_s: time until then, after the end of the last body.
         """
+        self._eviction_age_s = eviction_age_s
+        self._returned_bytes = returned_bytes
+        self._return_after_s = return_after_s
         self.limit = limit
         self.in_use = 0
         self._most_in_use = 0  # the most bytes since memory was returned to the system
@@ -175,9 +186,10 @@ class BodyBudget:
         if self.in_use > self._most_in_use:
             self._most_in_use = self.in_use
         self.in_use -= body.in_use
-        if not self.in_use and self._most_in_use >= _RETURNED_BYTES:
+        if not self.in_use and self._most_in_use >= self._returned_bytes:
             self._most_in_use = 0
-            asyncio.get_running_loop().call_later(_RETURN_AFTER_S, return_freed_memory)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._return_after_s, return_freed_memory)
         if body.is_evicted:
             self._evicted_bytes -= body.in_use
         body.in_use = 0
@@ -242,7 +254,9 @@ class BodyBudget:
         """End slow bodies, now and every second, as long as others wait for their share."""
         self._eviction = None
         if self._waiting:
-            self._eviction = asyncio.get_running_loop().call_later(EVICTION_AGE_S, self._evict)
+            self._eviction = asyncio.get_running_loop().call_later(
+                self._eviction_age_s, self._evict
+            )
             self._evict_slow(self._lacking_bytes() - self._evicted_bytes)
 
     def _lacking_bytes(self) -> int:
@@ -278,11 +292,11 @@ class BodyBudget:
         if body.arrival is None or body.arrival.expired():
             return False
         age_s = self._clock() - body.since_s
-        return age_s >= EVICTION_AGE_S and self._rate(body) < SLOW_BYTES_PER_S
+        return age_s >= self._eviction_age_s and self._rate(body) < SLOW_BYTES_PER_S
 
     def _rate(self, body: BodyBytes) -> float:
         """Return the bytes per second at which a body has arrived."""
-        return body.in_use / max(self._clock() - body.since_s, EVICTION_AGE_S)
+        return body.in_use / max(self._clock() - body.since_s, self._eviction_age_s)
 
 
 def check_json(request: HttpRequest) -> None:

@@ -30,11 +30,6 @@ from dynamo_trtllm.support import http_client
 
 log = logging.getLogger(__name__)
 
-_MAX_QUEUED: Final = 2048  # traces
-_MAX_SENT: Final = 128  # limit of the spans in one message
-_EVERY_S = 1.0
-# Limit for a message, and for all messages at the end of the process together.
-_TIMEOUT_S = 2.0
 _WARN_EVERY_S = 60.0
 _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
@@ -86,6 +81,19 @@ class PhaseInterval(NamedTuple):
     end_s: float
 
 
+class ExportLimits(NamedTuple):
+    """How many traces wait, and when and how they are sent."""
+
+    max_queued: int = 2048  # traces that wait; further ones are dropped
+    max_sent: int = 128  # traces in one message
+    every_s: float = 1.0  # traces of requests that end within this time make one message
+    # Limit for a message, and for all messages at the end of the process together.
+    timeout_s: float = 2.0
+
+
+DEFAULT_LIMITS: Final = ExportLimits()
+
+
 class TraceExporter:
     """The queue of traces, and the task that sends them.
 
@@ -95,6 +103,7 @@ class TraceExporter:
         sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a
             client's `traceparent` takes precedence.
         on_dropped: called with a number of traces that were dropped.
+        limits: of queue and messages.
     """
 
     def __init__(
@@ -103,7 +112,9 @@ class TraceExporter:
         namespace: str,
         sample_ratio: float = 1.0,
         on_dropped: Callable[[int], None] = lambda count: None,
+        limits: ExportLimits = DEFAULT_LIMITS,
     ) -> None:
+        self.limits = limits
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._namespace = namespace
         self._sample_ratio = sample_ratio
@@ -128,7 +139,7 @@ class TraceExporter:
         if not is_sampled:
             return
         self._queued.set()
-        if len(self._queue) < _MAX_QUEUED:
+        if len(self._queue) < self.limits.max_queued:
             self._queue.append(_QueuedTrace(trace_id, parent_id, request))
         else:
             self._drop(1)
@@ -139,7 +150,7 @@ class TraceExporter:
         try:
             while True:
                 await self._queued.wait()
-                await asyncio.sleep(_EVERY_S)  # one message for the requests that end meanwhile
+                await asyncio.sleep(self.limits.every_s)
                 self._queued.clear()
                 sending = asyncio.create_task(self._send_all())
                 await asyncio.shield(sending)
@@ -148,7 +159,7 @@ class TraceExporter:
         finally:
             self._warned_at_s = time.monotonic()  # one warning at the end counts all
             with suppress(TimeoutError):
-                async with asyncio.timeout(_TIMEOUT_S):
+                async with asyncio.timeout(self.limits.timeout_s):
                     if sending is not None:
                         await sending
                     await self._send_all()
@@ -168,15 +179,15 @@ class TraceExporter:
         """
         failure: Exception | None = None
         while self._queue and failure is None:
-            traces = list(islice(self._queue, _MAX_SENT))
+            traces = list(islice(self._queue, self.limits.max_sent))
             try:
-                async with asyncio.timeout(_TIMEOUT_S):
+                async with asyncio.timeout(self.limits.timeout_s):
                     await self._send(traces)
             except (OSError, ValueError) as exc:
                 # Requests go on in any case.
                 failure = exc
                 self._drop(len(traces))
-                why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
+                why = str(exc) or f"it has not answered within {self.limits.timeout_s:g} s"
                 self._reason = f"traces can't be sent to {self._url}: {why}"
             for _ in traces:
                 self._queue.popleft()

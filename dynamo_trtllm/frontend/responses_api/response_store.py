@@ -30,9 +30,6 @@ from dynamo_trtllm.support.background import cancel_all
 log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 30.0  # longest write of one response
-_CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
-# Limit of pending writes. Beyond it, a response waits for its own write.
-_PENDING_BYTES: Final = 64 << 20
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
 
@@ -104,6 +101,8 @@ class ResponseStore:
         shared: other frontends use the same store.
         max_bytes: largest stored response.
         on_write_failed: called with the error's code if a response could not be stored.
+        max_pending_bytes: responses that were not written yet; further ones wait for their write.
+        close_s: longest wait for pending writes when the frontend exits.
     """
 
     store: KeyValueStore
@@ -111,6 +110,8 @@ class ResponseStore:
     shared: bool
     max_bytes: int
     on_write_failed: Callable[[str], None]
+    max_pending_bytes: int = 64 << 20
+    close_s: float = 5.0
 
     def __post_init__(self) -> None:
         self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
@@ -122,7 +123,7 @@ class ResponseStore:
     async def put(self, response_id: str, data: bytes, owner: str) -> None:
         """Start to store a response.
 
-        Returns at the end of the write if more than _PENDING_BYTES are pending.
+        Returns at the end of the write if more than `max_pending_bytes` are pending.
         """
         before = self._writes.get(response_id)
         task = asyncio.create_task(
@@ -133,13 +134,13 @@ class ResponseStore:
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._written(response_id, write))
         self._pending_bytes += len(data)
-        if self._pending_bytes > _PENDING_BYTES:
+        if self._pending_bytes > self.max_pending_bytes:
             await asyncio.wait({task})
 
     async def aclose(self) -> None:
-        """Wait at most _CLOSE_S for pending writes, then cancel them. The store stays open."""
+        """Wait at most `close_s` for pending writes, then cancel them. The store stays open."""
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            _, late = await asyncio.wait(self._tasks, timeout=self.close_s)
             await cancel_all(late)
 
     async def _write(

@@ -424,10 +424,9 @@ async def test_body_budget_when_a_body_needs_the_share_of_others_and(
     await left(*asking, *arrivals.tasks)
 
 
-async def test_body_budget_ends_bodies_that_become_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
+async def test_body_budget_ends_bodies_that_become_slow() -> None:
     clock = Clock()
-    budget = BodyBudget(16 << 10, clock=clock)
+    budget = BodyBudget(16 << 10, clock=clock, eviction_age_s=0.01)
     arrivals = Arrivals(budget)
     await arrivals.add("slow", 16 << 10)
     asking = asyncio.create_task(budget.acquire(1, budget.body("new")))
@@ -438,10 +437,9 @@ async def test_body_budget_ends_bodies_that_become_slow(monkeypatch: pytest.Monk
     assert arrivals.ended == [("slow", 16 << 10)]
 
 
-async def test_body_budget_wait_is_not_time_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "EVICTION_AGE_S", 0.01)
+async def test_body_budget_wait_is_not_time_of_the_body() -> None:
     clock = Clock()
-    budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock)
+    budget = BodyBudget(64 << 10, wait_s=600.0, clock=clock, eviction_age_s=0.01)
     full = budget.body()
     arrivals = Arrivals(budget)
     await budget.acquire(56 << 10, full)
@@ -458,10 +456,8 @@ async def test_body_budget_wait_is_not_time_of_the_body(monkeypatch: pytest.Monk
 
 async def test_body_budget_all_free_returns_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     returned = asyncio.Event()
-    monkeypatch.setattr(request_body, "_RETURNED_BYTES", 100)
-    monkeypatch.setattr(request_body, "_RETURN_AFTER_S", 0.0)
     monkeypatch.setattr(request_body, "return_freed_memory", returned.set)
-    budget = BodyBudget(1000)
+    budget = BodyBudget(1000, returned_bytes=100, return_after_s=0.0)
     for sizes, is_returned in (((60, 60), True), ((60,), False)):
         returned.clear()
         bodies = [budget.body() for _ in sizes]

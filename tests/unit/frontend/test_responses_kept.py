@@ -12,7 +12,6 @@ from openai.types.responses import Response
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.frontend.responses_api import response_store
 from dynamo_trtllm.frontend.responses_api.key_value_store import MemoryStore
 from dynamo_trtllm.frontend.responses_api.response_store import store_limits
 from dynamo_trtllm.protocol.errors import Disconnected
@@ -327,7 +326,7 @@ async def test_stream_ends_and_is_found_despite_slow_store() -> None:
     store.go.set()
     assert (await deleting).status_code == 200  # after the write, which would bring it back
     check_error(await ask(served, "GET", path), 404, "response_not_found")
-    await served.built.close_response_store()
+    await served.built.response_store.aclose()
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
 
 
@@ -339,7 +338,7 @@ async def test_responses_of_one_network_share_a_quota() -> None:
         transport = httpx.ASGITransport(app=asgi(served.app), client=(address, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
             assert (await client.post(PATH, json=body())).status_code == 200
-    await served.built.close_response_store()
+    await served.built.response_store.aclose()
     assert store.owners == ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64"]
 
 
@@ -357,24 +356,25 @@ async def test_response_with_failed_write_is_logged_and_gone(
     path = f"{PATH}/{response['id']}"
     assert (await ask(served, "GET", path)).status_code == 200
     store.go.set()
-    await served.built.close_response_store()
+    await served.built.response_store.aclose()
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     assert f"{response['id']} was not stored ({code})" in caplog.text
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
 
 
-async def test_store_with_endless_write_closes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
+async def test_store_with_endless_write_closes_in_time() -> None:
     served = over(SlowStore())
+    served.built.response_store.close_s = 0.01
     await made(served)
-    await served.built.close_response_store()
+    await served.built.response_store.aclose()
     assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
 
 
-async def test_answer_waits_for_its_own_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_PENDING_BYTES", 1)
+async def test_answer_waits_for_its_own_write() -> None:
     store = SlowStore()
-    making = asyncio.create_task(made(over(store)))
+    served = over(store)
+    served.built.response_store.max_pending_bytes = 1
+    making = asyncio.create_task(made(served))
     while not store.puts:  # noqa: ASYNC110  # a store has no event for it
         await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -14,8 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.frontend.requests import traces as module
-from dynamo_trtllm.frontend.requests.traces import EndedRequest, TraceExporter, phase_intervals
+from dynamo_trtllm.frontend.requests.traces import (
+    EndedRequest,
+    ExportLimits,
+    TraceExporter,
+    phase_intervals,
+)
 from dynamo_trtllm.protocol.messages import PhaseTimings, Role
 from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.support.network.addresses import free_ports
@@ -199,10 +203,10 @@ async def test_trace_when_it_is_sampled_then_it_is_sent(
 
 
 async def test_trace_without_collector_keeps_a_short_queue(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_QUEUED", 3)
     served, exporter = exporting(f"http://127.0.0.1:{free_ports()}")
+    exporter.limits = ExportLimits(max_queued=3)
     for _ in range(5):
         assert (await chat(served, {})).status_code == 200
     await flush(exporter)
@@ -251,12 +255,11 @@ LONG = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5000 + b"\r\nContent-Length: 0\r\n\r\n
     ("answer", "reason"), [(LONG, "did not take all traces"), (MOVED, "HTTP status 302")]
 )
 async def test_trace_with_bad_collector_counts_dropped_ones(
-    answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answer: bytes, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_SENT", 1)
-    monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
     async with answering(answer) as url:
-        exporter = TraceExporter(url, "dynamo")
+        limits = ExportLimits(max_sent=1, timeout_s=0.5)
+        exporter = TraceExporter(url, "dynamo", limits=limits)
         for _ in range(3):
             exporter.add(ended(None))
         await flush(exporter)
@@ -268,11 +271,10 @@ async def test_trace_with_bad_collector_counts_dropped_ones(
 async def test_trace_warning_after_recovery_says_why_dropped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.0)
     busy = b"HTTP/1.1 503 Busy\r\n\r\n"
     done = asyncio.Event()
     async with answering(busy, busy, OK) as url:
-        exporter = TraceExporter(url, "dynamo")
+        exporter = TraceExporter(url, "dynamo", limits=ExportLimits(every_s=0.0))
         send = exporter._send_all
 
         async def sent() -> None:
