@@ -22,8 +22,6 @@ _NVIDIA_SMI = (
     "--query-gpu=uuid,memory.total,memory.free,name",
     "--format=csv,noheader,nounits",
 )
-# Without persistence mode, the driver is loaded first.
-_NVIDIA_SMI_TIMEOUT_S = 20.0
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux, WSL
 
 
@@ -47,18 +45,24 @@ class GpuMemory:
     free_bytes: int
 
 
-def list_gpus(environment: Mapping[str, str]) -> tuple[list[GpuMemory], str]:
+def list_gpus(
+    environment: Mapping[str, str], timeout_s: float = 20.0
+) -> tuple[list[GpuMemory], str]:
     """Return the GPUs that a process with this environment may use, and if there is none, the
     reason.
+
+    Args:
+        environment: of the process.
+        timeout_s: limit of nvidia-smi. Without persistence mode, it loads the driver first.
     """
     try:
         listed = subprocess.run(
-            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=timeout_s, check=True
         ).stdout
     except FileNotFoundError:
         return [], "nvidia-smi is not installed"
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_TIMEOUT_S:g} s"
+        return [], f"nvidia-smi did not answer within {timeout_s:g} s"
     except subprocess.CalledProcessError as exc:
         return [], f"nvidia-smi failed with status {exc.returncode}"
     rows = [line.split(", ", 3) for line in listed.splitlines() if line.startswith("GPU-")]

@@ -29,8 +29,6 @@ from dynamo_trtllm.protocol.number_types import Count, Number
 log = logging.getLogger(__name__)
 
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads them in about 2 ms
-_MAX_REMOVALS = 256 << 10  # limit of removals of blocks that are not published yet
-_MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
 _EARLY_S = 0.001  # a timer of uvloop may end so much before its time
 
 
@@ -145,17 +143,19 @@ class _KnownBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvEventTiming:
-    """When a `KvEventPublisher` sends, in seconds. Users can't change it; tests do."""
+class KvEventLimits:
+    """When a `KvEventPublisher` sends, and how much it keeps. Users can't change it; tests do."""
 
     interval_s: float = 0.02  # between updates
     resync_interval_s: float = 1.0  # between snapshots
     # After the last change, an empty update shows readers whether they missed one.
     idle_s: float = 0.5
     heartbeat_s: float = 10.0  # between empty updates while nothing changes
+    max_removals: int = 256 << 10  # blocks whose removal is not published yet
+    max_cleared: int = 256 << 10  # blocks that were cleared and may still be there
 
 
-TIMING = KvEventTiming()
+LIMITS = KvEventLimits()
 
 
 class KvEventPublisher:
@@ -179,11 +179,11 @@ class KvEventPublisher:
         self,
         instance_id: int,
         publish: Callable[[bytes], bool],
-        timing: KvEventTiming = TIMING,
+        limits: KvEventLimits = LIMITS,
     ) -> None:
         self._instance_id = instance_id
         self._publish = publish
-        self._timing = timing
+        self._limits = limits
         self._window = 0  # the largest one seen
         self._block_tokens = 0
         # Rank -> engine's name -> block.
@@ -213,16 +213,16 @@ class KvEventPublisher:
                     self._on_removed(event)
                 case BlocksCleared():
                     self._clear()
-        if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
+        if len(self._changes) > len(self._copies) + self._limits.max_removals:
             # An update that clears all blocks, and stores those that are there, is smaller.
             self._changes = dict.fromkeys(self._copies, True)
             self._cleared = True
-        self._flush_at(asyncio.get_running_loop().time() + self._timing.interval_s)
+        self._flush_at(asyncio.get_running_loop().time() + self._limits.interval_s)
 
     def resync(self) -> None:
         """Publish all blocks again, at most once per second for all readers together."""
         self._is_resync_due = True
-        next_at = asyncio.get_running_loop().time() + self._timing.interval_s
+        next_at = asyncio.get_running_loop().time() + self._limits.interval_s
         self._flush_at(max(next_at, self._resync_at))
 
     def _on_removed(self, event: BlocksRemoved) -> None:
@@ -321,7 +321,7 @@ class KvEventPublisher:
         for rank, known in self._known.items():
             was_cleared = self._was_cleared[rank]
             was_cleared.update(known)
-            num_too_many = max(0, len(was_cleared) - _MAX_CLEARED)
+            num_too_many = max(0, len(was_cleared) - self._limits.max_cleared)
             oldest = list(islice(was_cleared, num_too_many))
             for name in oldest:
                 del was_cleared[name]
@@ -347,7 +347,7 @@ class KvEventPublisher:
         now = asyncio.get_running_loop().time() + _EARLY_S
         while self._unsent or self._encode_pending(now):
             if not self._publish(self._unsent[0]):
-                self._flush_at(now + self._timing.interval_s)
+                self._flush_at(now + self._limits.interval_s)
                 return
             self._unsent.popleft()
         next_at = self._idle_at
@@ -365,12 +365,12 @@ class KvEventPublisher:
         if self._is_resync_due and now >= self._resync_at:
             self._encode_snapshot()
             self._is_resync_due = False
-            self._resync_at = now + self._timing.resync_interval_s
+            self._resync_at = now + self._limits.resync_interval_s
         if self._unsent:
-            self._idle_at = now + self._timing.idle_s
+            self._idle_at = now + self._limits.idle_s
         elif now >= self._idle_at:
             self._encode()
-            self._idle_at = now + self._timing.heartbeat_s
+            self._idle_at = now + self._limits.heartbeat_s
         return bool(self._unsent)
 
     def _encode_changes(self) -> None:

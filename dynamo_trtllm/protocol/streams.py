@@ -24,8 +24,6 @@ from dynamo_trtllm.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-_MAX_TOKEN_CHUNKS = 32_768  # all of them take 6.5 MB
-
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream.
 
@@ -46,19 +44,26 @@ It returns False to end the stream before its last chunk.
 """
 
 
-class _TokenChunks(dict[int, Chunk]):
+class TokenChunks(dict[int, Chunk]):
     """The chunk of each token, made at its first use.
 
     Streams share them, so their ids must not change.
+
+    Args:
+        max_chunks: how many are kept. As many as the default take 6.5 MB.
     """
 
+    def __init__(self, max_chunks: int = 32_768) -> None:
+        super().__init__()
+        self._max_chunks = max_chunks
+
     def __missing__(self, token_id: int) -> Chunk:
-        if len(self) >= _MAX_TOKEN_CHUNKS:
+        if len(self) >= self._max_chunks:
             self.clear()
         return self.setdefault(token_id, Chunk(token_ids=token_ids((token_id,))))
 
 
-TOKEN_CHUNKS = _TokenChunks()
+TOKEN_CHUNKS = TokenChunks()
 
 
 class StreamHandle(Protocol):

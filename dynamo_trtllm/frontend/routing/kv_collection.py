@@ -31,11 +31,6 @@ from dynamo_trtllm.protocol.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 
-# Longest collection, in seconds: equal to KV_WAIT_S in engines/external/runner.py.
-COLLECTION_S = 30.0
-# At the same time. The KV of further requests stays until the library's timeout.
-MAX_COLLECTIONS = 1024
-_CLOSE_S = 5.0  # longest wait for the collections in progress when the frontend stops
 _LAST = 1 << 20  # the priority behind that of every request
 
 COLLECTED = "ok"
@@ -51,6 +46,13 @@ class KvCollector:
     its call fails, for example because the decode worker is full, the KV waits for the library's
     timeout.
     """
+
+    # Longest collection, in seconds: equal to KV_WAIT_S in engines/external/runner.py.
+    collection_s = 30.0
+    # At the same time. The KV of further requests stays until the library's timeout.
+    max_collections = 1024
+    # Longest wait for the collections in progress when the frontend stops, in seconds.
+    close_s = 5.0
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class KvCollector:
             decode: the worker that is to fetch it.
             request: the decode call; without KV transfer parameters while the prefill call runs.
         """
-        if len(self._running) >= MAX_COLLECTIONS:
+        if len(self._running) >= self.max_collections:
             self._drop(call, prefill, request)
         elif request.kv_params is not None:
             self._begin(prefill, decode, request).follow_decode(call, request.kv_params)
@@ -132,7 +134,7 @@ class KvCollector:
         if not self._running:
             return
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with asyncio.timeout(self.close_s):
                 await self._idle.wait()
         except TimeoutError:
             for collection in list(self._running):
@@ -142,7 +144,7 @@ class KvCollector:
 class KvCollection:
     """One collection, which one of the two methods `follow_...` begins.
 
-    It ends with the first chunk of its decode call, with an error of it, or after COLLECTION_S.
+    It ends with the first chunk of its decode call, with an error of it, or after `collection_s`.
     """
 
     __slots__ = (
@@ -169,7 +171,7 @@ class KvCollection:
         self._kv_params: KvTransferParams | None = None  # None: there may be no KV
         self._call: StreamReceiver | None = None
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(COLLECTION_S, self.end, TIMED_OUT)
+        self._timer = loop.call_later(collector.collection_s, self.end, TIMED_OUT)
 
     def follow_prefill(self, call: StreamReceiver) -> None:
         """Wait for the end of a prefill call that was stopped. If it ended with KV, fetch it."""
@@ -191,7 +193,7 @@ class KvCollection:
         call = collecting_call(
             self._request,
             kv_params,
-            deadline=time.time() + COLLECTION_S,
+            deadline=time.time() + self._collector.collection_s,
             priority=_LAST if knows_priorities else 0,
         )
         plane = self._collector.plane

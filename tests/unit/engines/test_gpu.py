@@ -160,9 +160,8 @@ def test_list_gpus_reads_nvidia_smi(monkeypatch, tmp_path):
     ],
 )
 def test_list_gpus_when_there_is_none_then_the_reason(monkeypatch, tmp_path, script, why):
-    monkeypatch.setattr(gpu, "_NVIDIA_SMI_TIMEOUT_S", 0.2)
     put_nvidia_smi(monkeypatch, tmp_path, script)
-    gpus, reason = list_gpus({})
+    gpus, reason = list_gpus({}, timeout_s=0.2)
     assert gpus == []
     assert reason == why
 

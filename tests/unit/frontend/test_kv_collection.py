@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cluster.request_plane.frames import Frame
-from dynamo_trtllm.frontend.routing import kv_collection
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import (
     Draining,
@@ -121,20 +120,16 @@ async def test_cancel_with_failed_decode_call_is_not_retried(
     assert len(pair.decode.requests) == 1
 
 
-async def test_cancel_without_kv_ends_after_the_longest_time(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_collection, "COLLECTION_S", 0.01)
+async def test_cancel_without_kv_ends_after_the_longest_time(cluster: Cluster) -> None:
+    cluster.router.kv_collector.collection_s = 0.01
     pair, _ = await cancelled_in_decode(cluster)
     assert await pair.ended() == ["collection_timeout"]
     await asyncio.wait_for(pair.decode.closed.wait(), SOON_S)
     assert await pair.releases() == [ABORTED]
 
 
-async def test_cancel_over_collection_limit_cancels_the_call(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_collection, "MAX_COLLECTIONS", 0)
+async def test_cancel_over_collection_limit_cancels_the_call(cluster: Cluster) -> None:
+    cluster.router.kv_collector.max_collections = 0
     pair, _ = await cancelled_in_decode(cluster)
     assert await pair.ended() == ["too_many"]
     await asyncio.wait_for(pair.decode.closed.wait(), SOON_S)
@@ -142,10 +137,8 @@ async def test_cancel_over_collection_limit_cancels_the_call(
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-async def test_close_bounds_a_running_collection(
-    cluster: Cluster, arrives: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_collection, "_CLOSE_S", SOON_S if arrives else 0.01)
+async def test_close_bounds_a_running_collection(cluster: Cluster, arrives: bool) -> None:
+    cluster.router.kv_collector.close_s = SOON_S if arrives else 0.01
     pair, gate = await cancelled_in_decode(cluster, *FINISHED)
     closing = asyncio.create_task(cluster.router.aclose())
     await asyncio.sleep(0)
@@ -231,10 +224,8 @@ async def test_cancel_of_prefill_without_kv_fetches_nothing(cluster: Cluster, la
     assert (pair.decode.requests, await pair.releases()) == ([], [])
 
 
-async def test_cancel_of_endless_prefill_is_bounded(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_collection, "COLLECTION_S", 0.01)
+async def test_cancel_of_endless_prefill_is_bounded(cluster: Cluster) -> None:
+    cluster.router.kv_collector.collection_s = 0.01
     pair = await stopped_prefill(cluster, HANG)
     assert pair.outcomes == ["collection_timeout"]
     await asyncio.wait_for(pair.prefill.closed.wait(), SOON_S)

@@ -21,7 +21,7 @@ from dynamo_trtllm.protocol.kv_events import (
     BlocksStored,
     KvBlock,
     KvEventPublisher,
-    KvEventTiming,
+    KvEventLimits,
     kv_events_subject,
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
@@ -34,7 +34,7 @@ FIRST = BlocksStored(blocks=(KvBlock(1, TOKENS[:16]),))
 SECOND = BlocksStored(blocks=(KvBlock(2, TOKENS[16:]),), parent=1)
 
 
-QUICK = KvEventTiming(interval_s=0.005, resync_interval_s=0.005, idle_s=0.005)
+QUICK = KvEventLimits(interval_s=0.005, resync_interval_s=0.005, idle_s=0.005)
 
 
 class Publisher(KvEventPublisher):

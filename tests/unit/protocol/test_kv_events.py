@@ -16,8 +16,8 @@ from dynamo_trtllm.protocol.kv_events import (
     BlocksStored,
     KvBlock,
     KvCacheUpdate,
+    KvEventLimits,
     KvEventPublisher,
-    KvEventTiming,
     pack_hashes,
     prefix_hashes,
     root_hash,
@@ -37,18 +37,18 @@ def stored(
     return BlocksStored(blocks=blocks, parent=parent, cache_salt=salt, cache_group=window)
 
 
-NO_IDLE_UPDATES = KvEventTiming(idle_s=3600)
+NO_IDLE_UPDATES = KvEventLimits(idle_s=3600)
 
 
 class Reader:
     """Collects the updates of a publisher, which it accepts while `is_open`."""
 
-    def __init__(self, timing: KvEventTiming = NO_IDLE_UPDATES) -> None:
+    def __init__(self, limits: KvEventLimits = NO_IDLE_UPDATES) -> None:
         self.updates: list[KvCacheUpdate] = []
         self.is_open = True
         self.refused = 0
         self.changed = asyncio.Event()
-        self.publisher = KvEventPublisher(5, self.take, timing)
+        self.publisher = KvEventPublisher(5, self.take, limits)
 
     def take(self, data: bytes) -> bool:
         self.changed.set()
@@ -182,11 +182,8 @@ async def test_events_of_self_parented_cleared_block_are_skipped() -> None:
     assert await reader.blocks_after(BlocksCleared(), stored(2, parent=1), stored(1)) == {A}
 
 
-async def test_events_of_many_cleared_blocks_drop_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_events, "_MAX_CLEARED", 1)
-    reader = Reader()
+async def test_events_of_many_cleared_blocks_drop_the_oldest() -> None:
+    reader = Reader(KvEventLimits(idle_s=3600, max_cleared=1))
     await reader.blocks_after(stored(1, 2))
     assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2), stored(1)) == {A}
 
@@ -211,11 +208,8 @@ async def test_events_not_accepted_are_sent_later() -> None:
     ]
 
 
-async def test_events_with_too_many_removals_send_all_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_events, "_MAX_REMOVALS", 1)
-    reader = Reader()
+async def test_events_with_too_many_removals_send_all_blocks() -> None:
+    reader = Reader(KvEventLimits(idle_s=3600, max_removals=1))
     assert await reader.blocks_after(stored(1, 2, 3), BlocksRemoved(hashes=(2, 3))) == {A}
     assert reader.updates == [
         KvCacheUpdate(
@@ -247,7 +241,7 @@ async def test_resync_twice_sends_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_resync_within_interval_waits() -> None:
-    reader = Reader(KvEventTiming(idle_s=3600, resync_interval_s=3600))
+    reader = Reader(KvEventLimits(idle_s=3600, resync_interval_s=3600))
     reader.publisher.resync()
     assert (await reader.until(1))[0].snapshot == 1
     reader.publisher.resync()
@@ -256,14 +250,14 @@ async def test_resync_within_interval_waits() -> None:
 
 
 async def test_events_paused_send_an_empty_update() -> None:
-    reader = Reader(KvEventTiming(idle_s=0.01))
+    reader = Reader(KvEventLimits(idle_s=0.01))
     await reader.blocks_after(stored(1))
     assert (await reader.until(2))[1] == KvCacheUpdate(instance_id=5, number=1, block_tokens=4)
 
 
 def test_events_due_within_a_millisecond_work_with_uvloop() -> None:
     async def pause_and_go_on() -> None:
-        reader = Reader(KvEventTiming(idle_s=1e-5, heartbeat_s=3600))
+        reader = Reader(KvEventLimits(idle_s=1e-5, heartbeat_s=3600))
         await reader.blocks_after(stored(1))
         reader.publisher.on_events([stored(2, parent=1)])  # before the empty update
         assert (await reader.until(2))[1].stored == pack_hashes([B])
@@ -282,7 +276,7 @@ def test_events_paused_do_not_poll_with_uvloop(monkeypatch: pytest.MonkeyPatch) 
 
     async def pause() -> None:
         monkeypatch.setattr(KvEventPublisher, "_flush", counted)
-        reader = Reader(KvEventTiming(idle_s=0.0054, heartbeat_s=0.0054))
+        reader = Reader(KvEventLimits(idle_s=0.0054, heartbeat_s=0.0054))
         await reader.blocks_after(stored(1))
         await reader.until(11)
         reader.publisher.close()

@@ -14,7 +14,6 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm.observability.logging import request_id
-from dynamo_trtllm.protocol import streams
 from dynamo_trtllm.protocol.errors import (
     DynamoError,
     EngineFailed,
@@ -29,7 +28,13 @@ from dynamo_trtllm.protocol.messages import (
     ReleaseOutcome,
     token_ids,
 )
-from dynamo_trtllm.protocol.streams import Stream, StreamEvent, TaskStream, as_stream
+from dynamo_trtllm.protocol.streams import (
+    Stream,
+    StreamEvent,
+    TaskStream,
+    TokenChunks,
+    as_stream,
+)
 from tests.kit.generator_streams import ChunkSource
 from tests.kit.instances import make_transfer_params
 from tests.kit.request_planes import make_request
@@ -302,9 +307,8 @@ async def test_chunks_without_end_raise_an_error(
             await anext(stream)
 
 
-def test_chunk_of_a_token_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_MAX_TOKEN_CHUNKS", 2)
-    chunks = type(streams.TOKEN_CHUNKS)()
+def test_chunk_of_a_token_is_reused() -> None:
+    chunks = TokenChunks(max_chunks=2)
     assert chunks[7] is chunks[7]
     assert [list(chunks[number].token_ids) for number in range(100)] == [
         [number] for number in range(100)

@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.kv_events import (
     KvCacheUpdate,
     KvEvent,
     KvEventPublisher,
-    KvEventTiming,
+    KvEventLimits,
     pack_hashes,
 )
 from dynamo_trtllm.protocol.messages import (
@@ -186,7 +186,7 @@ async def test_known_prefixes_after_resync_equal_engine_caches(
         delivered.set()
         return True
 
-    timing = KvEventTiming(interval_s=0, resync_interval_s=0, idle_s=3600)
+    timing = KvEventLimits(interval_s=0, resync_interval_s=0, idle_s=3600)
     publishers = {
         instance_id: KvEventPublisher(instance_id, deliver, timing) for instance_id in engines
     }
