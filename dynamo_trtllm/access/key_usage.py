@@ -139,22 +139,23 @@ class UsageTable:
                 self._changed[key_id] = None  # its usage will become less
         return totals
 
-    def minute(self, row: int, first: int, slot: int) -> int:
+    def minute(self, row: int, sum_offset: int, slot: int) -> int:
         """Return the sum of the minute that ends with a slot.
 
         Args:
             row: place of the row of a key.
-            first: offset of the sum of requests or of tokens in a row.
+            sum_offset: offset of the sum of requests or of tokens in a row.
             slot: the slot of now, or a later one.
         """
         numbers = self.numbers
         newest = numbers[row + _NEWEST]
         if newest <= slot - _NUM_SLOTS:
             return 0
-        total = numbers[row + first]
-        # The process has not cleared these slots yet.
+        total = numbers[row + sum_offset]
+        # Slots that have left the minute since the process counted last, and that it has not
+        # cleared.
         for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
-            total -= numbers[row + first + 1 + passed % _NUM_SLOTS]
+            total -= numbers[row + sum_offset + 1 + passed % _NUM_SLOTS]
         return total
 
     @property
@@ -277,14 +278,14 @@ class KeyUsage:
         slot = int(now_s / SLOT_S)
         # Everything that was counted so far is forgotten after this time.
         reset = f"{(slot + _NUM_SLOTS) * SLOT_S - now_s:.1f}s"
-        for name, first, limit in (
+        for name, sum_offset, limit in (
             ("requests", _REQUESTS, self._key.requests_per_minute),
             ("tokens", _TOKENS, self._key.tokens_per_minute),
         ):
             if limit is not None:
                 headers[f"x-ratelimit-limit-{name}"] = str(limit)
                 headers[f"x-ratelimit-remaining-{name}"] = str(
-                    max(0, limit - self._sum(first, slot))
+                    max(0, limit - self._sum(sum_offset, slot))
                 )
                 headers[f"x-ratelimit-reset-{name}"] = reset
         return headers
@@ -297,12 +298,12 @@ class KeyUsage:
             self._all_rows = [self._own, *self._table.other_rows(self._id)]
         return self._all_rows
 
-    def _add(self, what: str, first: int, count: int, limit: int | None) -> int:
+    def _add(self, what: str, sum_offset: int, count: int, limit: int | None) -> int:
         """Add to the newest slot, and return that slot.
 
         Args:
             what: the name of what is counted, for the error.
-            first: the offset of its sum in a row.
+            sum_offset: the offset of its sum in a row.
             count: how many are added.
             limit: the limit per minute; None: there is none.
 
@@ -310,23 +311,23 @@ class KeyUsage:
             RateLimitExceeded: this would exceed the limit. Nothing is added.
         """
         slot = self._advance()
-        self._count(first, slot, count)
-        if limit is not None and self._sum(first, slot) > limit:
-            self._count(first, slot, -count)
-            raise self._exceeded(what, first, count, limit)
+        self._count(sum_offset, slot, count)
+        if limit is not None and self._sum(sum_offset, slot) > limit:
+            self._count(sum_offset, slot, -count)
+            raise self._exceeded(what, sum_offset, count, limit)
         return slot
 
-    def _count(self, first: int, slot: int, count: int) -> None:
+    def _count(self, sum_offset: int, slot: int, count: int) -> None:
         """Add to a slot of the minute, and to its sum."""
         self._table.changed(self._id)
-        self._numbers[self._own + first] += count
-        self._numbers[self._own + first + 1 + slot % _NUM_SLOTS] += count
+        self._numbers[self._own + sum_offset] += count
+        self._numbers[self._own + sum_offset + 1 + slot % _NUM_SLOTS] += count
 
     def _slot(self) -> int:
         return int(self._table.clock() / SLOT_S)
 
     def _advance(self) -> int:
-        """Return the newest slot, and clear those that passed since it was used last."""
+        """Return the slot of now, and clear those that have begun since the last call."""
         numbers = self._numbers
         own = self._own
         slot = self._slot()
@@ -334,23 +335,23 @@ class KeyUsage:
         if slot <= newest:
             return slot
         for passed in range(max(newest + 1, slot - _NUM_SLOTS + 1), slot + 1):
-            for first in (_REQUESTS, _TOKENS):
-                place = own + first + 1 + passed % _NUM_SLOTS
-                numbers[own + first] -= numbers[place]
+            for sum_offset in (_REQUESTS, _TOKENS):
+                place = own + sum_offset + 1 + passed % _NUM_SLOTS
+                numbers[own + sum_offset] -= numbers[place]
                 numbers[place] = 0
         numbers[own + _NEWEST] = slot
         return slot
 
-    def _sum(self, first: int, slot: int) -> int:
+    def _sum(self, sum_offset: int, slot: int) -> int:
         """Return the sum of the minute that ends with a slot, over all processes and frontends.
 
         Args:
-            first: offset of the sum of requests or of tokens in a row.
+            sum_offset: offset of the sum of requests or of tokens in a row.
             slot: the slot of now, or a later one.
         """
         others = self._table.others.total(self._id)
-        total = others.requests if first == _REQUESTS else others.tokens
-        return total + sum(self._table.minute(row, first, slot) for row in self._rows())
+        total = others.requests if sum_offset == _REQUESTS else others.tokens
+        return total + sum(self._table.minute(row, sum_offset, slot) for row in self._rows())
 
     def _running(self) -> int:
         here = sum(self._numbers[row + _RUNNING] for row in self._rows())
@@ -374,14 +375,14 @@ class KeyUsage:
                 field="n",
             )
 
-    def _exceeded(self, what: str, first: int, count: int, limit: int) -> RateLimitExceeded:
+    def _exceeded(self, what: str, sum_offset: int, count: int, limit: int) -> RateLimitExceeded:
         """Return the error of a limit per minute, with the time after which `count` fit into it."""
         now_s = self._table.clock()
         slot = int(now_s / SLOT_S)
         left_s = _WINDOW_S
         # The sum at each later slot, when the oldest ones are not in the minute any more.
         for later in range(slot + 1, slot + _NUM_SLOTS + 1):
-            if self._sum(first, later) + count <= limit:
+            if self._sum(sum_offset, later) + count <= limit:
                 left_s = later * SLOT_S - now_s
                 break
         retry_s = max(1, math.ceil(left_s))

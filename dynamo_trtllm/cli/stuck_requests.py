@@ -242,20 +242,20 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
     """Return who holds a choice whose steps these are; None if it has ended everywhere."""
     in_frontend = [step for step in steps if step.process.is_frontend]
     if request.finished is not None:
-        return _open_call(steps, has_finished=True)
+        return _holder_without_frontend(steps, has_finished=True)
     if not in_frontend:
-        return _open_call(steps, has_finished=False)
+        return _holder_without_frontend(steps, has_finished=False)
     frontend = in_frontend[-1].process
     if frontend.is_over:
-        return _open_call(steps, has_finished=False)
+        return _holder_without_frontend(steps, has_finished=False)
     why_silent = _why_silent(frontend)
     if why_silent:
         return Holder(frontend.title, why_silent)
     last = in_frontend[-1].entry
     if last.event == RecordedEvent.WAITING_FOR_WORKERS:
-        return _blocked_before_placement(recordings, frontend, last)
+        return _holder_before_placement(recordings, frontend, last)
     if last.event == RecordedEvent.RESERVING_SLOT:
-        return _blocked_in_worker(
+        return _holder_in_worker(
             recordings,
             frontend,
             last.instance_id,
@@ -272,10 +272,10 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
     call = calls[-1]
     worker = recordings.instance(call.instance_id)
     since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
-    return _blocked_in_worker(recordings, frontend, call.instance_id, since, "")
+    return _holder_in_worker(recordings, frontend, call.instance_id, since, None)
 
 
-def _blocked_before_placement(
+def _holder_before_placement(
     recordings: Recordings, frontend: ProcessRecording, waiting: Entry
 ) -> Holder:
     """Return who holds a request that waits for workers."""
@@ -295,12 +295,12 @@ def _blocked_before_placement(
     return Holder(frontend.title, "no worker can take it: a role has no worker")
 
 
-def _blocked_in_worker(
+def _holder_in_worker(
     recordings: Recordings,
     frontend: ProcessRecording,
     instance_id: int,
     steps: list[Step],
-    without_steps: str,
+    reason_without_steps: str | None,
 ) -> Holder:
     """Return who holds a call to a worker.
 
@@ -309,8 +309,8 @@ def _blocked_in_worker(
         frontend: the caller.
         instance_id: the worker.
         steps: the call's steps in the worker.
-        without_steps: why the worker holds the request if there are no steps. "": it does not hold
-            it, because the call has not arrived.
+        reason_without_steps: why the worker holds the request if there are no steps. None: it does
+            not hold it, because the call has not arrived.
     """
     worker = recordings.instance(instance_id)
     if worker is None:
@@ -318,10 +318,10 @@ def _blocked_in_worker(
     why_silent = _why_silent(worker)
     if why_silent:
         return Holder(worker.title, why_silent)
-    if not steps and not without_steps:
-        return Holder("NATS", f"the call has not arrived at {worker.title}, which works")
     if not steps:
-        return Holder(worker.title, without_steps)
+        if reason_without_steps is None:
+            return Holder("NATS", f"the call has not arrived at {worker.title}, which works")
+        return Holder(worker.title, reason_without_steps)
     if any(step.entry.event == RecordedEvent.CALL_ENDED for step in steps):
         return Holder(
             "NATS",
@@ -329,7 +329,7 @@ def _blocked_in_worker(
         )
     last = steps[-1].entry
     if last.event == RecordedEvent.KV_FETCH_STARTED:
-        return _blocked_by_fetch(recordings, worker, last.instance_id)
+        return _holder_of_fetch(recordings, worker, last.instance_id)
     if last.event == RecordedEvent.CALL_RECEIVED:
         queue_ahead = _queue_ahead(worker, last)
         return Holder(worker.title, f"the call waits in the engine's queue{queue_ahead}")
@@ -342,12 +342,12 @@ def _blocked_in_worker(
     return Holder(worker.title, _IN_WORKER.get(last.event, "the call has not ended"))
 
 
-def _blocked_by_fetch(recordings: Recordings, worker: ProcessRecording, source_id: int) -> Holder:
+def _holder_of_fetch(recordings: Recordings, worker: ProcessRecording, source_id: int) -> Holder:
     """Return who holds a worker that fetches KV from the instance `source_id`."""
     source = recordings.instance(source_id)
     if source is None:
         silent = recordings.without_recording(source_id)
-        # Without an answer of other machines nothing is known of the source.
+        # If other machines were not asked, the source may work. So name the worker that waits.
         title = silent.title if recordings.has_asked else worker.title
         return Holder(title, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
     why_silent = _why_silent(source)
@@ -379,7 +379,7 @@ def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
     )
 
 
-def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
+def _holder_without_frontend(steps: list[Step], *, has_finished: bool) -> Holder | None:
     """Return who holds a call or KV whose frontend has finished the request or is gone."""
     by_worker: dict[int, list[Step]] = {}
     for step in steps:
@@ -398,7 +398,7 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
         if events.count(RecordedEvent.CALL_RECEIVED) > events.count(RecordedEvent.CALL_ENDED):
             return Holder(process.title, f"it runs a call, and {why}{why_silent}")
         kv_events = [event for event in events if event in _KV_EVENTS]
-        # Otherwise the KV was released or has expired, or there was none.
+        # After any other last event, the KV was released or has expired, or there was none.
         if kv_events and kv_events[-1] == RecordedEvent.KV_PUBLISHED:
             return Holder(
                 process.title, f"it holds the KV of a call until a time-out, and {why}{why_silent}"

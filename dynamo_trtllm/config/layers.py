@@ -45,7 +45,7 @@ class Source(NamedTuple):
     """The arguments of one source."""
 
     values: Mapping[str, Any]
-    source: str
+    name: str
     is_default: bool = False  # overriding a default is not logged
 
 
@@ -56,7 +56,7 @@ class Merged(NamedTuple):
     notes: list[str]
 
 
-def merge(layers: Iterable[Source]) -> Merged:
+def merge(sources: Iterable[Source]) -> Merged:
     """Merge the sources; a later one overrides an earlier one, leaf by leaf.
 
     Mappings are merged. Any other value replaces the earlier value or subtree.
@@ -64,20 +64,20 @@ def merge(layers: Iterable[Source]) -> Merged:
     merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
     notes = []
-    for layer in layers:
-        for key, value in _leaves(layer.values):
+    for source in sources:
+        for key, value in _leaves(source.values):
             if value == {} and any(known.startswith(f"{key}.") for known in merged):
                 continue  # merging nothing into a mapping
             for overridden in _overridden_keys(merged, key):
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
                     # A note begins with the name of the flag: "--tp-size 4 overrides ...".
-                    winner = f"{layer.source.removeprefix('flag ')} {_text(value)}"
+                    winner = f"{source.name.removeprefix('flag ')} {_text(value)}"
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
                     notes.append(f"{winner} overrides {loser}")
-            merged[key] = SourcedValue(value, layer.source)
-        if layer.is_default:
-            defaults.add(layer.source)
+            merged[key] = SourcedValue(value, source.name)
+        if source.is_default:
+            defaults.add(source.name)
     return Merged(merged, notes)
 
 
@@ -174,7 +174,7 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        # Stop before reading more.
+        # All nodes so far and this level count, so a document that is too large is not read whole.
         _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
@@ -310,7 +310,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # Wrapped twice, because `nested` unwraps once, and the source is written beside the value.
+    # `nested` takes the value out of each leaf. A second wrapping keeps the source, which is
+    # written beside the value.
     wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
     return "".join(_yaml_lines(nested(wrapped), ""))
 

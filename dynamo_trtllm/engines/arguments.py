@@ -129,11 +129,11 @@ class LibraryArgs:
         return int(self.get(key) or 1)
 
 
-def check_source(layer: Source, release: ApiManifest) -> list[str]:
+def check_source(source: Source, release: ApiManifest) -> list[str]:
     """Check the arguments of one source for an engine that wraps a library.
 
     Args:
-        layer: the source.
+        source: the source.
         release: API of the library.
 
     Returns:
@@ -142,17 +142,17 @@ def check_source(layer: Source, release: ApiManifest) -> list[str]:
     Raises:
         ConfigError: names the source and the key at fault.
     """
-    for key, leaf in layers.merge([layer]).leaves.items():
+    for key, leaf in layers.merge([source]).leaves.items():
         for name, fix in release.library.engine_set.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(
-                    f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key
+                    f"{source.name}: {key} is {leaf.value!r}: {fix}; remove it", field=key
                 )
     try:
-        return library_schema.check(layer.values, release, layer.source)
+        return library_schema.check(source.values, release, source.name)
     except ConfigError as exc:
         key = exc.field or ""
-        value = layers.merge([layer]).leaves.get(key)
+        value = layers.merge([source]).leaves.get(key)
         hint = None
         if value is not None:
             hint = release.library.removed_values.get(key, {}).get(str(value.value))
@@ -218,7 +218,7 @@ def given_sources(config: WorkerConfig, flags: Mapping[str, str]) -> list[Source
         if value is None:
             continue
         source = Source(layers.nested({key: SourcedValue(value, "")}), config.source_of(field))
-        if source.source.startswith("environment "):
+        if source.name.startswith("environment "):
             from_environment.append(source)
         else:
             from_flags.append(source)
@@ -254,8 +254,8 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
         if getattr(config, name) is not None:
             _reject_foreign(config, name, schema, engine)
     given_layers = given_sources(config, {name: name for name in names})
-    for layer in given_layers:
-        layers.check_keys(layer.values, schema.model_fields, layer.source)
+    for source in given_layers:
+        layers.check_keys(source.values, schema.model_fields, source.name)
     return layers.merge(given_layers)
 
 

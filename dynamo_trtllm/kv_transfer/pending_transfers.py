@@ -278,20 +278,20 @@ class KvTransfers(PendingTransfers):
             kv_params.prefill_instance_id,
             kv_params.kv_bytes,
         )
-        first = first_deadline(kv_params, request.deadline, self._timeout_s, self._epoch())
-        if first.left_s <= 0:
-            # The read has not begun, so the pair has not failed, as TransferTimeout would say: this
-            # worker had no space.
-            if first.error is TransferTimeout:
+        deadline = first_deadline(kv_params, request.deadline, self._timeout_s, self._epoch())
+        if deadline.left_s <= 0:
+            # TransferTimeout would blame the pair. But the read has not begun: this worker had no
+            # space in time.
+            if deadline.error is TransferTimeout:
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for"
                     " its KV"
                 )
-            raise first.error(first.message)
+            raise deadline.error(deadline.message)
         try:
-            await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
+            await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=deadline.left_s)
         except TransferTimeout as exc:
-            raise first.error(first.message) from exc
+            raise deadline.error(deadline.message) from exc
         RECORDER.record(request.request_id, RecordedEvent.KV_FETCHED)
 
     async def _check_address(self, kv_params: KvTransferParams, offer: bytes) -> None:

@@ -117,8 +117,9 @@ class ProcessOutput:
         try:
             yield
         except BaseException:
-            if self.end_start() and panel is not None:
-                for name, text in panel.hidden:
+            had_panel = self.end_start()
+            if had_panel and panel is not None:
+                for name, text in panel.routine_lines:
                     self._show(name, text, is_whole=True)
             raise
         finally:
@@ -155,7 +156,12 @@ class ProcessOutput:
         return True
 
     def report_phase(self, name: str, phase: str) -> None:
-        """Show the phase of a process that is not ready; empty if it does not answer."""
+        """Show the phase of a process that is not ready.
+
+        Args:
+            name: of the process.
+            phase: empty while the process does not answer: it still imports.
+        """
         if self._panel is not None:
             self._panel.show(name, phase or "importing")
 
@@ -220,7 +226,7 @@ class ProcessOutput:
             self._write(f"{_json_entry(name, text)}\n")
             return
         if self._panel is not None and _ROUTINE.match(text):
-            self._panel.hidden.append((name, text))
+            self._panel.routine_lines.append((name, text))
             return
         prefix = f"{name:<{self._width}} |"
         if name in self._colors:
@@ -239,7 +245,7 @@ class StartPanel:
     def __init__(self, terminal: Terminal, names: Sequence[str]) -> None:
         from rich.live import Live
 
-        self.hidden: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
+        self.routine_lines: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
         self._terminal = terminal
         self._began = time.monotonic()
         self._phases: dict[str, tuple[str, float | None]] = dict.fromkeys(names, ("waiting", None))

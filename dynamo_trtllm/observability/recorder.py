@@ -88,7 +88,8 @@ class RecordedEvent(IntEnum):
     TOKENIZED = 33
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks; 0: no block is left
     PLACED = 36  # a: prefill instance or 0, b: decode instance
-    # a: prefill instance or 0, b: decode instance; the pair is quarantined; both 0: there is none
+    # a, b: a quarantined pair, its prefill instance (or 0) and its decode instance. Both 0: there
+    # is no pair.
     WAITING_FOR_WORKERS = 37
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
@@ -512,7 +513,7 @@ class RecordingHeader(NamedTuple):
     instance_id: int  # 0: a frontend
     kind: bytes
     namespace: bytes
-    # The time of the last tick by the clock of the date; 0: an older release wrote the file.
+    # Nanoseconds since the epoch at the last tick; 0: an older release wrote the file.
     alive_epoch_ns: int
     alive_ns: int  # the same moment by the clock of the events; 0: there was no tick
     num_running: int  # number of streams at that time
@@ -536,6 +537,7 @@ class RecordingHeader(NamedTuple):
     @property
     def alive_at_s(self) -> float:
         """The time at which the process was last known to run, in seconds since the epoch."""
+        # Not `alive_epoch_ns`, because the date may have been set meanwhile.
         ran_for_ns = max(0, self.alive_ns - self.monotonic_ns)
         return (self.epoch_ns + ran_for_ns) / 1e9
 

@@ -63,7 +63,13 @@ class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """A reader forgets all blocks of this worker: they are gone, or events were lost."""
+    """A reader forgets blocks: they are gone, or events were lost.
+
+    Args:
+        dp_rank: the data-parallel rank whose blocks are forgotten; None: all of the worker.
+    """
+
+    dp_rank: int | None = None
 
 
 KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
@@ -212,7 +218,7 @@ class KvEventPublisher:
                 case BlocksRemoved():
                     self._on_removed(event)
                 case BlocksCleared():
-                    self._clear()
+                    self._on_cleared(event)
         if len(self._changes) > len(self._copies) + self._limits.max_removals:
             # An update that clears all blocks, and stores those that are there, is smaller.
             self._changes = dict.fromkeys(self._copies, True)
@@ -317,14 +323,28 @@ class KvEventPublisher:
             del self._copies[prefix]
             self._changes[prefix] = False
 
+    def _on_cleared(self, event: BlocksCleared) -> None:
+        rank = event.dp_rank
+        has_other_ranks = any(other != rank for other in self._known)
+        if rank is None or not has_other_ranks:
+            self._clear()
+            return
+        self._note_cleared(rank)
+        for block in self._known.pop(rank, {}).values():
+            self._remove(block.prefix)
+
+    def _note_cleared(self, rank: int) -> None:
+        """Remember the blocks of a rank: after lost events, some of them may still be there."""
+        was_cleared = self._was_cleared[rank]
+        was_cleared.update(self._known[rank])
+        num_too_many = max(0, len(was_cleared) - self._limits.max_cleared)
+        oldest = list(islice(was_cleared, num_too_many))
+        for name in oldest:
+            del was_cleared[name]
+
     def _clear(self) -> None:
-        for rank, known in self._known.items():
-            was_cleared = self._was_cleared[rank]
-            was_cleared.update(known)
-            num_too_many = max(0, len(was_cleared) - self._limits.max_cleared)
-            oldest = list(islice(was_cleared, num_too_many))
-            for name in oldest:
-                del was_cleared[name]
+        for rank in self._known:
+            self._note_cleared(rank)
         self._known.clear()
         self._copies.clear()
         self._changes.clear()

@@ -97,7 +97,7 @@ async def test_events_lost_beyond_the_buffer_reset_readers(ranks: Ranks) -> None
     await asyncio.to_thread(ranks.publishers[0]._event_queue.join)
     ranks.subscribe()
     first, *others = await ranks.next(steps + 1)
-    assert first == BlocksCleared()
+    assert first == BlocksCleared(dp_rank=0)
     assert stored(others, 0) == [*range(5, steps + 5)]
 
 

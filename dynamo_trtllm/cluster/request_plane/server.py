@@ -75,10 +75,10 @@ def _ignore(_error: errors.BadFrame) -> None: ...
 
 
 def _with_former_name(last: Chunk) -> Chunk:
-    """Return the last chunk of a stream as a caller of the wire version before reads it."""
+    """Return the last chunk of a stream as callers with the previous wire version expect it."""
     if last.finish_reason is not FinishReason.KV_TRANSFER:
         return last
-    # The value is only encoded, because no member of the enum has the former name.
+    # The enum has no member of the former name. The cast is safe: the value is only encoded.
     former = cast("FinishReason", former_names.FORMER_KV_TRANSFER)
     return msgspec.structs.replace(last, finish_reason=former)
 
@@ -177,7 +177,7 @@ class PlaneServer:
             await unsubscribe()
         for stream in self._streams():
             if not stream.has_ended:
-                self._end(stream, self._end_of_worker())
+                self._end_with_error(stream, self._end_of_worker())
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
@@ -208,7 +208,7 @@ class PlaneServer:
                 self._answer(reply, Ack())
                 self._flush()  # the report follows all frames sent so far
                 report = self._report(body.inbox, body.number)
-                if report != PING:
+                if report is not None:
                     self.transport.publish(body.inbox, report)
                 return
             is_open = caller is not None and body.stream in caller.streams
@@ -224,7 +224,7 @@ class PlaneServer:
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
         self._answer(reply, Ack())
-        # Otherwise, the transport has repeated the message.
+        # A message that is not new was repeated by the transport.
         if is_new:
             self._open(body)
 
@@ -271,17 +271,18 @@ class PlaneServer:
     # --- liveness ---------------------------------------------------------------------------------
 
     def _heartbeat_message(self, inbox: str) -> bytes:
-        return self._report(inbox, 0)
+        report = self._report(inbox, 0)
+        return PING if report is None else report
 
     def _num_received(self, inbox: str) -> int:
         """Return the number of messages received from a caller; 0 if it is not known any more."""
         caller = self._callers.get(inbox)
         return 0 if caller is None else caller.num_messages
 
-    def _report(self, inbox: str, ping: int) -> bytes:
+    def _report(self, inbox: str, ping: int) -> bytes | None:
         """Return the message that reports a caller's streams.
 
-        It is PING if that is too large for the transport.
+        None: it is too large for the transport.
         """
         streams: list[tuple[int, int]] = []
         caller = self._callers.get(inbox)
@@ -296,7 +297,7 @@ class PlaneServer:
             " raise max_payload"
         )
         log.warning(text, inbox, len(streams), len(data))
-        return PING
+        return None
 
     # --- streams ----------------------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ class PlaneServer:
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
         if not isinstance(event, Chunk):
-            self._end(stream, event)
+            self._end_with_error(stream, event)
             return
         ids = event.token_ids
         content: Chunk | int = event
@@ -336,49 +337,52 @@ class PlaneServer:
             return
         # The caller is watched until the KV is fetched.
         if stream.handle.holds_kv:
-            self._stop(stream)
+            self._mark_ended(stream)
         else:
             self._remove(stream)
 
     def _late(self, stream: ServerStream) -> None:
-        self._end(stream, errors.DeadlineExceeded("the request's deadline passed in the worker"))
+        error = errors.DeadlineExceeded("the request's deadline passed in the worker")
+        self._end_with_error(stream, error)
 
     def _streams(self) -> list[ServerStream]:
         return [stream for caller in self._callers.values() for stream in caller.streams.values()]
 
-    def _end(self, stream: ServerStream, error: DynamoError) -> None:
+    def _end_with_error(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller.
 
         If it has ended, free its KV, which its caller can't release.
         """
         if not stream.has_ended:
             self._send_error(stream, error)
-        self._close(stream)
+        self._remove_and_cancel(stream)
 
     def _on_cancel(self, stream: ServerStream, *, awaits_kv: bool) -> None:
         """Handle a cancel.
 
         With `awaits_kv`, the caller still reads the last frame, which may offer KV.
         """
-        if awaits_kv and (stream.has_ended or stream.handle.stop()):
-            return  # the stream is removed after its last frame, or when its caller is lost
-        # If the stream has ended, its caller did not receive the terminal chunk.
-        self._close(stream)
+        if awaits_kv:
+            has_last_frame = stream.has_ended or stream.handle.stop()
+            if has_last_frame:
+                return  # the stream is removed after this frame, or when its caller is lost
+        # A caller that cancels an ended stream did not receive its last frame. It can't fetch KV.
+        self._remove_and_cancel(stream)
 
-    def _close(self, stream: ServerStream) -> None:
+    def _remove_and_cancel(self, stream: ServerStream) -> None:
         """Remove a stream, and cancel it or free its KV."""
         self._remove(stream)
         stream.handle.cancel()
 
     def _remove(self, stream: ServerStream) -> None:
         if not stream.has_ended:
-            self._stop(stream)
+            self._mark_ended(stream)
         caller = stream.caller
         del caller.streams[stream.number]
         if not caller.streams:
             del self._callers[caller.inbox]
 
-    def _stop(self, stream: ServerStream) -> None:
+    def _mark_ended(self, stream: ServerStream) -> None:
         stream.has_ended = True
         stream.deadline_timer.cancel()
         self.running -= 1
@@ -407,7 +411,7 @@ class PlaneServer:
             f" {error}"
         )
         for stream in streams:
-            self._end(stream, errors.StreamIncomplete(reason))
+            self._end_with_error(stream, errors.StreamIncomplete(reason))
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
@@ -417,7 +421,7 @@ class PlaneServer:
         # The caller may never have received the KV transfer parameters; then only their expiry
         # would free the KV. A caller that did receive them must prefill again.
         for stream in self._streams():
-            self._end(stream, errors.Disconnected(reason))
+            self._end_with_error(stream, errors.Disconnected(reason))
 
     # --- what leaves ------------------------------------------------------------------------------
 
@@ -439,8 +443,8 @@ class PlaneServer:
     def _flush_in_turn(self, iterations: int) -> None:
         """Flush when the earlier messages are written, at the latest after some iterations.
 
-        Otherwise each engine step would be a message, which three processes handle, even if steps
-        take less time.
+        Otherwise each engine step would be a message, which three processes handle, even if a step
+        takes less time than they need for a message.
         """
         if iterations and self.transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
@@ -460,8 +464,8 @@ class PlaneServer:
     def _load_for(self, inbox: str) -> LoadReport | None:
         """Return the load for the next message to a caller; None: it got it within _LOAD_EVERY_S.
 
-        After messages without it and then no other one, the caller gets the load in a message of
-        its own: otherwise it would take an idle worker for a busy one.
+        If the last messages to a caller were without the load, it gets the load later, in a message
+        of its own: otherwise it would take an idle worker for a busy one.
         """
         if inbox in self._load_reported:
             self._load_reported[inbox] = True

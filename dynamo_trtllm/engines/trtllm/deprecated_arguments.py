@@ -14,22 +14,22 @@ _LEGACY_SECTION = "pytorch_backend_config"
 _TRANSCEIVER = "cache_transceiver_config"
 
 
-def translate(layer: Source, notes: list[str]) -> Source:
+def translate(source: Source, notes: list[str]) -> Source:
     """Return one source with current keys instead of deprecated ones.
 
     Args:
-        layer: the source.
+        source: the source.
         notes: receives a line for each deprecated key.
 
     Raises:
         ConfigError: a deprecated key and its replacement have different values.
     """
-    work = _ArgumentTranslation(copy.deepcopy(dict(layer.values)), layer.source, notes)
+    work = _ArgumentTranslation(copy.deepcopy(dict(source.values)), source.name, notes)
     if isinstance(work.values.get(_LEGACY_SECTION), Mapping):
         for key, value in work.values.pop(_LEGACY_SECTION).items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{layer.source}: key {key!r} of {_LEGACY_SECTION} is not text; quote it",
+                    f"{source.name}: key {key!r} of {_LEGACY_SECTION} is not text; quote it",
                     field=_LEGACY_SECTION,
                 )
             work.put(f"{_LEGACY_SECTION}.{key}", key, value)
@@ -41,7 +41,7 @@ def translate(layer: Source, notes: list[str]) -> Source:
     work.transceiver()
     if work.values.get("backend") == "pytorch":
         del work.values["backend"]  # the engine sets it
-    return layer._replace(values=work.values)
+    return source._replace(values=work.values)
 
 
 class _ArgumentTranslation(NamedTuple):

@@ -55,9 +55,9 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     foreign = {name: name for name in arguments.ENGINE_FLAGS if name in foreign_names}
     given = arguments.given_sources(config, LIBRARY.flags | foreign)
     unchecked: list[str] = []
-    for layer in given:
-        _check_supported(layer)
-        unchecked += arguments.check_source(layer, release)
+    for source in given:
+        _check_supported(source)
+        unchecked += arguments.check_source(source, release)
     merged = layers.merge([_adapter_arguments(config), *_defaults(config), *given])
     _check_kv_events(config, merged.leaves)
     experts = _experts(config, merged.leaves)
@@ -117,22 +117,22 @@ def _defaults(config: WorkerConfig) -> list[Source]:
     return [Source({"block_size": TRANSFER_BLOCK_TOKENS}, reason)]
 
 
-def _check_supported(layer: Source) -> None:
+def _check_supported(source: Source) -> None:
     """Raise ConfigError for arguments that this engine does not support.
 
     They are those of TensorRT-LLM, and those that need several engines, drafts or adapters.
     """
-    for key, value in layer.values.items():
+    for key, value in source.values.items():
         root, _, _ = key.partition(".")
         if root in LIBRARY.foreign:
             raise ConfigError(
-                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use"
+                f"{source.name}: {root} is an argument of the trtllm engine; with vLLM use"
                 f" {LIBRARY.foreign[root]}",
                 field=root,
             )
         if key in LIBRARY.unsupported and value:
             raise ConfigError(
-                f"{layer.source}: {key} is {value!r}: a worker runs one engine on one machine,"
+                f"{source.name}: {key} is {value!r}: a worker runs one engine on one machine,"
                 " without speculative decoding and LoRA; remove it",
                 field=key,
             )

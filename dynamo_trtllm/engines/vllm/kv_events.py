@@ -142,7 +142,7 @@ class VllmEventConverter:
             log.warning("vLLM's KV events begin again: its engine process was restarted")
             cache = _CacheOfRank()
             self._ranks[rank] = cache
-            yield BlocksCleared()
+            yield BlocksCleared(dp_rank=rank)
         if number > cache.next:
             yield from self.catch_up(rank)
         if number >= cache.next:
@@ -153,11 +153,12 @@ class VllmEventConverter:
     ) -> Iterator[KvEvent]:
         if number > cache.next:
             log.warning(
-                "vLLM lost %d batches of KV events; readers forget this worker's blocks",
+                "vLLM lost %d batches of KV events of rank %d; readers forget its blocks",
                 number - cache.next,
+                rank,
             )
             cache.forget()
-            yield BlocksCleared()
+            yield BlocksCleared(dp_rank=rank)
         cache.next = number + 1
         cache.ts = batch.ts
         removed: list[int] = []  # vLLM sends an event for each block
@@ -170,7 +171,7 @@ class VllmEventConverter:
                 removed = []
             if isinstance(event, VllmCacheReset):
                 cache.forget()
-                yield BlocksCleared()
+                yield BlocksCleared(dp_rank=rank)
             else:
                 yield from self._stored(cache, event, rank)
         if removed:
@@ -224,11 +225,11 @@ class VllmEventConverter:
         else:
             parent = None
             salt = _salt_in(first_keys)
-            if salt is not None:
-                first_keys = None
         # Blocks with other keys depend on more than tokens and salt, for example on an image. They
         # are not reported.
-        if first_keys is not None or any(other_keys):
+        is_first_only_salted = event.parent_block_hash is None and salt is not None
+        has_other_keys = any(other_keys) or (first_keys is not None and not is_first_only_salted)
+        if has_other_keys:
             return
         for number in hashes:
             cache.copies[number] = cache.copies.get(number, 0) + 1

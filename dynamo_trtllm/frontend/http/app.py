@@ -135,7 +135,7 @@ def _console_feed(state: AppState, metrics: FrontendMetrics) -> ConsoleFeed:
     activity.subscribe(state.subscribers)
     namespace = state.config.namespace
     return ConsoleFeed(
-        ProcessSampler(activity, metrics, state.limits.choices),
+        ProcessSampler(activity, metrics, state.limits.choice_permits),
         MergedSamples(state.models, namespace, activity.latest),
         state.router.plane,
         namespace,
@@ -209,7 +209,7 @@ def _open_body(state: AppState, request: HttpRequest) -> Iterator[ReadBody]:
 
 def _register_gauges(state: AppState, access: AccessControl, metrics: FrontendMetrics) -> None:
     """Let the metrics read the values of their gauges."""
-    limiter = state.limits.choices
+    limiter = state.limits.choice_permits
     budget = state.limits.body_budget
     placement = state.router.placement
     metrics.watch(

@@ -31,7 +31,7 @@ WORK_S = 0.02
 TURNS_PER_ITERATION = 64
 # Starting as many choices takes 3 to 5 ms, most of it in later iterations.
 CHOICES_PER_ITERATION = 16
-# Requests with more choices create them in a turn.
+# With more choices, a request waits for a turn (see `IterationTime`) before it creates them.
 FEW_CHOICES = 4
 
 
@@ -46,14 +46,18 @@ class AdmissionLimits:
     def __init__(self, config: FrontendConfig, view: ClusterView) -> None:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
-        self.choices = ConcurrencyLimiter(config.max_inflight, config.max_queued)
+        self.choice_permits = ConcurrencyLimiter(config.max_inflight, config.max_queued)
         uses_all_paths = config.router_mode == "slo"
-        self.start_windows = StartWindows(view, self.choices.grant, uses_all_paths=uses_all_paths)
+        self.start_windows = StartWindows(
+            view, self.choice_permits.grant, uses_all_paths=uses_all_paths
+        )
         self.has_requests = asyncio.Event()  # set by each request
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
     async def acquire_slot(self) -> None:
-        """Wait until a large body may be processed, because each takes several times its size.
+        """Wait until a large body may be processed.
+
+        Each takes a thread, and several times its size in memory.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
@@ -97,7 +101,7 @@ class RequestAdmission:
         self._counted: CountedRequest | None = None
         # What the API key uses, and the part of this request in it.
         tenant = timeline.facts.tenant
-        self._usage = None if tenant is None else tenant.usage
+        self._key_usage = None if tenant is None else tenant.usage
         self._charge: Charge | None = None
         limits.has_requests.set()
 
@@ -112,7 +116,7 @@ class RequestAdmission:
         if self._counted is not None:
             self._counted.end()
             self._counted = None
-        self._limits.choices.release(self._num_permits, self._client.name)
+        self._limits.choice_permits.release(self._num_permits, self._client.name)
         self._num_permits = 0
         if self._charge is not None:
             usage = self._timeline.usage
@@ -124,8 +128,8 @@ class RequestAdmission:
 
         Call it before the body is read.
         """
-        if self._usage is not None:
-            self._usage.check()
+        if self._key_usage is not None:
+            self._key_usage.check()
 
     def charge_key(self, plan: GenerationPlan) -> dict[str, str]:
         """Count the choices and tokens of a plan for the API key. Return the headers of its limits.
@@ -137,17 +141,17 @@ class RequestAdmission:
             ExceedsKeyLimit: this request alone is more than a limit of the API key allows.
             RateLimitExceeded: a limit of the API key is reached.
         """
-        if self._usage is None:
+        if self._key_usage is None:
             return {}
-        self._charge = self._usage.charge(len(plan.choices), plan.max_tokens)
-        return self._usage.headers()
+        self._charge = self._key_usage.charge(len(plan.choices), plan.max_tokens)
+        return self._key_usage.headers()
 
     def check_queue(self) -> None:
         """Raise Overloaded if there is no place in the queue.
 
         Call it before the body is read.
         """
-        self._limits.choices.check(self._client.name)
+        self._limits.choice_permits.check(self._client.name)
 
     async def read_body(self, request: HttpRequest) -> RequestBody:
         """Read the body.
@@ -187,7 +191,7 @@ class RequestAdmission:
 
     def check_choices(self, count: int) -> None:
         """Raise InvalidRequest if a request may not have so many choices."""
-        limit = self._limits.choices.limit
+        limit = self._limits.choice_permits.limit
         if count > limit:
             raise InvalidRequest(
                 f"the request has {count} choices; this server runs at most {limit} at once,"
@@ -207,7 +211,7 @@ class RequestAdmission:
         num_choices = len(plan.choices)
         window = self._limits.start_windows.window(request.model)
         tenant = self._timeline.facts.tenant
-        # Without an API key, a client may not place itself before others.
+        # Lower values come first. Without an API key, a client may not place itself before others.
         key_priority = 0 if tenant is None else tenant.key.priority
         rank = max(request.priority, key_priority)
         places = window.request(num_choices, plan.longest_prompt, rank)
@@ -221,7 +225,8 @@ class RequestAdmission:
         )
         within_s = plan.deadline - time.time()
         try:
-            self._counted = await self._limits.choices.acquire(claim, within_s, self._more_tokens)
+            permits = self._limits.choice_permits
+            self._counted = await permits.acquire(claim, within_s, self._more_tokens)
         finally:
             self._timeline.left_queue()
         self._timeline.enter("select")
@@ -265,9 +270,10 @@ class IterationTime:
     have used WORK_S seconds of CPU time; the others wait for the next iterations. Two rules save
     CPU time:
 
-    - Several turns may share an iteration. If each iteration planned only one body, the workers
-      would send the tokens of each request in messages of its own. With an engine that takes no
-      time, that costs 40% more CPU time per request in frontends, and 100% more in workers.
+    - Several turns may share an iteration. Requests that are planned together begin in the same
+      engine step, and a worker sends the tokens of a step in one message. If each iteration planned
+      only one body, each request would have messages of its own. With an engine that takes no time,
+      that costs 40% more CPU time per request in frontends, and 100% more in workers.
     - The work of other tasks between turns does not count. Otherwise, bodies that arrive together
       would be planned in several iterations. With 32 streams, that costs 10% more CPU time per
       token.
@@ -341,10 +347,10 @@ class IterationTime:
             asyncio.get_running_loop().call_soon(self._begin_iteration)
 
     def _begin_iteration(self) -> None:
-        """Let the first of those that wait have their turns, in the next iteration."""
+        """Begin an iteration: reset its sums, and grant turns to the first that wait."""
         self._is_scheduled = False
-        # How much fits into the next iteration is not known. Assume twice as much as into this one,
-        # and at least one group. Tasks that are woken beyond that would only wait again.
+        # How much fits into an iteration is not known. Assume twice as much as the previous one had
+        # turns for, and at least one group. Tasks that are woken beyond that would only wait again.
         left = min(self._max_size, max(GROUP, 2 * self._size))
         self._used_s = 0.0
         self._size = 0
@@ -359,6 +365,7 @@ class IterationTime:
                 left -= waiting.size
                 self._num_granted += 1
                 waiting.granted.set_result(None)
+        # The granted turns run before the next call of this method, which begins another iteration.
         if self._num_granted:
             self._schedule()
 

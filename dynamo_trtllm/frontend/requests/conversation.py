@@ -49,7 +49,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     n: int = 1
     tool_choice: ToolChoice = _AUTO
-    custom_tools: frozenset[str] = frozenset()  # names of tools of a chat whose input is a text
+    custom_tools: frozenset[str] = frozenset()  # names of tools that take a text
     strict_tools: frozenset[str] = frozenset()  # names of tools whose schema must be followed
     parallel_tool_calls: bool = True  # False: the output ends before the second call
     # The format of the text of the output. Its prefix is empty.
@@ -57,7 +57,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    # How many tokens stay, the last ones. -1: as many as the context allows; None: all.
+    # The prompt is cut to so many of its last tokens. -1: as many as the context allows; None: all.
     truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
@@ -141,12 +141,12 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
     )
 
 
-def format_names(formats: Iterable[str]) -> dict[str, str]:
+def format_names(fields: Iterable[str]) -> dict[str, str]:
     """Return an entry of `GenerationOptions.names` for the output format, if there is one.
 
-    `formats`: the names of the fields that set it. The first one is used.
+    `fields`: the names of the fields that set the format. The first one is used.
     """
-    name = next(iter(formats), None)
+    name = next(iter(fields), None)
     return {} if name is None else {"response_format": name}
 
 
@@ -217,7 +217,7 @@ def render_prompt(
     if conversation.tools and "tools" not in known:
         reject(options.name("tools"), card, "its chat template does not use tools")
     conversation = msgspec.structs.replace(
-        conversation, messages=_without_implied(conversation.messages, card, options)
+        conversation, messages=_normalized(conversation.messages, card, options)
     )
     try:
         ids = served.renderer.render(conversation)
@@ -232,7 +232,7 @@ def render_prompt(
     return RenderedPrompt(ids, drops_names=_drops_a_name(conversation, served))
 
 
-def _without_implied(
+def _normalized(
     messages: tuple[Message, ...], card: ModelDeploymentCard, options: GenerationOptions
 ) -> tuple[Message, ...]:
     """Return the messages as prompt formats know them.
@@ -246,12 +246,13 @@ def _without_implied(
     called = {call.id: call.name for message in messages for call in message.tool_calls}
     normalized = []
     for index, message in enumerate(messages):
-        name = called.get(message.tool_call_id or "")
-        if message.role == "tool" and message.name is not None and name is not None:
-            if message.name != name:
+        called_name = called.get(message.tool_call_id or "")
+        if message.role == "tool" and message.name is not None and called_name is not None:
+            if message.name != called_name:
                 field = f"{options.name('messages')}[{index}].name"
                 raise InvalidRequest(
-                    f"{field} is {message.name!r}, but the called function is {name!r}", field=field
+                    f"{field} is {message.name!r}, but the called function is {called_name!r}",
+                    field=field,
                 )
             message = msgspec.structs.replace(message, name=None)
         if message.role == "developer" and card.renderer == "chat_template":
@@ -263,8 +264,9 @@ def _without_implied(
 def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
     """Return whether the prompt format drops the name of a message.
 
-    Formats treat all messages of a role alike, so the result for a role is stored. Frameworks of
-    agents name all answers of an agent, and each would be rendered twice otherwise.
+    The result is stored by role, and by whether there are tools, because formats treat all messages
+    of a role alike. Without this, each answer of an agent would be rendered twice, because
+    frameworks of agents name all of them.
     """
     for index, message in enumerate(conversation.messages):
         if message.name is None:
@@ -428,12 +430,12 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     header = _call_header(tool, options, served)
     if _is_written_as_text(tool, served):
         return Constraints(forced_ids=header)
-    can_be_guided = _supports_guided(served)
-    if is_strict and can_be_guided:
+    engine_guides = _supports_guided(served)
+    if is_strict and engine_guides:
         _check_guidable(options, "tool_choice", served)
     # The schema of a call does not allow tokens after its end.
     demands_more_tokens = options.sampling.ignore_eos or options.sampling.min_tokens > 0
-    if demands_more_tokens or not can_be_guided:
+    if demands_more_tokens or not engine_guides:
         ignored = (_STRICT,) if is_strict else ()
         return Constraints(forced_ids=header, ignored=ignored)
     guided = StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
@@ -532,13 +534,14 @@ def _formatted_answer(
     elif tools:
         forms += _calls_as_text(tools, options, served)
     if len(ids) > 1:
-        # The last token is forced: models also write "final <|constrain|>json", which would bypass
-        # the trigger.
+        # The trigger ends before the last token of the header, and the format begins with this
+        # token. Otherwise, "final <|constrain|>json", which models write, too, would bypass the
+        # trigger.
         last = served.renderer.decode(ids[-1:])
         header = header.removesuffix(last)
         ids = ids[:-1]
         forms[0] = msgspec.structs.replace(output_format, prefix=last)
-    # Without a trigger, no text is free.
+    # These stop tokens are forbidden only in the free text before a trigger.
     unfinished_ids = answer_stops if len(ids) > 0 else ()
     return StructuredOutput(
         alternatives=tuple(forms),

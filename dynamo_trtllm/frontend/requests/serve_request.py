@@ -344,6 +344,6 @@ async def _send_error(
     elif answer is not None and answer.is_streamed and response.started:
         await response.send_events(answer.builder.error(error), last=True)
     elif isinstance(error, Overloaded):
-        response.send_error(error, state.limits.choices.retry_after_s())
+        response.send_error(error, state.limits.choice_permits.retry_after_s())
     else:
         response.send_error(error, RETRY_AFTER_S)

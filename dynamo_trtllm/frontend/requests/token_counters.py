@@ -7,8 +7,8 @@ The queue of a frontend orders clients by these counters. They are the virtual t
   before the first one counts. Tokens that a worker had in its prefix cache are taken off later.
 - Tokens of the output count while they are generated.
 - A client that had nothing waiting is lifted to those that wait, so that it can't save up credit.
-  If it was active just now, it may be BURST_TOKENS behind them: otherwise, a client that takes less
-  than its share would have to wait in each of its bursts for one that takes all that it gets.
+  If it was active just now, it may be BURST_TOKENS behind them: otherwise, a client with short
+  bursts would wait, in each burst, for a client that always has requests waiting.
 - A client that is behind those whose requests have begun is below its share. Its requests go before
   those that wait at workers already.
 """
@@ -30,12 +30,12 @@ OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as
 BURST_TOKENS: Final = 32_768
 IDLE_S: Final = 30.0
 # By how much a client is behind if it is below its share. Clients whose requests wait get equal
-# amounts of work, but for what a prefix cache takes off: they are not behind each other by so much.
+# amounts of work, so they differ by less, unless prefix caches take off much.
 BELOW_TOKENS: Final = 4096
 # Each update looks at all running requests: 1 ms of CPU time for 4,000 of them.
 UPDATE_S: Final = 0.1
-# More than there are requests that wait or run. The counters of other clients are dropped, the
-# least recently used first.
+# More than the number of requests that can wait or run. The counters of clients without requests
+# are dropped, those that were used least recently first.
 MAX_COUNTERS: Final = 16_384
 MAX_REPORTED: Final = 4096  # clients in one report to other frontends
 
@@ -118,10 +118,10 @@ class TokenCounters:
         self._running: dict[CountedRequest, None] = {}
         self._updated_s = clock()
         self._last_begun = TokenCounter("")  # of the client whose request began last
-        # The counter with which the last request began, of clients that are not below their share.
-        # Requests that wait at workers began with about this counter.
+        # The value at which a client that is not below its share last began a request. Requests
+        # that wait at workers began with about this value.
         self._begun_value = 0.0
-        self._below_s = -math.inf  # when the last request of one that is below it began
+        self._below_s = -math.inf  # when a client below its share last began a request
         # Clients whose requests wait at other processes, and the least counter of them.
         self._at_others: frozenset[str] = frozenset()
         self._others_value = -math.inf
@@ -173,9 +173,11 @@ class TokenCounters:
 
     def share(self, counter: TokenCounter) -> ClientShare:
         """Return what a client has got, compared with those whose requests began last."""
+        # Clients that wait at another process began their last requests with about their value.
         begun_value = max(self._begun_value, self._others_value)
         if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
             return ClientShare.BELOW
+        # While clients below their share are active, all others count as above theirs.
         if self._clock() - max(self._below_s, self._others_below_s) < IDLE_S:
             return ClientShare.ABOVE
         return ClientShare.EVEN
@@ -190,7 +192,8 @@ class TokenCounters:
 
         Args:
             waiting: names of the clients whose requests wait there.
-            has_below: whether one of them has begun requests of a client below its share.
+            has_below: whether one of these processes has begun a request of a client below its
+                share.
         """
         names = frozenset(waiting)
         for name in names - self._at_others:
@@ -206,7 +209,7 @@ class TokenCounters:
         prompt_tokens: int,
         more_tokens: Callable[[], int],
     ) -> CountedRequest:
-        """Count a request of a client, which begins, until its end.
+        """Begin a request of a client. Its tokens count until it ends.
 
         Args:
             client: whose request begins.

@@ -111,10 +111,10 @@ class UsageReports:
         """Return what clients take here. Tokens are those since the last report."""
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
-            counters = self._limits.choices.counters(model)
+            counters = self._limits.choice_permits.counters(model)
             counters.update()
             prefill, start, run = (usage.total for usage in window.usages)
-            waiting = self._limits.choices.weights(model)
+            waiting = self._limits.choice_permits.weights(model)
             usage = ModelUsage(
                 taken=(prefill, start, run),
                 waiting=dict(islice(waiting.items(), MAX_REPORTED)),
@@ -134,7 +134,7 @@ class UsageReports:
         for model in self._limits.start_windows.by_model:
             usage = report.models.get(model)
             if usage is not None:
-                self._limits.choices.counters(model).count_others(usage.tokens)
+                self._limits.choice_permits.counters(model).count_others(usage.tokens)
         # The processes of this frontend share memory.
         if self._keys is not None and report.frontend != self._frontend_id:
             self._keys.others.report(report.process, report.keys)
@@ -153,8 +153,8 @@ class UsageReports:
                 usage = received.report.models.get(model)
                 if usage is not None:
                     others.append(usage)
-            window.set_limits(shares(self._limits.choices.weights(model), others))
-            self._limits.choices.counters(model).note_others(
+            window.set_limits(shares(self._limits.choice_permits.weights(model), others))
+            self._limits.choice_permits.counters(model).note_others(
                 chain.from_iterable(usage.waiting for usage in others),
                 has_below=any(usage.has_below for usage in others),
             )

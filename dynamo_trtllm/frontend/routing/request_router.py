@@ -143,9 +143,9 @@ class RequestRouter:
             request: the request of the client, with its whole prompt.
             timeline: filled while the request runs.
             on_event: receives the events of the stream.
-            selection: the workers of a probe. A probe is one attempt, which is not retried. Its
-                caller records whether the pair works; a failed KV transfer is recorded here. None:
-                the request is no probe.
+            selection: the workers of a probe; None: the request is no probe. A probe is one
+                attempt, which is not retried. A failed KV transfer is recorded by this class. The
+                caller records whether the answer is right.
         """
         return RoutedRequest(self, request, timeline, on_event, selection)
 
@@ -160,6 +160,9 @@ class RoutedRequest(Stream):
     """One request on its way to workers and back: the driver of its flow.
 
     At most one call, reservation or wait is in progress.
+
+    A request whose calls ended workers is a suspect (see `suspects`). It may wait for its turn to
+    be tried on workers where no other suspect runs. A trial ends when its call has enough tokens.
     """
 
     __slots__ = (
@@ -188,9 +191,11 @@ class RoutedRequest(Stream):
         self._router = router
         self._timeline = timeline
         self._flow = GenerationFlow(self, request, timeline, router.options, selection)
-        # Log lines have the ids of this context. Events come in the context of a transport.
+        # Log lines take the ids of the request from the current context. Events arrive in the
+        # context of the transport, so the flow runs in this one.
         self._context = contextvars.copy_context()
         self._call: StreamReceiver | None = None
+        # What `suspects` knows of the current call.
         self._tracked_call = TrackedCall(timeline.suspicion, self._flow.progress)
         # Waits for what the flow needs beside calls, such as a decode slot or other workers.
         self._task: asyncio.Task[None] | None = None
@@ -224,7 +229,7 @@ class RoutedRequest(Stream):
     def _on_event_of_scored_prompt(self, event: StreamEvent) -> None:
         """Take an event of a call that computes the log-probabilities of its prompt.
 
-        Collect them, because the flow does not need them. Pass other events to the flow.
+        These go to the timeline, and all other events to the flow.
         """
         if isinstance(event, Chunk) and event.prompt_logprobs:
             self._timeline.prompt_logprobs += event.prompt_logprobs
@@ -250,7 +255,7 @@ class RoutedRequest(Stream):
         try:
             self._router.suspects.check(request)
             if is_last_resort:
-                # Requests may test the model's new pairs, which were not probed yet.
+                # Requests may use the model's new pairs, which were not probed yet.
                 self._router.breakers.admit(self._router.view.model(request.model))
             selection = self._select_workers(excluded, avoid, is_first=attempt == 0)
         except DynamoError as exc:
@@ -258,6 +263,7 @@ class RoutedRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, self._router.clocks.monotonic())
+            # Each of them notes only what the router mode has chosen by.
             self._timeline.placed_by_cost(request, selection, placement.mode)
             self._timeline.path_chosen(request, selection, placement.mode)
         self._timeline.placed(request, selection)
@@ -268,8 +274,8 @@ class RoutedRequest(Stream):
     ) -> WorkerSelection:
         """Select the workers of an attempt.
 
-        They are those of the prompt's other choices if possible, else those of the router mode. The
-        first attempt of a request may be rejected.
+        They are the workers of the prompt's other choices if possible, else those that the router
+        mode selects. The router mode may reject the first attempt of a request.
         """
         router = self._router
         suspicion = self._timeline.suspicion
@@ -278,8 +284,9 @@ class RoutedRequest(Stream):
             excluded |= router.suspects.workers_of_other_trials(suspicion)
         selector = router.selector
         now = self._router.clocks.monotonic()
-        # All choices of a prompt have one suspicion. The first of them that selects workers stores
-        # its selection there, and the others use it.
+        # All choices of a prompt run on the same workers. Otherwise one request could end all
+        # workers at once. They have one suspicion: the first choice that selects workers stores its
+        # selection there, and the others use it.
         selection = suspicion.selection
         is_usable = (
             suspicion.is_shared
@@ -346,7 +353,7 @@ class RoutedRequest(Stream):
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, self._router.clocks.monotonic())
         on_event = self._on_event_of_scored_prompt if scores_prompt else self._handle
-        # The last call has ended. If `generate` raises, no call is in progress.
+        # The previous call has ended. If `generate` raises, no call is in progress.
         self._call = None
         kv_holder = self._timeline.prefill_instance if phase is Phase.DECODE else None
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
@@ -483,9 +490,10 @@ async def _wait(changed: asyncio.Event, limit_s: float) -> Signal:
 def _among_clients(request: GenerateRequest, place: StartPlace) -> GenerateRequest:
     """Return a call with the share and the priority that it has among the calls of all clients.
 
-    Workers order all calls by these. A priority that is only for the order of the requests of one
-    client has had its effect in the queue of the frontend.
+    Workers order all calls by these; lower priorities come first. A priority that only orders the
+    requests of one client has had its effect in the queue of the frontend, so the rank counts here.
     """
+    # A place that was left has the rank 0.
     priority = max(request.priority, place.rank)
     if place.share is ClientShare.EVEN and priority == request.priority:
         return request

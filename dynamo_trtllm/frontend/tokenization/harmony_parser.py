@@ -117,7 +117,7 @@ class HarmonyParser:
     one.
 
     Args:
-        texts: token texts of the vocabulary, by their channel. Control tokens have none.
+        texts: by channel: the output of a step with one token. Control tokens have none.
         forced_ids: ids that follow the prompt. They are not output.
         is_reasoning_split: if False, reasoning is final text.
         is_call_split: if False, the arguments of calls are text of their message's channel.
@@ -136,54 +136,54 @@ class HarmonyParser:
         self._reasoning_position = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        # Fast path for a token that continues the current body: the texts of its channel.
-        self._token_texts: TokenTextCache | None = None
+        # The output of a step with one token that continues the current body, by that token.
+        self._step_of_token: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []
         self._blanks = 0  # number of blanks in the header
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # Number of tokens in the header that are not output. While the forced tokens are parsed,
-        # these are all tokens of the header.
+        # Number of tokens in the header that are not output. Until the forced ones are parsed, it
+        # is at least as large as the header, so none of them is output.
         self._num_forced_in_header = len(forced_ids)
-        self._run(forced_ids)
+        self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
 
     def push(self, token_ids: TokenIds) -> StepOutput:
-        if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
-            step = self._token_texts[token_ids[0]]
+        if self._step_of_token is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            step = self._step_of_token[token_ids[0]]
             if step is not None:
                 return step
-        self._run(token_ids)
+        self._parse(token_ids)
         return self._take()
 
     def finish(self) -> StepOutput:
         if self._position is _Position.HEADER and self._header and not self._is_cut_header():
-            self._header_is_text()
+            self._emit_header_as_text()
         self._flush()
         return self._take()
 
     def _take(self) -> StepOutput:
         channel = _CHANNELS.get(self._position)
-        self._token_texts = None if channel is None else self._texts[channel]
+        self._step_of_token = None if channel is None else self._texts[channel]
         return self._out.take()
 
-    def _run(self, token_ids: TokenIds) -> None:
-        run: list[int] = []  # body tokens not decoded yet
+    def _parse(self, token_ids: TokenIds) -> None:
+        body_ids: list[int] = []  # tokens of the body that are not decoded yet
         for token_id in token_ids:
             if token_id < FIRST_SPECIAL and self._position not in _OUTSIDE:
-                run.append(token_id)
+                body_ids.append(token_id)
                 continue
-            if run:
-                self._body(run)
-                run = []
+            if body_ids:
+                self._body(body_ids)
+                body_ids = []
             if token_id >= FIRST_SPECIAL:
                 self._control(token_id)
             else:
                 self._text(token_id)
-        if run:
-            self._body(run)
+        if body_ids:
+            self._body(body_ids)
 
     def _text(self, token_id: int) -> None:
         """Process an ordinary token outside a body."""
@@ -192,8 +192,10 @@ class HarmonyParser:
             self._body([token_id])
             return
         self._header.append(token_id)
+        if self._token_bytes(token_id).startswith(b" "):
+            self._blanks += 1
         if not self._can_be_header():
-            self._header_is_text()
+            self._emit_header_as_text()
 
     def _control(self, token_id: int) -> None:
         if self._position is _Position.HEADER and token_id == MESSAGE:
@@ -215,8 +217,6 @@ class HarmonyParser:
         Text with a new line, too many words or too many tokens is not a header.
         """
         newest = self._token_bytes(self._header[-1])
-        if newest.startswith(b" "):
-            self._blanks += 1
         is_too_long = len(self._header) > _MAX_HEADER_TOKENS or self._blanks > _MAX_HEADER_BLANKS
         if is_too_long or b"\n" in newest:
             return False
@@ -232,7 +232,7 @@ class HarmonyParser:
     def _end_header(self) -> None:
         header = self._read_header()
         if header is None:
-            self._header_is_text()
+            self._emit_header_as_text()
             return
         self._clear_header()
         if self._is_call_split and header.call is not None:
@@ -307,7 +307,7 @@ class HarmonyParser:
             return False
         return any(channel.startswith(header.channel) for channel in CHANNELS)
 
-    def _header_is_text(self) -> None:
+    def _emit_header_as_text(self) -> None:
         """Emit the withheld header as final text, which may continue until a control token."""
         shown = self._header[self._num_forced_in_header :]
         self._clear_header()
@@ -324,7 +324,7 @@ class HarmonyParser:
             # A header of only the role is dropped: it has nothing to show.
             is_bare = self._read_header() == Header()
             if not is_bare:
-                self._header_is_text()
+                self._emit_header_as_text()
         self._flush()
         self._clear_header()
         self._position = _Position.BETWEEN

@@ -190,7 +190,7 @@ class HttpResponse:
         self.error_form = error_form
         self.request_id = ""  # of the request, for its errors
         self._unsent: list[bytes] = []
-        self._unsent_bytes = 0  # of `send_events`
+        self._unsent_event_bytes = 0  # the part of `_unsent` that `send_events` has added
 
     def cancel_on_disconnect(self) -> None:
         """Let a disconnect cancel the handler until the response has ended.
@@ -277,8 +277,9 @@ class HttpResponse:
         if last:
             self._end(b"0\r\n\r\n" if self._is_chunked else b"")
             return
-        self._unsent_bytes += len(events)
-        if self._unsent_bytes >= _FLUSH_BYTES:  # so that a client that reads slowly is noticed
+        self._unsent_event_bytes += len(events)
+        # So that a client that reads slowly is noticed.
+        if self._unsent_event_bytes >= _FLUSH_BYTES:
             self.flush()
 
     def fail(self, error: DynamoError) -> None:
@@ -296,7 +297,7 @@ class HttpResponse:
         if self._unsent:
             data = b"".join(self._unsent)
             self._unsent.clear()
-            self._unsent_bytes = 0
+            self._unsent_event_bytes = 0
             if not (self._is_lost or self._transport.is_closing()):
                 self._transport.write(data)
 
@@ -330,6 +331,7 @@ class HttpResponse:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines.append("\r\n")
         head = "\r\n".join(lines)
+        # Each line ends with one line break. A value with another one would add a header.
         if head.count("\n") != len(lines):
             raise ValueError("a value of a response header contains a line break")
         self._batch.add(self)
@@ -389,7 +391,11 @@ class ReadTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def limit_answer(self, seconds: float, response: HttpResponse) -> None:
-        """Close the connection at this time from now, unless the response was sent."""
+        """Close the connection at this time from now, unless the response was sent.
+
+        No other limit applies now.
+        """
+        assert self._timer is None
         self._timer = self._loop.call_later(seconds, self._cut_answer, response)
 
     def watch(self) -> None:
@@ -399,7 +405,7 @@ class ReadTimer:
             self._timer = self._loop.call_later(self._stall_s, self._cut_reader, unread_bytes)
 
     def stop(self) -> None:
-        """Set no limit any more."""
+        """Remove the limit, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

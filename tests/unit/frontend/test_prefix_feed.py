@@ -20,8 +20,8 @@ from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.protocol.kv_events import (
     BlocksStored,
     KvBlock,
-    KvEventPublisher,
     KvEventLimits,
+    KvEventPublisher,
     kv_events_subject,
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids

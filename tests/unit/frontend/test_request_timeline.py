@@ -239,20 +239,20 @@ async def test_admission_returns_bytes_and_permits(fails: bool) -> None:
             body = await admission.read_body(request)
             assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
             await admission.acquire_permits(answer_of_two_choices().plan)
-            assert limits.choices.in_use == 2
+            assert limits.choice_permits.in_use == 2
             if fails:
                 raise Overloaded("the worker is full")
             admission.release_body()
             assert (body.data, limits.body_budget.in_use) == (b"", 0)
     except Overloaded:
         assert fails
-    assert (limits.body_budget.in_use, limits.choices.in_use) == (0, 0)
+    assert (limits.body_budget.in_use, limits.choice_permits.in_use) == (0, 0)
 
 
 async def test_admission_counts_output_twice_and_no_cached_tokens() -> None:
     limits = AdmissionLimits(FrontendConfig(), ClusterView())
     _, timeline = received(TimelineSubscribers())
-    counter = limits.choices.counters(MODEL).counter(Client(timeline.facts.client))
+    counter = limits.choice_permits.counters(MODEL).counter(Client(timeline.facts.client))
     answer = answer_of_two_choices()
     prompt_tokens = answer.plan.longest_prompt
     with RequestAdmission(limits, timeline) as admission:
@@ -283,9 +283,11 @@ async def test_priority_counts_among_clients_if_the_key_allows_it(
 
     async def acquire(claim: Claim, *_: object) -> CountedRequest:
         claims.append(claim)
-        return limits.choices.counters(MODEL).begin(claim.client, ClientShare.EVEN, 0, lambda: 0)
+        return limits.choice_permits.counters(MODEL).begin(
+            claim.client, ClientShare.EVEN, 0, lambda: 0
+        )
 
-    monkeypatch.setattr(limits.choices, "acquire", acquire)
+    monkeypatch.setattr(limits.choice_permits, "acquire", acquire)
     request = HttpRequest("POST", "/v1/completions", "", Headers(), "10.0.0.1", lambda: None)
     request.sender = None if key is None else Tenant(key, None)
     plan = answer_of_two_choices().plan

@@ -38,17 +38,19 @@ class Process:
 
         async def run() -> None:
             places = self.window.request(1, tokens)
-            await acquire(self.limits.choices, 1, client, places=places, prompt_tokens=tokens)
+            await acquire(
+                self.limits.choice_permits, 1, client, places=places, prompt_tokens=tokens
+            )
 
         self.tasks.append(asyncio.create_task(run()))
         await wait_until_loaded()
 
     def share_of(self, client: str) -> ClientShare:
-        counters = self.limits.choices.counters(MODEL)
+        counters = self.limits.choice_permits.counters(MODEL)
         return counters.share(counters.counter(Client(client)))
 
     def value(self, client: str) -> float:
-        return self.limits.choices.counters(MODEL).counter(Client(client)).value
+        return self.limits.choice_permits.counters(MODEL).counter(Client(client)).value
 
     @property
     def share(self) -> float:
@@ -206,7 +208,7 @@ async def test_client_is_compared_with_those_at_other_processes() -> None:
     clock = Clock()
     one, two = Process(clock), Process(clock)
     await one.send("light")
-    one.limits.choices.release(1, "light")
+    one.limits.choice_permits.release(1, "light")
     for _ in range(3):
         await two.send("flood", tokens=10 * BELOW_TOKENS)
     report_all(one, two)

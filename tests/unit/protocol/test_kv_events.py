@@ -188,6 +188,18 @@ async def test_events_of_many_cleared_blocks_drop_the_oldest() -> None:
     assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2), stored(1)) == {A}
 
 
+async def test_clear_of_one_rank_keeps_blocks_of_others() -> None:
+    reader = Reader()
+    shared = BlocksStored(blocks=(KvBlock(7, PROMPT[:4]),), dp_rank=1)
+    await reader.blocks_after(stored(1, 2), shared)
+    reader.publisher.on_events([BlocksCleared(dp_rank=0)])
+    await reader.until(2)
+    reader.publisher.on_events([BlocksCleared(dp_rank=0), BlocksCleared(dp_rank=1)])
+    await reader.until(3)
+    rows = [(update.cleared, update.removed) for update in reader.updates[1:]]
+    assert rows == [(False, pack_hashes([B])), (True, b"")]
+
+
 async def test_events_not_accepted_are_sent_later() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2, 3))

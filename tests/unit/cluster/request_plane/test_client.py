@@ -10,8 +10,7 @@ from contextlib import aclosing
 import pytest
 from nats.aio.client import Client
 
-from dynamo_trtllm.cluster.request_plane import nats
-from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.client import DEFAULT_LIMITS, PlaneLimits
 from dynamo_trtllm.cluster.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
@@ -161,7 +160,8 @@ async def test_stream_when_own_connection_is_gone_then_no_blame() -> None:
 async def test_publish_with_too_much_unsent_is_reported_once() -> None:
     transport = NatsTransport.__new__(NatsTransport)
     transport._client = Client()
-    transport._client._pending_data_size = nats._UNSENT_BYTES
+    transport._limits = DEFAULT_LIMITS
+    transport._client._pending_data_size = DEFAULT_LIMITS.unsent_bytes
     transport._outgoing = []
     transport._num_from_callbacks = 0
     transport._is_open = True

@@ -108,7 +108,7 @@ def test_recorded_prompt_has_full_attention_blocks_until_reset() -> None:
         block.token_ids for block in first.blocks
     ]
     assert not {block.hash for block in private.blocks} & {block.hash for block in first.blocks}
-    assert cleared == BlocksCleared()
+    assert cleared == BlocksCleared(dp_rank=0)
     assert isinstance(again, BlocksStored)
 
 
@@ -142,7 +142,7 @@ def test_read_joins_removals_in_order() -> None:
         BlocksStored(blocks=kv(1, 2)),
         BlocksRemoved(hashes=(2, 1)),
         BlocksStored(blocks=kv(1)),
-        BlocksCleared(),
+        BlocksCleared(dp_rank=0),
     ]
 
 
@@ -193,7 +193,7 @@ def test_read_of_unavailable_batches_resets_readers() -> None:
     reader.read(0, batch(stored(1)))
     reader.replayable = [(5, batch(stored(5)))]
     assert reader.read(6, batch(removed(1), stored(6))) == [
-        BlocksCleared(),
+        BlocksCleared(dp_rank=0),
         BlocksStored(blocks=kv(5)),
         BlocksStored(blocks=kv(6)),
     ]
@@ -203,7 +203,10 @@ def test_read_of_restarted_engine_resets_readers() -> None:
     reader = Reader()
     for number in range(3):
         reader.read(number, batch(stored(number), ts=number))
-    assert reader.read(0, batch(stored(9), ts=3)) == [BlocksCleared(), BlocksStored(blocks=kv(9))]
+    assert reader.read(0, batch(stored(9), ts=3)) == [
+        BlocksCleared(dp_rank=0),
+        BlocksStored(blocks=kv(9)),
+    ]
     assert reader.read(1, batch(stored(8), ts=4)) == [BlocksStored(blocks=kv(8))]
 
 

@@ -19,8 +19,8 @@ from dynamo_trtllm.protocol.kv_events import (
     KvBlock,
     KvCacheUpdate,
     KvEvent,
-    KvEventPublisher,
     KvEventLimits,
+    KvEventPublisher,
     pack_hashes,
 )
 from dynamo_trtllm.protocol.messages import (
