@@ -109,6 +109,7 @@ class Dynamo:
     """
 
     api_key = ""
+    num_consoles = 0
     framing_tokens = 0  # its mock engine makes arbitrary tokens
 
     def __init__(self, folder: Path, tokenizer: str) -> None:

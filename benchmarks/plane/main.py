@@ -112,6 +112,13 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="measure a frontend whose clients need an API key with limits as well",
     )
+    parser.add_argument(
+        "--with-consoles",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure a frontend with N open consoles as well",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
@@ -146,6 +153,8 @@ def _sides(args: argparse.Namespace, folder: Path) -> list[Recipe]:
         for number in args.frontends
         for key in keys
     ]
+    if args.with_consoles:
+        sides.append(Ours(uses_mock=args.mock_engine, num_consoles=args.with_consoles))
     if args.beside is not None:
         sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
     if args.what == "against-dynamo":

@@ -60,6 +60,7 @@ class Ours:
         uses_mock: bool = False,
         num_frontends: int = 1,
         key: LimitedKey | None = None,
+        num_consoles: int = 0,
     ) -> None:
         """Use this checkout.
 
@@ -68,6 +69,7 @@ class Ours:
             uses_mock: use the mock engine instead of the runner of library engines.
             num_frontends: number of frontend processes.
             key: API key that clients of the frontend need; None: they need none.
+            num_consoles: open consoles, which get an event each second.
         """
         self._worker_module = "dynamo_trtllm" if uses_mock else f"{__package__}.runner_worker"
         self.name = "ours" if checkout is None else "beside"
@@ -77,6 +79,9 @@ class Ours:
         if key is not None:
             self.name += " with key"
             self.api_key = key.text
+        self.num_consoles = num_consoles
+        if num_consoles:
+            self.name += f" with {num_consoles} consoles"
         self._num_frontends = num_frontends
         self._key = key
         self._checkout = checkout

@@ -10,9 +10,12 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from itertools import product
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 import orjson
@@ -45,6 +48,7 @@ class Recipe(Protocol):
     python: str
     framing_tokens: int  # tokens per answer that become no text
     api_key: str  # for the clients; "": they need none
+    num_consoles: int  # open pages of the console of our frontend
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
         """Return environment variables for all processes."""
@@ -109,6 +113,8 @@ class Stack:
             argv = [self._recipe.python, *arguments]
             self._processes[name] = spawn(argv, env=env, stdout=log, stderr=subprocess.STDOUT)
         self._wait_chat(folder)
+        for _ in range(self._recipe.num_consoles):
+            self._open_console()
         self._wait_idle()
 
     def _wait_chat(self, folder: Path) -> None:
@@ -134,6 +140,15 @@ class Stack:
                 time.sleep(0.1)
         tails = "\n".join(f"{name}: {_tail(folder / f'{name}.log')}" for name in self._processes)
         raise NotReady(f"{self.name}: no chat request succeeded within {_READY_S:g} s\n{tails}")
+
+    def _open_console(self) -> None:
+        """Read the events of the console until the frontend ends, in a thread of its own."""
+        connection = HTTPConnection(HOST, self._port, timeout=_READY_S)
+        connection.request("GET", "/console/events", headers=api_key_headers(self._recipe.api_key))
+        response = connection.getresponse()
+        if response.status != HTTPStatus.OK:
+            raise NotReady(f"{self.name}: the console answers with status {response.status}")
+        Thread(target=_read_all, args=(response,), daemon=True).start()
 
     def _wait_idle(self) -> None:
         """Wait until the processes use little CPU time, because a tokenizer may be loading beside
@@ -166,6 +181,12 @@ class Stack:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _read_all(response: HTTPResponse) -> None:
+    with suppress(OSError, HTTPException):
+        while response.read1():
+            pass
 
 
 def _stop_server(server: LocalServer) -> None:
