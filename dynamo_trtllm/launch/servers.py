@@ -34,7 +34,7 @@ STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
-_ONE_ANSWER_S = 5.0
+ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _PAUSE_FRACTION = 0.1  # part of the time waited so far
@@ -59,6 +59,7 @@ async def until(
     ask: Callable[[], Awaitable[T]],
     within_s: float,
     on_wait: Callable[[str], None] | None = None,
+    one_answer_s: float = ONE_ANSWER_S,
 ) -> T:
     """Call `ask` repeatedly until it returns.
 
@@ -68,6 +69,7 @@ async def until(
         ask: a check; it raises NotYet or OSError if the process is not ready.
         within_s: maximum time in seconds.
         on_wait: called with the reason after each attempt; "" if there was no connection.
+        one_answer_s: limit of one call.
 
     Returns:
         The value of `ask`.
@@ -79,13 +81,13 @@ async def until(
     began = now()
     why = ""
     while True:
-        limit_s = min(_ONE_ANSWER_S, began + within_s - now())
+        limit_s = min(one_answer_s, began + within_s - now())
         try:
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
             # Otherwise, the total limit has cut this attempt short.
-            if limit_s == _ONE_ANSWER_S or not why:
+            if limit_s == one_answer_s or not why:
                 why = "no response"
         except (NotYet, OSError) as exc:
             why = str(exc)
@@ -139,7 +141,7 @@ async def check_nats(host: str, port: int) -> None:
 async def is_taken(host: str, port: int) -> bool:
     """Return True if a process accepts connections at this address."""
     try:
-        async with asyncio.timeout(_ONE_ANSWER_S), _connection(host, port):
+        async with asyncio.timeout(ONE_ANSWER_S), _connection(host, port):
             return True
     except OSError:
         return False

@@ -35,9 +35,6 @@ _SLICE_BYTES: Final = 256 * SLOT.size
 _PART_BYTES: Final = 64 << 10
 _MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
-# Pause after an answer. Without it, clients that ask often would take most of the time of the
-# event loop.
-_PAUSE_S = 0.25
 NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {
     RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
@@ -150,13 +147,17 @@ class KeySelector:
 _answered: dict[str, None] = {}  # latest queries; several workers of one process have one recording
 
 
-async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int = 0) -> None:
+async def answer_queries(
+    plane: MessagePlane, namespace: str, instance_id: int = 0, *, pause_s: float = 0.25
+) -> None:
     """Answer queries until cancelled.
 
     Args:
         plane: request plane of the process.
         namespace: namespace of the process.
         instance_id: id of a worker; 0 for a frontend.
+        pause_s: pause after an answer. Without it, clients that ask often would take most of the
+            time of the event loop.
     """
     waiting: asyncio.Queue[RecordingQuery] = asyncio.Queue(_MAX_WAITING)
 
@@ -176,7 +177,7 @@ async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int =
     try:
         while True:
             await _answer(await waiting.get(), plane.try_publish, instance_id)
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause_s)
     finally:
         await unsubscribe()
 

@@ -68,7 +68,7 @@ async def test_decode_canceled_during_peer_probe_is_still_submitted(
     answers = asyncio.Event()
     submitted = []
 
-    async def connect(host: str, port: int) -> None:
+    async def connect(host: str, port: int, timeout_s: float) -> None:
         probing.set()
         await answers.wait()
 
@@ -108,7 +108,7 @@ async def test_decode_rejects_kv_of_the_other_transceiver(gpt_oss: Path) -> None
 async def test_probe_connects_once_for_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     connected: list[tuple[str, int]] = []
 
-    async def connect(host: str, port: int) -> None:
+    async def connect(host: str, port: int, timeout_s: float) -> None:
         connected.append((host, port))
 
     monkeypatch.setattr(endpoint_probe, "_connect", connect)
@@ -145,14 +145,14 @@ def listener(answer: bytes | None) -> Iterator[str]:
     ],
 )
 async def test_probe_when_address_is_no_transceiver_then_fails(
-    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    answer: bytes | None, reason: str
 ) -> None:
-    monkeypatch.setattr(endpoint_probe, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
+    probe = endpoint_probe.EndpointProbe(timeout_s=SOON_S if answer is not None else 0.05)
     with (
         listener(answer) as address,
         pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"),
     ):
-        await endpoint_probe.EndpointProbe().check(address)
+        await probe.check(address)
 
 
 async def test_probe_accepts_a_zeromq_greeting() -> None:

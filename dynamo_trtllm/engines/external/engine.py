@@ -37,7 +37,6 @@ from dynamo_trtllm.protocol.streams import OnEvent
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 60.0
-_LOOK_EVERY_S = 2.0  # shortest time between two queries of the driver
 _GIB = 1 << 30
 
 T = TypeVar("T")
@@ -91,14 +90,18 @@ LOADING_WEIGHTS = "loading weights"
 class LoadProgress:
     """How far the loading of one engine is."""
 
-    def __init__(self, weight_bytes: int, reported: Callable[[], str] = str) -> None:
+    def __init__(
+        self, weight_bytes: int, reported: Callable[[], str] = str, look_every_s: float = 2.0
+    ) -> None:
         """Note the memory in use.
 
         Args:
             weight_bytes: the weights of one GPU. They are loaded until so much more memory is used.
             reported: returns the phase that the library's processes have reported; "" if they
                 report none.
+            look_every_s: shortest time between two queries of the driver.
         """
+        self._look_every_s = look_every_s
         self._weight_bytes = weight_bytes
         self._reported = reported
         self._bytes_before = gpu.memory_used_bytes()
@@ -110,7 +113,7 @@ class LoadProgress:
 
         If the library does not report it, it is derived from the GPU memory in use.
         """
-        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+        if time.monotonic() - self._looked_at > self._look_every_s:
             self._looked_at = time.monotonic()
             self._bytes_now = gpu.memory_used_bytes()
         phase = self._reported()

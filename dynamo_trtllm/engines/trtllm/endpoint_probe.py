@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 from dynamo_trtllm.protocol.errors import TransferFailed
 
-_PROBE_TIMEOUT_S = 2.0
 _PROBE_VALID_S = 1.0
 # ZeroMQ's signature, which libzmq sends before it has read anything.
 _GREETING_BYTES = 10
@@ -23,9 +22,13 @@ class EndpointProbe:
     (_torch/disaggregation/native/messenger.py, 0825635c), which greets each connection from a
     thread of its process: a frozen process accepts connections, but is silent. Discovery is not
     asked, because a worker that drains is not registered, and its KV is still fetched.
+
+    Args:
+        timeout_s: limit of a probe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def check(self, endpoint: str) -> None:
@@ -41,14 +44,14 @@ class EndpointProbe:
             return
         probe = self._probes.get(endpoint)
         if probe is None:
-            probe = asyncio.create_task(_connect(address.hostname, address.port))
+            probe = asyncio.create_task(_connect(address.hostname, address.port, self._timeout_s))
             self._probes[endpoint] = probe
             probe.add_done_callback(lambda _: self._forget_later(endpoint))
         try:
             await asyncio.shield(probe)
         except OSError as exc:
             reason = (
-                f"no answer within {_PROBE_TIMEOUT_S:g} s" if isinstance(exc, TimeoutError) else exc
+                f"no answer within {self._timeout_s:g} s" if isinstance(exc, TimeoutError) else exc
             )
             raise TransferFailed(
                 f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}"
@@ -58,8 +61,8 @@ class EndpointProbe:
         asyncio.get_running_loop().call_later(_PROBE_VALID_S, self._probes.pop, endpoint, None)
 
 
-async def _connect(host: str, port: int) -> None:
-    async with asyncio.timeout(_PROBE_TIMEOUT_S):
+async def _connect(host: str, port: int, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(host, port)
         try:
             greeting = await reader.readexactly(_GREETING_BYTES)

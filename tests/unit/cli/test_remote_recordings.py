@@ -17,7 +17,7 @@ from dynamo_trtllm.cli import remote_recordings
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, InprocTransport
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.launch.running_deployments import LaunchRecord
-from dynamo_trtllm.observability import recorder, recording_server
+from dynamo_trtllm.observability import recorder
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
 from dynamo_trtllm.observability.recording_queries import RecordingQueries
 from dynamo_trtllm.observability.recording_server import (
@@ -42,11 +42,10 @@ OTHERS = range(2000)
 
 @asynccontextmanager
 async def recording_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float = 0.0
 ) -> AsyncIterator[InprocTransport]:
     """This process as a worker that answers; its ring has wrapped."""
     monkeypatch.setattr(recorder, "NUM_SLOTS", 6000)
-    monkeypatch.setattr(recording_server, "_PAUSE_S", 0.0)
     RECORDER.start(folder, namespace=NS, kind="decode", instance_id=DECODE)
     for number in OTHERS:
         for event in (E.RECEIVED, E.PROGRESS, E.FINISHED):
@@ -57,7 +56,7 @@ async def recording_process(
     plane = InprocPlane()
     transport = plane._transport
     assert isinstance(transport, InprocTransport)
-    answering = asyncio.create_task(answer_queries(plane, NS, DECODE))
+    answering = asyncio.create_task(answer_queries(plane, NS, DECODE, pause_s=pause_s))
     await asyncio.sleep(0)
     assert recordings_subject(NS) in transport._bus._subscriptions
     try:
@@ -182,8 +181,7 @@ async def test_answers_to_consecutive_queries_pause_between(
         if part.is_last:
             has_ended.set()
 
-    async with recording_process(memory_path, monkeypatch) as transport:
-        monkeypatch.setattr(recording_server, "_PAUSE_S", 3600.0)
+    async with recording_process(memory_path, monkeypatch, pause_s=3600.0) as transport:
         for inbox in ("first", "second"):
             await transport.subscribe(inbox, receive)
             transport.publish(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.external import engine as external
 from dynamo_trtllm.engines.external.engine import LoadProgress, run_in_daemon_thread
 from dynamo_trtllm.protocol.errors import EngineFailed
 from tests.kit.waiting import SOON_S
@@ -72,9 +71,8 @@ async def test_thread_wait_ends_at_a_deadline() -> None:
 def test_progress_when_memory_grows_then_the_phase_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     monkeypatch.setattr(gpu, "memory_used_bytes", iter([2 * GIB, 5 * GIB, 13 * GIB]).__next__)
-    loader = LoadProgress(10 * GIB)
+    loader = LoadProgress(10 * GIB, look_every_s=-1.0)
     assert loader.progress() == "loading weights 30%, 3.0 GiB of GPU memory used"
     assert loader.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 

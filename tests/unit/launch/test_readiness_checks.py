@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 
-from dynamo_trtllm.launch import servers
 from dynamo_trtllm.launch.servers import (
     NotYet,
     ReadyAnswer,
@@ -101,10 +100,10 @@ async def test_until_with_silent_server_ends_in_time() -> None:
             await until(partial(ready, HOST, port), 0.2)
 
 
-async def test_until_asks_again_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_ONE_ANSWER_S", 0.1)
+async def test_until_asks_again_without_an_answer() -> None:
     with answering(b"", http(200, '{"status": "ready"}')) as port:
-        assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
+        answer = await until(partial(ready, HOST, port), SOON_S, one_answer_s=0.1)
+    assert answer == ReadyAnswer("ready")
 
 
 @pytest.mark.parametrize(
