@@ -179,8 +179,8 @@ def _why_misdated(process: ProcessRecording) -> str:
         return ""
     side = "ahead of" if process.ahead_s > 0 else "behind"
     return (
-        f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of"
-        " requests and KV transfers are dates; synchronize the clocks"
+        f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and KV transfers"
+        " expire at a date; synchronize the clocks"
     )
 
 
