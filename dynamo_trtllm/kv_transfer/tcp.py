@@ -73,7 +73,7 @@ _FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
 _LOG_EVERY_S = 10.0
 
 
-class ConnectionLimits(NamedTuple):
+class TcpLimits(NamedTuple):
     """What a listener allows its peers."""
 
     max_connections: int = 4096
@@ -81,7 +81,7 @@ class ConnectionLimits(NamedTuple):
     request_timeout_s: float = 5.0  # a connection without a request is closed after this time
 
 
-DEFAULT_LIMITS: Final = ConnectionLimits()
+DEFAULT_LIMITS: Final = TcpLimits()
 
 
 class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class TcpBackend:
         bind_host: str = LOOPBACK,
         advertise_host: str = LOOPBACK,
         checksums: Checksums | None = None,
-        limits: ConnectionLimits = DEFAULT_LIMITS,
+        limits: TcpLimits = DEFAULT_LIMITS,
     ) -> None:
         self.checksums = checksums or Checksums()
         self._limits = limits

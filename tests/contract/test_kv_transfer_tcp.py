@@ -22,8 +22,8 @@ from dynamo_trtllm.kv_transfer.tcp import (
     _REPLY,
     _REQUEST,
     DEFAULT_LIMITS,
-    ConnectionLimits,
     TcpBackend,
+    TcpLimits,
 )
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
@@ -38,12 +38,12 @@ async def fetched() -> list[str]:
 
 
 @pytest.fixture
-def limits() -> ConnectionLimits:
+def limits() -> TcpLimits:
     return DEFAULT_LIMITS
 
 
 @pytest.fixture
-async def holder(fetched: list[str], limits: ConnectionLimits) -> AsyncIterator[TcpBackend]:
+async def holder(fetched: list[str], limits: TcpLimits) -> AsyncIterator[TcpBackend]:
     backend = TcpBackend("127.0.0.1", limits=limits)
     await backend.start(fetched.append)
     yield backend
@@ -67,7 +67,7 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     ids=["wrong token", "unknown transfer", "long id"],
 )
 # The listener must not wait for more than the head.
-@pytest.mark.parametrize("limits", [ConnectionLimits(request_timeout_s=2 * SOON_S)])
+@pytest.mark.parametrize("limits", [TcpLimits(request_timeout_s=2 * SOON_S)])
 async def test_serve_when_token_is_wrong_then_there_is_no_answer(
     holder: TcpBackend,
     fetched: list[str],
@@ -262,7 +262,7 @@ async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: T
 
 @pytest.mark.parametrize(
     ("files", "limits"),
-    [(16, DEFAULT_LIMITS), (1 << 20, ConnectionLimits(max_without_request=4))],
+    [(16, DEFAULT_LIMITS), (1 << 20, TcpLimits(max_without_request=4))],
 )
 async def test_serve_closes_oldest_silent_strangers(
     holder: TcpBackend,
@@ -286,7 +286,7 @@ async def test_serve_closes_oldest_silent_strangers(
         writer.close()
 
 
-@pytest.mark.parametrize("limits", [ConnectionLimits(max_connections=2)])
+@pytest.mark.parametrize("limits", [TcpLimits(max_connections=2)])
 async def test_serve_beyond_connection_limit_fails_at_once(holder: TcpBackend) -> None:
     # more than the sockets' buffers hold
     source = content("a", 32 << 20)
