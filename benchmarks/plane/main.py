@@ -89,6 +89,21 @@ def _arguments() -> argparse.Namespace:
         default=dynamo.default_folder(),
         help="folder to install Dynamo into",
     )
+    _add_sides(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    args = parser.parse_args()
+    names = [name for name in args.points.split(",") if name]
+    if args.what == "against-dynamo" and not names and not args.quick:
+        names = list(COMPARED)
+    try:
+        args.chosen = select(names, quick=args.quick)
+    except KeyError as exc:
+        parser.error(f"unknown point {exc}")
+    return args
+
+
+def _add_sides(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose what of this project is measured."""
     parser.add_argument(
         "--beside", type=Path, help="checkout of another commit of this project to measure as well"
     )
@@ -119,16 +134,6 @@ def _arguments() -> argparse.Namespace:
         metavar="N",
         help="measure a frontend with N open consoles as well",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
-    args = parser.parse_args()
-    names = [name for name in args.points.split(",") if name]
-    if args.what == "against-dynamo" and not names and not args.quick:
-        names = list(COMPARED)
-    try:
-        args.chosen = select(names, quick=args.quick)
-    except KeyError as exc:
-        parser.error(f"unknown point {exc}")
-    return args
 
 
 def main() -> None:
