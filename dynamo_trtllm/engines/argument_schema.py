@@ -7,6 +7,7 @@ Arguments are named by dotted keys, as in the YAML: `kv_cache_config.dtype`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from dynamo_trtllm.config.suggestions import suggest
@@ -25,6 +26,7 @@ class Found(NamedTuple):
     owner: str = ""  # class of the field
 
 
+@lru_cache(maxsize=8192)  # a preflight asks for the same keys of the same releases in each rule
 def find(release: ApiManifest, key: str) -> Found:
     """Look an argument up in a release by its dotted key."""
     classes: tuple[str, ...] = (release.library.root,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def choose_profile(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
 
 
 def load_profile(name: str) -> KernelProfile:
-    """Read one profile.
+    """Return one profile. Its file is read once, and again after a change.
 
     Args:
         name: name of a profile in `kernels_config/`, or path of a YAML file.
@@ -91,6 +92,19 @@ def load_profile(name: str) -> KernelProfile:
             f"Unknown --kernels-profile {name}. Choose one of {known}, or pass a YAML file.",
             field="kernels_profile",
         )
+    written_ns = found.stat().st_mtime_ns if found.exists() else 0
+    return _read_profile(path, found.absolute(), written_ns)
+
+
+@lru_cache(maxsize=16)
+def _read_profile(path: Path, found: Path, written_ns: int) -> KernelProfile:
+    """Read one file, which takes 8 ms. A worker, and a preflight of many files, need some often.
+
+    Args:
+        path: name of the file in errors.
+        found: the file.
+        written_ns: time of its last change.
+    """
     data = layers.read_yaml(found)
     layers.check_keys(data, KernelProfile.model_fields.keys() - {"name"}, str(path))
     try:

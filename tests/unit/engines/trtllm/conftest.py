@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-
 import pytest
 
 from dynamo_trtllm.engines.external import runner
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.trtllm import kernel_profiles
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
-
-
-@pytest.fixture(scope="module")
-def profiles_read_once() -> Iterator[None]:
-    """Nearly all that a check of a configuration computes is to parse the same kernel profiles
-    again.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        load = functools.cache(kernel_profiles.load_profile)
-        patch.setattr(kernel_profiles, "load_profile", load)
-        yield
 
 
 @pytest.fixture

@@ -85,6 +85,21 @@ def test_choose_when_the_file_is_bad_then_refused_with_the_key(
         choose_profile(str(path), [])
 
 
+def test_profile_is_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("sm: [90]")
+    read = layers.read_yaml
+    reads: list[Path] = []
+    monkeypatch.setattr(layers, "read_yaml", lambda path: reads.append(path) or read(path))
+    assert [choose_profile(str(path), []).sm for _ in range(3)] == [[90]] * 3
+    assert len(reads) == 1
+    path.write_text("sm: [100]")
+    os.utime(path, ns=(0, 0))
+    assert choose_profile(str(path), []).sm == [100]
+
+
 def test_choose_finds_shipped_profiles_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from tests.unit.engines.trtllm.preflight_corpus import (
     read_case,
 )
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once", "without_gpus")
+pytestmark = pytest.mark.usefixtures("without_gpus")
 
 PATHS = sorted(CORPUS.glob("*.yaml"))
 

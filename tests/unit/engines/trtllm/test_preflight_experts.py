@@ -16,8 +16,6 @@ from dynamo_trtllm.engines.trtllm.preflight.checks import check_role
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import facts, gpu
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
-
 
 def test_check_notes_the_default_moe_kernels() -> None:
     judged = facts(Role.DECODE, {"moe_config.backend": ...})

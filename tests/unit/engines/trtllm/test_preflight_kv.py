@@ -13,8 +13,6 @@ from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import LLAMA, facts
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
-
 P = Role.PREFILL
 D = Role.DECODE
 DTYPE = "kv_cache_config.dtype"

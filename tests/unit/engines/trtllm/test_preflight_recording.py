@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.unit.engines.trtllm.preflight_recording import RECORDING, shipped_findings
-
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
 def test_shipped_files_have_the_recorded_problems(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.planted_errors import ERRORS, PLANTED, PYTHON, V2, K, Planted, T
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
-
 P = Role.PREFILL
 D = Role.DECODE
 A = Role.AGGREGATED

@@ -18,8 +18,6 @@ from dynamo_trtllm.config.commands import PreflightConfig
 from tests.kit.cases import each_case
 from tests.unit.engines.trtllm.shipped_pairs import FOLDER, LLAMA, LOADS, SHIPPED, config
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
-
 
 def claimed(path: Path) -> list[str]:
     """The releases in a file's first line; the candidates of 1.3 by the name of the one that was

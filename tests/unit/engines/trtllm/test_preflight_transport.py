@@ -10,7 +10,6 @@ from dynamo_trtllm.engines.trtllm.preflight.checks import check_role
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import facts
 
-pytestmark = pytest.mark.usefixtures("profiles_read_once")
 NIXL = {"cache_transceiver_config.backend": "NIXL"}
 
 
