@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import yaml
-
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
-from tests.unit.deploy.kustomize import Doc, documents, render
+from tests.unit.deploy.kustomize import Doc, documents, read_documents, render
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "deploy" / "recipes"
@@ -177,7 +175,7 @@ def generated(name: str, output: str = "kubernetes") -> str:
 
 def all_generated() -> dict[str, list[Doc]]:
     """Return the objects that `serve` writes, by the name in GENERATED."""
-    return {name: [*yaml.safe_load_all(generated(name))] for name in GENERATED}
+    return {name: read_documents(generated(name)) for name in GENERATED}
 
 
 def everything() -> dict[str, list[Doc]]:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from dynamo_trtllm.cluster.discovery.etcd_connection import channel_credentials
 from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.kv_transfer.keys import read_keys
+from tests.unit.deploy.kustomize import read_documents
 from tests.unit.deploy.recipes import ROOT, deployed, environment, frontends, workers
 from tests.unit.deploy.test_recipe_schemas import check
 
@@ -99,7 +99,7 @@ def test_worker_is_added_to_secrets_that_exist(tmp_path: Path) -> None:
 
 def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
     done = made("kubernetes", "--namespace", "demo")
-    docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    docs = {doc["metadata"]["name"]: doc for doc in read_documents(done.stdout)}
     assert set(docs) == SECRETS
     for doc in docs.values():
         check(doc)
@@ -150,7 +150,7 @@ def test_pods_have_the_certificate_of_their_role_alone(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"])
 def test_recipes_mount_the_key_into_workers_alone(recipe: str) -> None:
     done = made("kubernetes", "--namespace", "demo")
-    secrets = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    secrets = {doc["metadata"]["name"]: doc for doc in read_documents(done.stdout)}
     pods = deployed(recipe)
     assert {"kv-transfer-key"} <= set(secrets)
     for pod in workers(pods):

@@ -10,11 +10,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.kit.cases import each_case
 from tests.unit.deploy.custom_resources import SCHEMAS
-from tests.unit.deploy.kustomize import Doc, render
+from tests.unit.deploy.kustomize import Doc, read_documents, render
 from tests.unit.deploy.recipes import KUSTOMIZATIONS, RECIPES, all_generated, everything, of_kind
 
 VERSION = "1.30"  # the oldest that the recipes are for
@@ -93,7 +92,7 @@ def test_rendering_when_kubectl_does_it_then_the_same(folder: str) -> None:
     done = subprocess.run(
         [kubectl, "kustomize", str(RECIPES / folder)], capture_output=True, text=True, check=True
     )
-    theirs = list(yaml.safe_load_all(re.sub(r"\b(nats-config)-[a-z0-9]{10}\b", r"\1", done.stdout)))
+    theirs = read_documents(re.sub(r"\b(nats-config)-[a-z0-9]{10}\b", r"\1", done.stdout))
 
     def by_name(docs: list[Doc]) -> list[Doc]:
         return sorted(docs, key=lambda doc: (doc["kind"], doc["metadata"]["name"]))
