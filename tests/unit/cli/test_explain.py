@@ -63,11 +63,21 @@ GENERATED: Events = [
 ]
 
 
+def minute_ago_ns() -> int:
+    return time.monotonic_ns() - 60_000_000_000
+
+
 def process(
-    kind: str, events: Events, instance_id: int = 0, state: ProcessState = S.RUNNING, key: int = KEY
+    kind: str,
+    events: Events,
+    instance_id: int = 0,
+    state: ProcessState = S.RUNNING,
+    key: int = KEY,
+    begun_ns: int | None = None,
 ) -> ProcessRecording:
-    """A process whose first event was a minute ago."""
-    begun_ns = time.monotonic_ns() - 60_000_000_000
+    """A process whose first event was a minute ago, or at the time that others began, too."""
+    if begun_ns is None:
+        begun_ns = minute_ago_ns()
     header = RecordingHeader(
         MAGIC, 1, 64, 65536, 4096, 77, 0, time.time_ns(), time.monotonic_ns(), boot_id(), instance_id, kind.encode(),
         b"dynamo", 0, time.monotonic_ns(), 1,
@@ -88,12 +98,13 @@ def said(
     decode: Events = (),
     states: tuple[ProcessState, ProcessState, ProcessState] = (S.RUNNING, S.RUNNING, S.RUNNING),
 ) -> tuple[str, int]:
+    begun_ns = minute_ago_ns()
     processes = [
-        process("frontend", frontend, 0, states[0]),
-        process("decode", decode, DECODE, states[2]),
+        process("frontend", frontend, 0, states[0], begun_ns=begun_ns),
+        process("decode", decode, DECODE, states[2], begun_ns=begun_ns),
     ]
     if prefill is not None:
-        processes.append(process("prefill", prefill, PREFILL, states[1]))
+        processes.append(process("prefill", prefill, PREFILL, states[1], begun_ns=begun_ns))
     report = StuckReport.of(Recordings(processes), 10.0)
     return report.text(), report.exit_status
 
@@ -199,11 +210,11 @@ def test_stuck_names_holder_and_reason_of_silent_request(
 
 
 def test_stuck_queued_call_names_the_longest_earlier_prompt() -> None:
-    before = process("prefill", STARTED, PREFILL, key=0xF00D)
-    entries = [*before.entries, *process("prefill", RECEIVED, PREFILL).entries]
-    recordings = Recordings(
-        [process("frontend", SENT), dataclasses.replace(before, entries=entries)]
-    )
+    begun_ns = minute_ago_ns()
+    before = process("prefill", STARTED, PREFILL, key=0xF00D, begun_ns=begun_ns)
+    queued = process("prefill", RECEIVED, PREFILL, begun_ns=begun_ns)
+    both = dataclasses.replace(before, entries=[*before.entries, *queued.entries])
+    recordings = Recordings([process("frontend", SENT, begun_ns=begun_ns), both])
     text = StuckReport.of(recordings, older_than_s=10.0).text()
     assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text
 
@@ -337,6 +348,8 @@ def test_perfetto_export_has_a_slice_between_events() -> None:
 
 
 def test_mooncake_shares_block_ids_of_equal_prefixes() -> None:
+    begun_ns = minute_ago_ns()
+
     def prompt(at_ms: int, key: int, hashes: tuple[int, int]) -> ProcessRecording:
         events: Events = [
             (at_ms, E.RECEIVED, 0, 0, ""),
@@ -345,7 +358,7 @@ def test_mooncake_shares_block_ids_of_equal_prefixes() -> None:
             (at_ms + 3, E.LAST_TOKEN, 7, 0, "stop"),
             (at_ms + 4, E.FINISHED, 200, 7, "stop"),
         ]
-        return process("frontend", events, key=key)
+        return process("frontend", events, key=key, begun_ns=begun_ns)
 
     recordings = Recordings([prompt(0, 1, (5, 6)), prompt(20, 2, (5, 7))])
     lines = [json.loads(line) for line in mooncake(list(recordings.requests.values()))]
