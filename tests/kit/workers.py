@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.client import DEFAULT_LIMITS, PlaneLimits
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.engine_interface import Engine
@@ -82,7 +82,7 @@ class FrontendSide:
 
 @asynccontextmanager
 async def frontend_side(
-    chosen: WorkerConfig, options: RouterOptions | None = None, limits: PlaneLimits | None = None
+    chosen: WorkerConfig, options: RouterOptions | None = None, limits: PlaneLimits = DEFAULT_LIMITS
 ) -> AsyncIterator[FrontendSide]:
     plane = await NatsPlane.connect(chosen.nats_server, limits)
     discovery = EtcdDiscovery(chosen, lease_ttl_s=chosen.lease_ttl_s)
