@@ -244,6 +244,9 @@ class MockScheduler:
                 if not any(self._is_in_step(stream) for stream in self._running):
                     self._send_held()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
+                    if self._has_later_work():
+                        # What was planned has been cancelled meanwhile.
+                        continue
                     self._work.clear()
                     await self._work.wait()
                     begun_s = self._clock()
@@ -314,6 +317,14 @@ class MockScheduler:
     def _is_in_step(self, stream: MockStream) -> bool:
         """Return whether the step that begins has work for a stream."""
         return stream.wanted > 0 and stream.first_step <= self._step_number
+
+    def _has_later_work(self) -> bool:
+        """Return whether the next steps have work that this one has not."""
+        number = self._step_number
+        streams = (*self._waiting, *self._running)
+        if any(stream.wanted > 0 and stream.first_step > number for stream in streams):
+            return True
+        return any(post.first_step > number for post in self._posts)
 
     def _plan_next(self, prompts: Mapping[MockStream, int]) -> None:
         """Note which step has place for what comes while this one runs.

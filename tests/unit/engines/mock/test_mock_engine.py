@@ -25,6 +25,8 @@ from dynamo_trtllm.protocol.cost_model import decode_features
 from dynamo_trtllm.protocol.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.protocol.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.protocol.streams import as_stream
+from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
+from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
 from dynamo_trtllm.testing.engine_requests import (
     ask,
     check_nothing_left,
@@ -327,12 +329,33 @@ async def test_steps_are_measured_with_their_work() -> None:
 
 def test_step_costs_replace_the_times_of_steps() -> None:
     decode = [0.001, 1e-4, 0.0, 0.0, 0.0, 0.0]
-    prefill = [0.002, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.0, 0.0, 0.5]
+    prefill = [0.002, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 0.0, 0.0, 0.5]
     args = MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": prefill}})
     assert not args.is_constant
     costs = args.cost_prior
     assert costs.is_valid
     assert costs.decode is not None
     assert costs.decode.predict(decode_features(3, 1000)) == pytest.approx(0.0013)
-    with pytest.raises(ValidationError, match="at least 9 items"):
+    with pytest.raises(ValidationError, match="at least 10 items"):
         MockArgs.model_validate({"step_costs": {"decode": decode, "prefill": decode}})
+
+
+def test_request_after_a_cancelled_one_is_served() -> None:
+    """The step that was planned for both is empty, and the next one has work."""
+
+    async def served() -> None:
+        clocks = virtual_clocks()
+        config = WorkerConfig(
+            model_path="mock",
+            engine="mock",
+            disaggregation_mode=Role.AGGREGATED,
+            override_engine_args={"plan_ahead": True, "step_s": 0.01},
+        )
+        engine = MockEngine(config, instance_id=1, backend=MemoryBackend({}), clocks=clocks, seed=1)
+        async with started(engine):
+            cancelled = engine.generate(ask(PROMPT), lambda event: None)
+            await asyncio.sleep(0.025)  # within a step
+            cancelled.cancel()
+            assert len(tokens(await collect(engine, ask(PROMPT)))) == 8
+
+    run_virtual(served())
