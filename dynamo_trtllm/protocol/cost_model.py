@@ -19,7 +19,9 @@ Features: TypeAlias = Sequence[float]
 
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
-_PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
+_PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
+# Each request uses one of 32 experts of a layer, as 4 of 128 in gpt-oss-120b.
+_UNUSED_EXPERTS: Final = 1 - 1 / 32
 _KI: Final = 1 / 1024
 _MI: Final = 1 / (1 << 20)
 # The coefficients that are slopes of adjacent segments.
@@ -32,7 +34,7 @@ def _slopes(name: str, knots: Sequence[int]) -> list[str]:
     return [f"{name}_{begin}_to_{end}" for begin, end in zip(knots, ends, strict=True)]
 
 
-DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "sqrt_requests")
+DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "all_experts")
 PREFILL_TERMS: Final = (
     "step",
     *_slopes("tokens", _PREFILL_KNOTS),
@@ -83,11 +85,15 @@ def _segments(value: float, knots: Sequence[int]) -> list[float]:
 def decode_features(requests: float, context_tokens: float) -> Features:
     """Return the values on which a step without prompt tokens depends.
 
-    The root stands for what grows more slowly with each further request, such as the experts of a
-    layer that are used.
+    The last one is the part of a layer's experts that the requests use.
     """
     parts = _segments(requests, _DECODE_KNOTS)
-    return 1.0, *parts, context_tokens * _KI, math.sqrt(requests)
+    return 1.0, *parts, context_tokens * _KI, _used_experts(requests)
+
+
+def _used_experts(requests: float) -> float:
+    """Return which part of the experts of a layer some requests use, on average."""
+    return 1.0 - math.pow(_UNUSED_EXPERTS, requests)
 
 
 def prefill_features(
@@ -107,8 +113,9 @@ def decode_step_s(fit: Fit, requests: float, context_tokens: float) -> float:
     They are those of `decode_features`. A selection of workers predicts many steps, and this takes
     a fraction of the time.
     """
-    step_s, slope, next_slope, last_slope, context_s, root_s = fit.coefficients
-    seconds = step_s + context_s * context_tokens * _KI + root_s * math.sqrt(requests)
+    step_s, slope, next_slope, last_slope, context_s, experts_s = fit.coefficients
+    seconds = step_s + context_s * context_tokens * _KI
+    seconds += experts_s * (1.0 - math.pow(_UNUSED_EXPERTS, requests))
     _, first, second = _DECODE_KNOTS
     if requests <= first:
         return seconds + slope * requests
@@ -130,7 +137,7 @@ def prefill_step_s(
     step_s, *slopes, request_s, context_s, attention_s = fit.coefficients
     seconds = step_s + request_s * decode_requests + context_s * context_tokens * _KI
     seconds += attention_s * attention_pairs * _MI
-    _, first, second, third, fourth = _PREFILL_KNOTS
+    _, first, second, third, fourth, fifth = _PREFILL_KNOTS
     if tokens <= first:
         return seconds + slopes[0] * tokens
     seconds += slopes[0] * first
@@ -143,7 +150,10 @@ def prefill_step_s(
     if tokens <= fourth:
         return seconds + slopes[3] * (tokens - third)
     seconds += slopes[3] * (fourth - third)
-    return seconds + slopes[4] * (tokens - fourth)
+    if tokens <= fifth:
+        return seconds + slopes[4] * (tokens - fourth)
+    seconds += slopes[4] * (fifth - fourth)
+    return seconds + slopes[5] * (tokens - fifth)
 
 
 def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:

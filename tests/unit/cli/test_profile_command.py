@@ -16,7 +16,7 @@ from dynamo_trtllm.protocol.cost_model import CostModel, Fit
 from dynamo_trtllm.simulate.constants import find_constants, known_constants
 
 DECODE = (0.005, 0.0005, 0.0001, 0.0, 0.00001, 0.0)
-PREFILL = (0.05, 1e-5, 1e-5, 1e-5, 1e-5, 2e-5, 0.0, 0.0, 0.001)
+PREFILL = (0.05, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 2e-5, 0.0, 0.0, 0.001)
 
 
 def page(num_samples: int) -> str:

@@ -31,7 +31,7 @@ def test_decode_step_takes_the_time_of_its_features(requests: int) -> None:
     assert decode_step_s(DECODE, requests, 7000) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 256, 1024, 4096, 4097, 99_999])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 256, 1024, 2048, 2049, 4096, 99_999])
 def test_prefill_step_takes_the_time_of_its_features(tokens: int) -> None:
     expected = PREFILL.predict(prefill_features(9, 7000, tokens, 3e6))
     assert prefill_step_s(PREFILL, 9, 7000, tokens, 3e6) == pytest.approx(expected)

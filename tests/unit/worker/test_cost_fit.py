@@ -153,7 +153,7 @@ def test_queued_calls_predict_the_first_token(scheduled_steps: int) -> None:
 
     Some engines have already scheduled the step after the running one when a call arrives.
     """
-    fit = CostFit(CostModel(prefill=Fit((0.01, *[0.0] * 8), 0.9, 1.1, 0), step_tokens=100))
+    fit = CostFit(CostModel(prefill=Fit((0.01, *[0.0] * 9), 0.9, 1.1, 0), step_tokens=100))
     rnd = random.Random(1)
     for _ in range(60):
         tokens = rnd.randint(10, 500)
@@ -235,13 +235,13 @@ def test_learning_from_damaged_samples_keeps_last_model(
 
 
 def test_cost_model_of_another_release_is_not_valid() -> None:
-    good = Fit((0.01, *[0.0] * 8), 0.9, 1.1, 7)
+    good = Fit((0.01, *[0.0] * 9), 0.9, 1.1, 7)
     assert CostModel(prefill=good).is_valid
     for bad in (
         Fit((0.01,), 0.9, 1.1, 7),
-        Fit((float("nan"), *[0.0] * 8), 0.9, 1.1, 7),
-        Fit((-1.0, *[0.0] * 8), 0.9, 1.1, 7),
-        Fit((1e308, *[0.0] * 8), 0.9, 1.1, 7),
-        Fit((0.01, *[0.0] * 8), 1.1, 0.9, 7),
+        Fit((float("nan"), *[0.0] * 9), 0.9, 1.1, 7),
+        Fit((-1.0, *[0.0] * 9), 0.9, 1.1, 7),
+        Fit((1e308, *[0.0] * 9), 0.9, 1.1, 7),
+        Fit((0.01, *[0.0] * 9), 1.1, 0.9, 7),
     ):
         assert not CostModel(prefill=bad).is_valid
