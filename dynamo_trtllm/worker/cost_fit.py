@@ -34,16 +34,19 @@ from dynamo_trtllm.protocol.cost_model import (
 
 log = logging.getLogger(__name__)
 
-_MAX_KINDS = 24  # kinds of steps whose samples are kept; the kinds that were seen last
-_PER_KIND = 12  # samples that are kept of each kind; the newest ones
+_MAX_KINDS = 48  # kinds of steps whose samples are kept; the kinds that were seen last
+_PER_KIND = 6  # samples that are kept of each kind; the newest ones
 _WARM_UP = 4  # number of the first samples, which are ignored
 _MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
 _RATIOS = 256  # ratios of measured to predicted times that are kept
 _FIRST_RATIOS = 20  # number of ratios after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
 # The newest samples of known kinds decide whether the engine has changed: it has if all of them
-# but one are faster than the interval, or all but one are slower.
+# but one are faster than the interval, or all but one are slower, each beside others of its kind.
 _DECIDING_SAMPLES = 12
+# The least factor of such a change. Steps of one kind differ by less: an engine that computes 9
+# requests as 16 (CUDA graphs) takes a third longer than the fit.
+_LEAST_CHANGE = 1.4
 # While at least half of them are too fast, or too slow, nothing is fitted again, for at most this
 # number of samples.
 _MAX_DOUBTED = 64
@@ -59,7 +62,7 @@ _PRIOR_SAMPLES = 2.0  # a prior weighs as much as this number of samples
 
 
 class _NumberedRatio(NamedTuple):
-    """The ratio of the measured time of a sample to the predicted one."""
+    """The ratio of the measured time of a sample to the expected one."""
 
     number: int  # number of the sample
     ratio: float
@@ -94,8 +97,12 @@ class RobustFit:
     def __post_init__(self) -> None:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self.prior
+        self._is_prior = self.prior is not None  # nothing is fitted yet
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # The ratios of the newest samples of known kinds.
+        # Kinds with enough samples when the coefficients were fitted, and the median ratio of their
+        # measured to predicted times then: the coefficients do not fit all kinds alike.
+        self._kind_ratios: dict[Hashable, float] = {}
+        # Of the newest samples of these kinds.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._quantile_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
@@ -124,8 +131,11 @@ class RobustFit:
         if self._coefficients is not None and self.num_samples > _MIN_SAMPLES:
             predicted_s = sum(map(mul, self._coefficients, features))
             ratio = seconds / max(1e-9, predicted_s)
-            is_known = samples is not None and len(samples) * 2 >= _PER_KIND
-            self._evaluate(ratio, is_known=is_known)
+            self._evaluate(ratio)
+            # A prior, which may be far off, has to fit all kinds.
+            kind_ratio = 1.0 if self._is_prior else self._kind_ratios.get(kind)
+            if kind_ratio is not None:
+                self._known_ratios.append(_NumberedRatio(self.num_samples, ratio / kind_ratio))
         if samples is None:
             samples = deque(maxlen=_PER_KIND)
             if len(self._kinds) >= _MAX_KINDS:
@@ -135,7 +145,7 @@ class RobustFit:
         # The kind was removed above, so it is now the one that was seen last.
         self._kinds[kind] = samples
 
-    def _evaluate(self, ratio: float, *, is_known: bool) -> None:
+    def _evaluate(self, ratio: float) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
         # A time outside the interval lowers the part that the quantiles leave outside, which makes
@@ -145,8 +155,6 @@ class RobustFit:
         rate = self._quantile_rate + _ADAPT * (_MISS_RATE - missed)
         self._quantile_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, rate))
         self._ratios.append(ratio)
-        if is_known:
-            self._known_ratios.append(_NumberedRatio(self.num_samples, ratio))
         self.on_outcome(ratio, is_covered)
 
     def refit(self) -> Fit | None:
@@ -160,6 +168,8 @@ class RobustFit:
             if is_fitted:
                 samples = list(chain.from_iterable(self._kinds.values()))
                 self._coefficients = self._solved(samples)
+                self._is_prior = False
+                self._kind_ratios = self._ratios_of_kinds(self._coefficients)
             if len(self._ratios) >= _FIRST_RATIOS:
                 self._interval = _quantiles(self._ratios, self._quantile_rate)
         if self._coefficients is None:
@@ -174,7 +184,8 @@ class RobustFit:
         Return True if the next samples decide it. If the engine has changed, drop what was measured
         before, and return False.
         """
-        low, high = self._interval
+        low = min(self._interval[0], 1 / _LEAST_CHANGE)
+        high = max(self._interval[1], _LEAST_CHANGE)
         ratios = [known.ratio for known in self._known_ratios]
         num_too_fast = sum(1 for ratio in ratios if ratio < low)
         num_too_slow = sum(1 for ratio in ratios if ratio > high)
@@ -203,8 +214,26 @@ class RobustFit:
             if not recent:
                 del self._kinds[kind]
         self._ratios.clear()
+        self._kind_ratios.clear()
         self._known_ratios.clear()
         self._interval = _FIRST_INTERVAL
+
+    def _ratios_of_kinds(self, coefficients: Sequence[float]) -> dict[Hashable, float]:
+        """Return the median ratio of measured to predicted times of each kind with enough samples.
+
+        If the next ratios of a kind are others, the engine has changed. Those of a new kind only
+        show that it is new.
+        """
+        found: dict[Hashable, float] = {}
+        for kind, samples in self._kinds.items():
+            if 2 * len(samples) < _PER_KIND:
+                continue
+            ratios = [
+                sample.seconds / max(1e-9, sum(map(mul, coefficients, sample.features)))
+                for sample in samples
+            ]
+            found[kind] = median(ratios)
+        return found
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
         """Return the coefficients with the least squares of relative errors.
@@ -464,15 +493,14 @@ class CostFit:
         tokens = step.prefill_tokens
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        # Steps are of one kind if their counts of requests have equal bit lengths, and those of
-        # tokens, too.
-        request_bits = step.decode_requests.bit_length()
+        # Steps are of one kind if the next powers of two of their requests are equal, and those of
+        # their tokens: engines compute up to 16 requests as so many (CUDA graphs).
         if tokens:
             # Their decode requests are divided more coarsely, so that there are fewer kinds.
-            kind = tokens.bit_length(), request_bits // 2
+            kind = (tokens - 1).bit_length(), step.decode_requests.bit_length() // 2
             self.prefill.add(step.features, kind, step.seconds)
         else:
-            kind = request_bits, step.context_tokens.bit_length()
+            kind = (step.decode_requests - 1).bit_length(), step.context_tokens.bit_length()
             self.decode.add(step.features, kind, step.seconds)
 
     def _take_call(self, call: CallSample) -> None:

@@ -115,6 +115,17 @@ def test_predictions_follow_a_changed_engine(slowdown: float) -> None:
         )
 
 
+def test_new_load_is_no_change_of_the_engine() -> None:
+    """An engine that computes 9 to 16 requests as 16 takes other times than any fit."""
+    engine = Engine(noise=0.001, outliers=0.0)
+    fit = CostFit()
+    feed(fit, engine.decodes(400, (1, 2, 8)))
+    feed(fit, [engine.step(16, 1000)._replace(decode_requests=n) for n in (9, 10) * 40])
+    feed(fit, engine.decodes(80, (250,), context=200))
+    feed(fit, engine.decodes(80, (28,), context=8000))
+    assert fit.decode.num_changes == 0
+
+
 def test_predictions_ignore_an_outlier() -> None:
     engine = Engine(noise=0.01, outliers=0.0)
     fit = CostFit()
