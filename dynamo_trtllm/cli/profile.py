@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import yaml
 
-from dynamo_trtllm.cli.profile_loads import Alone, LoadFailed, ProfileLoads
+from dynamo_trtllm.cli.profile_loads import Alone, FrontendRequests, LoadFailed, ProfileLoads
 from dynamo_trtllm.config.commands import ProfileConfig
 from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
@@ -79,14 +79,14 @@ async def _profiled(config: ProfileConfig) -> dict[str, Any]:
         return constants_of(await _metrics(url, config), config)
     # Without a worker that answers, the loads would be for nothing.
     await _metrics(url, config)
-    loads = ProfileLoads(
+    requests = FrontendRequests(
         frontend,
-        config.model,
-        config.max_num_tokens,
         http_client.bearer(config.api_key),
         client_context(frontend, config.client_tls_files),
     )
+    loads = ProfileLoads(requests.ask, config.max_num_tokens)
     try:
+        await requests.use_model(config.model)
         await loads.run(config.seconds)
         alone = await loads.alone()
     except LoadFailed as exc:

@@ -6,21 +6,24 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.support import http_client
 
-_CYCLES: Final = 2
-_OUTPUT_TOKENS: Final = (16, 128)  # the least and the most of a request
+# Runs a request with these token ids, which has so many output tokens.
+Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[None]]
+
 _IDS: Final = range(1000, 30_000)  # ordinary tokens of every vocabulary
 _SEED: Final = 1
 _NUM_ALONE: Final = 9  # requests that run alone, of which the median counts
-_PART_ALONE: Final = 0.25  # the length of their prompts, as part of a full step
+# The length of their prompts, as part of a full step: the shortest of the loads. Of a short step,
+# the error of the prediction is short.
+_PART_ALONE: Final = 1 / 64
 _TIMEOUT_S: Final = 120.0
 _MAX_BODY_BYTES: Final = 1 << 20
 
@@ -30,20 +33,36 @@ class LoadFailed(Exception):
 
 
 class _Level(NamedTuple):
-    """So many requests at any time, with prompts of these lengths as parts of a full step."""
+    """So many requests at any time, and how long."""
 
+    seconds: float  # relative to the other levels
     concurrency: int
-    parts: Sequence[float]
+    parts: Sequence[float]  # lengths of the prompts, as parts of a full step
+    output_tokens: tuple[int, int]  # the least and the most of a request
 
 
-# A worker keeps the newest samples of each kind of step. The kinds that few requests see come last,
-# because large batches see them, too, when they begin.
+_ALL_PARTS: Final = (1 / 64, 1 / 16, 1 / 4, 1.0)
+_SHORT: Final = (16, 128)
+_LONG: Final = (256, 256)
+# Two kinds of levels separate what a step's time depends on. Short answers let most steps compute
+# prompts. Prompts of one length with long answers begin together, so that most steps only decode:
+# as many requests with short and with long contexts.
+# Engines compute a batch as one of 1, 2, 4, 8, 16, 24 ... requests (CUDA graphs). The numbers of
+# requests are between these sizes, so that the fit is right on average.
+# No part of a step is 1,024 tokens: vLLM's largest graph has as many tokens, and the time jumps.
 _LEVELS: Final = (
-    _Level(256, (1 / 64, 1 / 32)),
-    _Level(64, (1 / 64, 1 / 8, 1 / 2, 1.0)),
-    _Level(16, (1 / 64, 1 / 8, 1 / 2, 1.0)),
-    _Level(4, (1 / 64, 1 / 8, 1 / 2, 1.0)),
-    _Level(1, (1 / 64, 1 / 16, 1 / 4, 1.0)),
+    _Level(12, 252, (1 / 64, 1 / 32), _SHORT),
+    _Level(9, 124, (1 / 64,), _LONG),
+    _Level(13, 60, (1 / 4,), _LONG),
+    _Level(14, 60, _ALL_PARTS, _SHORT),
+    _Level(16, 28, (1.0,), _LONG),
+    _Level(10, 20, (1 / 64,), _LONG),
+    _Level(12, 12, (1.0,), _LONG),
+    _Level(12, 12, _ALL_PARTS, _SHORT),
+    _Level(10, 6, (1 / 4, 1.0), _LONG),
+    _Level(14, 3, _ALL_PARTS, _SHORT),
+    _Level(8, 2, (1 / 64, 1.0), _LONG),
+    _Level(20, 1, _ALL_PARTS, _SHORT),
 )
 
 
@@ -56,29 +75,20 @@ class Alone:
 
 
 class ProfileLoads:
-    """The loads of one profile. Prompts are random token ids, and answers are not streamed.
+    """The loads of one profile. Prompts are random token ids.
 
     Args:
-        url: address of the frontend.
-        model: name of the model, or of its folder.
+        ask: runs a request.
         step_tokens: the most prompt tokens of a step.
-        headers: sent with each request.
-        tls: decides which https:// servers are trusted. See `http_client.connect`.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        step_tokens: int,
-        headers: Mapping[str, str],
-        tls: ssl.SSLContext | None,
+        self, ask: Ask, step_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._url = url
-        self._model = model
+        self._ask = ask
         self._step_tokens = step_tokens
-        self._headers = headers
-        self._tls = tls
+        self._clock = clock
         self._random = random.Random(_SEED)
 
     async def run(self, seconds: float) -> None:
@@ -90,11 +100,9 @@ class ProfileLoads:
         Raises:
             LoadFailed: a request failed.
         """
-        await self._find_model()
-        level_s = seconds / (_CYCLES * len(_LEVELS))
-        for _ in range(_CYCLES):
-            for level in _LEVELS:
-                await self._run_level(level, level_s)
+        sum_s = sum(level.seconds for level in _LEVELS)
+        for level in _LEVELS:
+            await self._run_level(level, seconds * level.seconds / sum_s)
 
     async def alone(self) -> Alone:
         """Return how long requests take that run alone.
@@ -105,9 +113,9 @@ class ProfileLoads:
         prompt_tokens = max(1, int(_PART_ALONE * self._step_tokens))
         found_s: list[float] = []
         for _ in range(_NUM_ALONE):
-            begun_s = time.monotonic()
-            await self._ask(prompt_tokens, 1)
-            found_s.append(time.monotonic() - begun_s)
+            begun_s = self._clock()
+            await self._ask(self._prompt(prompt_tokens), 1)
+            found_s.append(self._clock() - begun_s)
         return Alone(prompt_tokens=prompt_tokens, seconds=median(found_s))
 
     async def _run_level(self, level: _Level, seconds: float) -> None:
@@ -116,7 +124,8 @@ class ProfileLoads:
 
         async def send_all() -> None:
             while True:
-                await self._ask(self._random.choice(lengths), self._random.randint(*_OUTPUT_TOKENS))
+                prompt = self._prompt(self._random.choice(lengths))
+                await self._ask(prompt, self._random.randint(*level.output_tokens))
 
         lanes = [asyncio.create_task(send_all()) for _ in range(level.concurrency)]
         try:
@@ -130,11 +139,30 @@ class ProfileLoads:
         for lane in done:
             lane.result()
 
-    async def _find_model(self) -> None:
-        """Take the only model of the frontend, unless it has one with the given name.
+    def _prompt(self, num_tokens: int) -> list[int]:
+        return self._random.choices(_IDS, k=num_tokens)
+
+
+class FrontendRequests:
+    """Requests to a frontend, whose answers are not streamed.
+
+    Args:
+        url: address of the frontend.
+        headers: sent with each request.
+        tls: decides which https:// servers are trusted. See `http_client.connect`.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
+        self._url = url
+        self._headers = headers
+        self._tls = tls
+        self._model = ""
+
+    async def use_model(self, name: str) -> None:
+        """Send requests to the model of this name, or to the only one of the frontend.
 
         Raises:
-            LoadFailed: it has several models, or none.
+            LoadFailed: it has several other models, or none.
         """
         content = await self._send("GET", "/v1/models", b"")
         try:
@@ -143,19 +171,25 @@ class ProfileLoads:
             raise LoadFailed(
                 f"{self._url}/v1/models has no list of models; pass the address of a frontend"
             ) from exc
-        if self._model in names:
-            return
-        if len(names) != 1:
+        if name in names:
+            self._model = name
+        elif len(names) == 1:
+            (self._model,) = names
+        else:
             raise LoadFailed(
-                f"{self._url} serves {', '.join(names) or 'no model'}, not {self._model}; pass one"
-                " of its models"
+                f"{self._url} serves {', '.join(names) or 'no model'}, not {name}; pass one of its"
+                " models"
             )
-        self._model = names[0]
 
-    async def _ask(self, prompt_tokens: int, output_tokens: int) -> None:
+    async def ask(self, prompt: Sequence[int], output_tokens: int) -> None:
+        """Run a request until its end.
+
+        Raises:
+            LoadFailed: it failed.
+        """
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": self._random.choices(_IDS, k=prompt_tokens),
+            "prompt": prompt,
             "max_tokens": output_tokens,
             "temperature": 1.0,
             "ignore_eos": True,

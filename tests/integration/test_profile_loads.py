@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm import serve
 from dynamo_trtllm.cli import profile
-from dynamo_trtllm.cli.profile_loads import ProfileLoads
+from dynamo_trtllm.cli.profile_loads import FrontendRequests, ProfileLoads
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.support.network.addresses import free_ports
@@ -47,12 +47,14 @@ def profiled() -> Iterator[Profiled]:
 
 
 def test_loads_reach_the_worker(profiled: Profiled) -> None:
+    requests = FrontendRequests(profiled.frontend_url, {}, None)
+    loads = ProfileLoads(requests.ask, STEP_TOKENS)
     # The only model is taken, whatever the name of the constants.
-    loads = ProfileLoads(profiled.frontend_url, "some/other-model", STEP_TOKENS, {}, None)
+    asyncio.run(requests.use_model("some/other-model"))
     asyncio.run(loads.run(1.0))
     before = profiled.output_tokens()
     alone = asyncio.run(loads.alone())
-    assert alone.prompt_tokens == STEP_TOKENS // 4
+    assert alone.prompt_tokens == STEP_TOKENS // 64
     assert alone.seconds > 0.001
     assert profiled.output_tokens() >= before + 9
 
