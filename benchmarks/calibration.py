@@ -68,8 +68,10 @@ _FITTED: Final = frozenset(
     }
 )
 # The constants of vLLM 0.26 are fitted to the steps of the first run's loads, see `constants.yaml`.
-# The second run has the same loads, so its cells are no predictions of these constants either.
-_STEPS_FITTED: Final = ("11-29-1gpu-vllm026", "11-29-1gpu-vllm026-again")
+# Later runs repeat these loads, so their cells are no predictions of these constants either.
+_STEPS_FITTED: Final = tuple(
+    f"11-29-1gpu-vllm026{run}" for run in ("", "-again", "-third", "-fourth")
+)
 # Parts of the names of files whose steps had 8,192 tokens, see docs/performance-gpu.md. Those of
 # others had 16,384.
 _STEPS_8192: Final = ("steps-8192", "vllm026-block16", "vllm033", "1gpu")
@@ -89,16 +91,16 @@ _TERMS: Final[Sequence[tuple[str, Sequence[int]]]] = (
     ("decode", (3,)),
     ("prefill", (0,)),
     ("prefill", (1, 2, 3)),
-    ("prefill", (4,)),
-    ("prefill", (5,)),
+    ("prefill", (4, 5)),
     ("prefill", (6,)),
+    ("prefill", (7,)),
 )
 # Those that a few points of one shape determine.
 _TERMS_OF_ONE_SHAPE: Final[Sequence[tuple[str, Sequence[int]]]] = (
     ("decode", (0,)),
     ("decode", (1,)),
     ("prefill", (0,)),
-    ("prefill", (1, 2, 3, 4, 5)),
+    ("prefill", (1, 2, 3, 4, 5, 6)),
 )
 
 
