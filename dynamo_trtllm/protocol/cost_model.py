@@ -22,8 +22,8 @@ _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
 # Each request uses one of 32 experts of a layer, as 4 of 128 in gpt-oss-120b.
 _UNUSED_EXPERTS: Final = 1 - 1 / 32
-_KI: Final = 1 / 1024
-_MI: Final = 1 / (1 << 20)
+_PER_KI: Final = 1 / 1024
+_PER_MI: Final = 1 / (1 << 20)
 # The coefficients that are slopes of adjacent segments.
 DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))
 PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
@@ -88,7 +88,7 @@ def decode_features(requests: float, context_tokens: float) -> Features:
     The last one is the part of a layer's experts that the requests use.
     """
     parts = _segments(requests, _DECODE_KNOTS)
-    return 1.0, *parts, context_tokens * _KI, _used_experts(requests)
+    return 1.0, *parts, context_tokens * _PER_KI, _used_experts(requests)
 
 
 def _used_experts(requests: float) -> float:
@@ -104,17 +104,17 @@ def prefill_features(
     The parameters are those of `StepSample`.
     """
     parts = _segments(tokens, _PREFILL_KNOTS)
-    return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
+    return 1.0, *parts, decode_requests, context_tokens * _PER_KI, attention_pairs * _PER_MI
 
 
 def decode_step_s(fit: Fit, requests: float, context_tokens: float) -> float:
     """Return the predicted seconds of a step without prompt tokens.
 
-    They are those of `decode_features`. A selection of workers predicts many steps, and this takes
-    a fraction of the time.
+    Equal to `fit.predict(decode_features(...))`, in a fraction of the time: a selection of workers
+    predicts many steps.
     """
     step_s, slope, next_slope, last_slope, context_s, experts_s = fit.coefficients
-    seconds = step_s + context_s * context_tokens * _KI
+    seconds = step_s + context_s * context_tokens * _PER_KI
     seconds += experts_s * (1.0 - math.pow(_UNUSED_EXPERTS, requests))
     _, first, second = _DECODE_KNOTS
     if requests <= first:
@@ -133,10 +133,13 @@ def prefill_step_s(
     tokens: float,
     attention_pairs: float = 0.0,
 ) -> float:
-    """Return the predicted seconds of a step with prompt tokens, those of `prefill_features`."""
+    """Return the predicted seconds of a step with prompt tokens.
+
+    Equal to `fit.predict(prefill_features(...))`, in a fraction of the time.
+    """
     step_s, *slopes, request_s, context_s, attention_s = fit.coefficients
-    seconds = step_s + request_s * decode_requests + context_s * context_tokens * _KI
-    seconds += attention_s * attention_pairs * _MI
+    seconds = step_s + request_s * decode_requests + context_s * context_tokens * _PER_KI
+    seconds += attention_s * attention_pairs * _PER_MI
     _, first, second, third, fourth, fifth = _PREFILL_KNOTS
     if tokens <= first:
         return seconds + slopes[0] * tokens
@@ -167,7 +170,7 @@ def first_token_features(prompt_tokens: float, running_s: float, steps_s: float)
         running_s: predicted time of the step that runs when it arrives.
         steps_s: predicted time of the steps after that, until its first token.
     """
-    return 1.0, prompt_tokens * _KI, running_s, steps_s
+    return 1.0, prompt_tokens * _PER_KI, running_s, steps_s
 
 
 def kv_transfer_features(prompt_tokens: float) -> Features:
@@ -175,14 +178,14 @@ def kv_transfer_features(prompt_tokens: float) -> Features:
 
     The call fetches the KV of its prompt.
     """
-    return 1.0, prompt_tokens * _KI
+    return 1.0, prompt_tokens * _PER_KI
 
 
 # The coefficients of requests that decode in a step with prompt tokens, and of their context.
 _DECODE_IN_PREFILL: Final = slice(
     PREFILL_TERMS.index("decode_requests"), PREFILL_TERMS.index("context_ki") + 1
 )
-_MOST = 1e6  # limit of a coefficient that is not damaged, in seconds
+_MOST = 1e6  # a larger number is damaged
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -220,7 +223,7 @@ def prior_fit(coefficients: Sequence[float]) -> Fit:
 def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
     """Return a prior for decode steps: a time per step, per request and per token of context."""
     slopes = [request_s] * len(_DECODE_KNOTS)
-    return prior_fit((base_s, *slopes, context_token_s / _KI, 0.0))
+    return prior_fit((base_s, *slopes, 1024 * context_token_s, 0.0))
 
 
 def linear_prefill_fit(
@@ -228,10 +231,11 @@ def linear_prefill_fit(
 ) -> Fit:
     """Return a prior for steps with prompt tokens.
 
-    It is a time per step and per prompt token, and as for decode steps.
+    It is a time per step and per prompt token; and per decoding request and token of its context,
+    as in `linear_decode_fit`.
     """
     slopes = [token_s] * len(_PREFILL_KNOTS)
-    return prior_fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0))
+    return prior_fit((base_s, *slopes, request_s, 1024 * context_token_s, 0.0))
 
 
 class Prediction(NamedTuple):
@@ -259,7 +263,7 @@ class EngineWork(NamedTuple):
     decode_requests: int = 0
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
-    queued_requests: int = 0  # number of these requests that have not begun
+    queued_requests: int = 0  # requests whose prefill has not begun
 
 
 class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -321,8 +325,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         decoding = work.decode_requests
         context = work.context_tokens
         queued_tokens = work.queued_tokens
-        # Assume that the request in the running step has as many tokens left as each of those that
-        # have not begun has on average.
+        # Assume that the queued tokens are spread evenly over the requests that have not begun and
+        # the one in the running step.
         running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
         running_s = 0.0
         if running_tokens > 0:
@@ -341,7 +345,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if work.queued_requests:
             mean_prompt = queued_tokens / work.queued_requests
             pairs += queued_tokens * mean_prompt / 2
-        attention_s = fit.coefficients[-1] * pairs * _MI
+        attention_s = fit.coefficients[-1] * pairs * _PER_MI
         return running_s, seconds + attention_s
 
     def predict_first_token(
@@ -365,7 +369,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return math.inf
         running_s, steps_s = predicted
         call, prompt, running, steps = self.first_token.coefficients
-        return call + prompt * new_tokens * _KI + running * running_s + steps * steps_s
+        return call + prompt * new_tokens * _PER_KI + running * running_s + steps * steps_s
 
     def longest_step_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float:
         """Return the time of the longest step until the first token of a prompt.
@@ -399,15 +403,15 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         A prefill worker has measured no decode steps before its first aggregated request, and a
         decode worker no steps with whole prompts.
         """
-        of_prompts = self
+        prompt_source = self
         is_other_better = other.has_computed_prompts and not self.has_computed_prompts
         if self.prefill is None or is_other_better:
-            of_prompts = other
+            prompt_source = other
         return CostModel(
             decode=self.decode or other.decode,
-            prefill=of_prompts.prefill,
-            first_token=of_prompts.first_token or self.first_token or other.first_token,
-            step_tokens=of_prompts.step_tokens,
+            prefill=prompt_source.prefill,
+            first_token=prompt_source.first_token or self.first_token or other.first_token,
+            step_tokens=prompt_source.step_tokens,
             kv_transfer=self.kv_transfer or other.kv_transfer,
         )
 

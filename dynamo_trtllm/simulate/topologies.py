@@ -18,7 +18,7 @@ from dynamo_trtllm.simulate.engine_files import engine_file
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 
-# Parts of the rate at which all topologies are compared.
+# Multiples of the given rate at which all topologies are compared.
 LADDER: Final = (0.25, 0.5, 1.0, 2.0)
 # A topology with which fewer requests keep their limits is no choice.
 _USEFUL_SHARE: Final = 0.5
@@ -51,7 +51,7 @@ class WorkerCounts(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The mean of a figure over simulations with other arrivals, and its least and largest."""
+    """The mean, least and largest value of a figure, over simulations with different arrivals."""
 
     mean: float
     low: float
@@ -74,10 +74,11 @@ class Cell:
     ttft_p90_ms: Range
     tpot_p50_ms: Range
     worst_gap_p50_ms: Range
-    attainment: Mapping[str, Range]  # by definition of goodput: share of the requests
+    # By name of the definition: share of the requests that keep its limits.
+    attainment: Mapping[str, Range]
     goodput: Mapping[str, Range]  # the same: good requests per second and GPU
-    # The same as `attainment`, if the times are off by as much as the constants were on measured
-    # loads: the mean, and the shares with times that are longer and shorter. None: not known.
+    # `mean` is the mean of `attainment`; `low` and `high` are the shares if all times are longer or
+    # shorter by as much as the constants were off on measured loads. None: that is not known.
     with_errors: Mapping[str, Range] | None = None
 
 
@@ -124,13 +125,13 @@ class Comparison:
         self.topologies = list(topologies(num_workers))
 
     def cell(
-        self, topology: WorkerCounts, shape: Shape, rate: float, num_requests: int, seeds: int
+        self, topology: WorkerCounts, shape: Shape, rate: float, num_requests: int, num_seeds: int
     ) -> Cell:
         """Return the figures of a topology at a rate."""
         deployment = self._simulated(topology)
         outcomes = [
             simulate(deployment, poisson_arrivals(shape, rate, num_requests, seed), seed)
-            for seed in range(1, seeds + 1)
+            for seed in range(1, num_seeds + 1)
         ]
         errors = self.constants.errors
         with_errors = None
@@ -211,7 +212,7 @@ class Comparison:
         return found
 
     def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
-        """Return the same with mock engines that take the simulated times, on CPUs."""
+        """Return `deployment(topology)` on CPUs, with mock engines that take the simulated times."""
         data = self.deployment(topology)
         workers = self._simulated(topology).workers
         configs = {config.disaggregation_mode.value: config for config in workers}
@@ -260,10 +261,13 @@ def _with_errors(outcomes: Sequence[Outcome], slo: Slo, errors: Errors) -> Range
     """Return the share of requests within limits, and with all times longer and shorter."""
     factors = (1 + errors.ttft, 1 + errors.mean_gap, 1 + (errors.worst_gap or 0.0))
     more = slo.scaled(*factors)
-    # Times that are longer by a factor keep a limit if they keep one that is shorter by it.
+    # Shorter limits stand for longer times.
     less = slo.scaled(*(1 / factor for factor in factors))
-    shares = [mean(one.attainment(limits) for one in outcomes) for limits in (slo, less, more)]
-    return Range(*shares)
+
+    def share(limits: Slo) -> float:
+        return mean(outcome.attainment(limits) for outcome in outcomes)
+
+    return Range(mean=share(slo), low=share(less), high=share(more))
 
 
 def _range(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> Range:
