@@ -150,6 +150,13 @@ class Overloaded(CapacityError, code="overloaded", retryable=True):
     """A limit of a frontend or worker is reached."""
 
 
+class KvTransfersFull(Overloaded, code="kv_transfers_full"):
+    """An elastic worker holds as much KV for other workers as it may.
+
+    It takes other calls, and other workers may take this one.
+    """
+
+
 class RateLimitExceeded(CapacityError, code="rate_limit_exceeded"):
     """A limit of an API key is reached.
 

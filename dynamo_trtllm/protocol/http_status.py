@@ -34,6 +34,7 @@ _BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
     422: (errors.QueryOfDeath,),  # clients repeat requests after a status from 500 on
     429: (
         errors.Overloaded,
+        errors.KvTransfersFull,
         errors.RateLimitExceeded,
         errors.DeadlineUnreachable,
         errors.SloUnreachable,

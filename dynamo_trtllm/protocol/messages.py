@@ -34,6 +34,7 @@ from dynamo_trtllm.protocol.number_types import (
     SloSeconds,
     TokenId,
 )
+from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
@@ -77,9 +78,13 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "prefill_and_decode"
+    # Any phase, chosen per request: see `shares`. Its record has another value, see `records`.
+    ELASTIC = "elastic"
 
 
-_PREFILL: Final = Role.PREFILL  # Python 3.11 looks up a member of an enum in 150 ns
+# Python 3.11 looks up a member of an enum in 150 ns.
+_PREFILL: Final = Role.PREFILL
+_ELASTIC: Final = Role.ELASTIC
 
 
 class Phase(StrEnum):
@@ -341,6 +346,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_batch_size: Count = 0  # requests in one step
     max_num_tokens: Count = 0  # tokens in one step
     kv_blocks: Count = 0
+    # Of an elastic worker: its blocks that KV for other workers may take. Its decode calls can
+    # always use the others.
+    max_transfer_blocks: Count = 0
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -415,6 +423,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # "host:port" of each listener to which readers of its KV connect. Empty: the engine's library
     # chooses them, or the worker is older.
     kv_addresses: tuple[str, ...] = ()
+    # The role is ELASTIC. In records, the role of such a worker is AGGREGATED, as which frontends
+    # of earlier versions use it.
+    is_elastic: bool = msgspec.field(default=False, name="elastic")
+    shares: Shares = ALL_WORK  # of an elastic worker, until a share table has others
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -432,8 +444,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_blocks_total: Count  # 0: not reported by the engine
     context_tokens: Count  # tokens of the context of the requests in the batch
     cost: CostModel | None = None  # only broadcasts have it
-    # Of a prefill worker: the aggregated requests that have their first token, and the tokens of
-    # their context. Older workers do not report them. Others report all in `running`.
+    # Of a prefill or elastic worker: the requests that generate tokens, and the tokens of their
+    # context. Older workers do not report them. Others report all in `running`.
     aggregated_running: Count = 0
     aggregated_tokens: Count = 0
 
@@ -447,7 +459,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """
         running = self.running
         context = self.context_tokens
-        if role is _PREFILL:
+        if role is _PREFILL or role is _ELASTIC:
             running = self.aggregated_running
             context = self.aggregated_tokens
         return EngineWork(

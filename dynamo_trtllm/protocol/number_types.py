@@ -36,6 +36,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 SloSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SLO_S)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]  # of the work of one kind
 EpochSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=_LAST_TIME)]  # seconds since the epoch
 
 

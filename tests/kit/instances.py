@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from functools import reduce
 
+import msgspec
+
 from dynamo_trtllm.cluster.discovery.records import EndpointId, subject
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.protocol.messages import (
@@ -13,10 +15,12 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     KvLayout,
     KvTransferParams,
+    Limits,
     ModelDeploymentCard,
     Role,
     token_ids,
 )
+from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 
 CARD = ModelDeploymentCard(
     name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template"
@@ -41,6 +45,17 @@ def make_instance(
         card=CARD,
         layout=LAYOUT,
         wire=WIRE_VERSION,
+    )
+
+
+def elastic_instance(instance_id: int, shares: Shares = ALL_WORK) -> Instance:
+    """Return an elastic instance with 100 KV blocks, of which KV for others may take 40."""
+    return msgspec.structs.replace(
+        make_instance(instance_id, role=Role.ELASTIC),
+        can_aggregate=True,
+        is_elastic=True,
+        shares=shares,
+        limits=Limits(max_batch_size=8, kv_blocks=100, max_transfer_blocks=40),
     )
 
 

@@ -77,6 +77,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
+from dynamo_trtllm.protocol.shares import ShareTable
 from tests.kit.cases import each_case
 from tests.kit.forecasts import predicted_times
 from tests.kit.generator_streams import call_stream
@@ -95,6 +96,7 @@ MESSAGES = (
         LoadReport,
         RecordingPart,
         RecordingQuery,
+        ShareTable,
         _Message,
     ),
     *(EngineState, NixlOffer, RequiredParams, TorchState, _TcpOffer, _TrtllmState, _VllmState),

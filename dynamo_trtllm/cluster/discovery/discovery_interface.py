@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard
+from dynamo_trtllm.protocol.shares import ShareTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,23 @@ class Rejected:
     reason: str | None  # None: it is gone or valid
 
 
-Event = Added | Removed | CardChosen | Rejected | Synced
+@dataclass(frozen=True, slots=True)
+class SharesChanged:
+    """The share table of the namespace was written, or is gone."""
+
+    table: ShareTable | None  # None: it is gone, and all workers have the shares they registered
+
+
+Event = Added | Removed | CardChosen | Rejected | SharesChanged | Synced
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShares:
+    """The share table of a namespace as it is stored."""
+
+    table: ShareTable | None  # None: there is none, or it is invalid
+    version: int = 0  # of the store: another one after each write. 0: there is no table
+    problem: str = ""  # why the table is invalid
 
 
 class Registration(Protocol):
@@ -82,6 +99,29 @@ class Discovery(Protocol):
 
         While the store is unreachable, the generator yields nothing. Afterwards it yields the
         differences, and missing instances get some time to register again. Consume with `aclosing`.
+        """
+
+    async def read_shares(self, namespace: str) -> StoredShares:
+        """Return the share table of a namespace.
+
+        Raises:
+            Unreachable: the store does not answer.
+        """
+
+    async def write_shares(self, namespace: str, table: ShareTable, version: int) -> bool:
+        """Write the share table of a namespace, if no other client has written it meanwhile.
+
+        Args:
+            namespace: the namespace.
+            table: the table.
+            version: of the stored table that it replaces, see `StoredShares`.
+
+        Returns:
+            False if another version is stored: read it again.
+
+        Raises:
+            ConfigError: frontends would reject the table.
+            Unreachable: the store does not answer. The table may have been written.
         """
 
     async def aclose(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredShares, Synced
 from dynamo_trtllm.cluster.discovery.etcd_store import (
     Change,
     EtcdStore,
@@ -29,10 +29,16 @@ from dynamo_trtllm.cluster.discovery.etcd_store import (
 )
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
+from dynamo_trtllm.cluster.discovery.share_records import (
+    share_key,
+    stored_shares,
+    written_share_table,
+)
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.shares import ShareTable
 from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -190,6 +196,16 @@ class EtcdDiscovery:
                 log.info("etcd watch of %s resumed", prefix)
                 return snapshot
         return None
+
+    async def read_shares(self, namespace: str) -> StoredShares:
+        """See `Discovery.read_shares`."""
+        stored = await self._retry_at_start(partial(self._store.read, share_key(namespace)))
+        return stored_shares(None, 0) if stored is None else stored_shares(*stored)
+
+    async def write_shares(self, namespace: str, table: ShareTable, version: int) -> bool:
+        """See `Discovery.write_shares`."""
+        record = written_share_table(table)
+        return await self._store.put_if_unchanged(share_key(namespace), record, version)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(registration.aclose() for registration in self._registrations))

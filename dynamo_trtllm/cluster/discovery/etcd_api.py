@@ -38,6 +38,9 @@ def _message(name: str) -> Any:
 RangeRequest = _message("RangeRequest")
 PutRequest = _message("PutRequest")
 DeleteRangeRequest = _message("DeleteRangeRequest")
+Compare = _message("Compare")
+RequestOp = _message("RequestOp")
+TxnRequest = _message("TxnRequest")
 LeaseGrantRequest = _message("LeaseGrantRequest")
 LeaseRevokeRequest = _message("LeaseRevokeRequest")
 LeaseKeepAliveRequest = _message("LeaseKeepAliveRequest")
@@ -70,6 +73,7 @@ class EtcdCalls:
         self.range = _call(channel, "KV", "Range")
         self.put = _call(channel, "KV", "Put")
         self.delete_range = _call(channel, "KV", "DeleteRange")
+        self.txn = _call(channel, "KV", "Txn")
         self.lease_grant = _call(channel, "Lease", "LeaseGrant")
         self.lease_revoke = _call(channel, "Lease", "LeaseRevoke")
         self.lease_keep_alive = _call(channel, "Lease", "LeaseKeepAlive")  # a stream

@@ -66,6 +66,13 @@ class Snapshot(NamedTuple):
     revision: int
 
 
+class StoredRecord(NamedTuple):
+    """A record, and the revision of etcd with which its key was last written."""
+
+    record: bytes
+    revision: int
+
+
 class Lease(NamedTuple):
     """A lease of etcd."""
 
@@ -129,6 +136,30 @@ class EtcdStore:
         request = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
         reply = await self.connection.call("put", request)
         return int(reply.header.revision)
+
+    async def read(self, key: str) -> StoredRecord | None:
+        """Return the record of a key; None if it does not exist."""
+        reply = await self.connection.call("range", api.RangeRequest(key=key_bytes(key)))
+        if not reply.kvs:
+            return None
+        return StoredRecord(reply.kvs[0].value, int(reply.kvs[0].mod_revision))
+
+    async def put_if_unchanged(self, key: str, record: bytes, revision: int) -> bool:
+        """Write a record without a lease, if its key was last written with this revision of etcd.
+
+        Args:
+            key: the key.
+            record: the record.
+            revision: see `StoredRecord`. 0: the key must not exist.
+
+        Returns:
+            False if the key has changed. Then nothing is written.
+        """
+        unchanged = api.Compare(target=api.Compare.MOD, key=key_bytes(key), mod_revision=revision)
+        put = api.RequestOp(request_put=api.PutRequest(key=key_bytes(key), value=record))
+        request = api.TxnRequest(compare=[unchanged], success=[put])
+        reply = await self.connection.call("txn", request)
+        return bool(reply.succeeded)
 
     async def revision_of(self, key: str) -> int:
         """Return the revision of etcd with which a key was last written; 0 if it does not exist."""

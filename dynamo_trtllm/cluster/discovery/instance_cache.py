@@ -1,4 +1,4 @@
-"""Cache the instance records of a watcher, and turn lists and changes into events.
+"""Cache the records of a watcher, and turn lists and changes into events.
 
 No I/O, no clock.
 """
@@ -15,6 +15,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Event,
     Rejected,
     Removed,
+    SharesChanged,
 )
 from dynamo_trtllm.cluster.discovery.model_cards import ChosenCard, ModelCards
 from dynamo_trtllm.cluster.discovery.records import (
@@ -23,6 +24,7 @@ from dynamo_trtllm.cluster.discovery.records import (
     read_instance,
     shown_key,
 )
+from dynamo_trtllm.cluster.discovery.share_records import is_share_key, read_share_table
 from dynamo_trtllm.protocol.messages import Instance
 
 log = logging.getLogger(__name__)
@@ -47,12 +49,17 @@ class InstanceCache:
     also if it has not changed, because a list has the records in the order in which they were last
     written. So a cache that has followed all changes chooses the same cards as one that has read a
     list, unless two cards have as many instances: then, the card that a cache has chosen stays.
+
+    The share table is one more record. If it is rejected, the last valid one stays. If it is gone,
+    as an instance that has left, there are no shares but those with which workers have registered.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
-        self._records: dict[str, bytes] = {}  # records of the instances in `_models`, by key
-        self._added: set[str] = set()  # keys of instances that fit, and were reported
+        # Records of the instances in `_models` and of the share table, by key.
+        self._records: dict[str, bytes] = {}
+        # Keys of instances that fit, and were reported, and that of the share table.
+        self._added: set[str] = set()
         self._owners: dict[int, str] = {}  # instance id -> key of its record
         # key -> time from which a list without the key removes its instance
         self._missing: dict[str, float] = {}
@@ -120,6 +127,9 @@ class InstanceCache:
     def _put(self, key: str, record: bytes, changes: _Changes) -> None:
         """Check a record, and put its instance behind the others of its model."""
         self._missing.pop(key, None)
+        if is_share_key(key):
+            self._put_shares(key, record, changes)
+            return
         self._num_writes += 1
         if self._records.get(key) == record:
             model = self._model_of[key]
@@ -151,11 +161,28 @@ class InstanceCache:
         self._models.setdefault(model, ModelCards()).put(key, instance, self._num_writes)
         changes.note(model, key)
 
+    def _put_shares(self, key: str, record: bytes, changes: _Changes) -> None:
+        """Report a share table if it is valid and new."""
+        try:
+            table = read_share_table(record)
+        except BadRecord as exc:
+            self._reject(key, str(exc), changes)
+            return
+        self._clear_rejected(key, changes)
+        if self._records.get(key) != record:
+            self._records[key] = record
+            self._added.add(key)
+            changes.shares = SharesChanged(table)
+
     def _forget(self, key: str, changes: _Changes) -> None:
         """Remove the record of a key, and its instance, if there are any."""
         if self._records.pop(key, None) is None:
             return
         self._missing.pop(key, None)
+        if is_share_key(key):
+            self._added.discard(key)
+            changes.shares = SharesChanged(None)
+            return
         _, instance_id = parse_instance_key(key)
         del self._owners[instance_id]
         self._leave_model(key, changes)
@@ -249,6 +276,7 @@ class _Changes:
         self.chosen: list[CardChosen] = []
         self.rejections: list[Rejected] = []
         self.added: list[Added] = []
+        self.shares: SharesChanged | None = None
         # Changed models, with the keys of their new and changed instances.
         self.keys_of: dict[str, dict[str, None]] = {}
 
@@ -259,4 +287,5 @@ class _Changes:
             keys[key] = None
 
     def events(self) -> list[Event]:
-        return [*self.removed, *self.chosen, *self.rejections, *self.added]
+        shares = [] if self.shares is None else [self.shares]
+        return [*self.removed, *self.chosen, *self.rejections, *self.added, *shares]

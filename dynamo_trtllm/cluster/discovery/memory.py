@@ -12,11 +12,17 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Final
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Event, Synced
+from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredShares, Synced
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
+from dynamo_trtllm.cluster.discovery.share_records import (
+    share_key,
+    stored_shares,
+    written_share_table,
+)
 from dynamo_trtllm.cluster.shared_by_address import SharedByAddress
 from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.shares import ShareTable
 
 _Change = tuple[str, bytes | None]  # key, record; None: deleted
 
@@ -47,6 +53,7 @@ class InstanceRecords:
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
+        self._versions: dict[str, int] = {}  # how often each key was written
         self._watchers: list[_Watcher] = []
         # Watchers are notified within it, so that they see changes in the order of the writes.
         self._changing = threading.Lock()
@@ -54,9 +61,29 @@ class InstanceRecords:
     def put(self, key: str, record: bytes) -> None:
         """Write a record and notify watchers."""
         with self._changing:
-            self._records.pop(key, None)  # a record that is written again is listed last
-            self._records[key] = record
-            self._notify(key, record)
+            self._put(key, record)
+
+    def put_if_unchanged(self, key: str, record: bytes, version: int) -> bool:
+        """Write a record like `put`, if this is the version of its key; else return False."""
+        with self._changing:
+            if self._version(key) != version:
+                return False
+            self._put(key, record)
+            return True
+
+    def read(self, key: str) -> tuple[bytes | None, int]:
+        """Return a record and its version, or None and 0."""
+        with self._changing:
+            return self._records.get(key), self._version(key)
+
+    def _version(self, key: str) -> int:
+        return self._versions[key] if key in self._records else 0
+
+    def _put(self, key: str, record: bytes) -> None:
+        self._records.pop(key, None)  # a record that is written again is listed last
+        self._records[key] = record
+        self._versions[key] = self._versions.get(key, 0) + 1
+        self._notify(key, record)
 
     def delete(self, key: str) -> None:
         """Delete a key if it exists, and notify watchers."""
@@ -158,6 +185,15 @@ class MemoryDiscovery:
         finally:
             self._records.unsubscribe(watcher)
             self._watchers.remove(watcher)
+
+    async def read_shares(self, namespace: str) -> StoredShares:
+        """See `Discovery.read_shares`."""
+        return stored_shares(*self._records.read(share_key(namespace)))
+
+    async def write_shares(self, namespace: str, table: ShareTable, version: int) -> bool:
+        """See `Discovery.write_shares`."""
+        record = written_share_table(table)
+        return self._records.put_if_unchanged(share_key(namespace), record, version)
 
     async def aclose(self) -> None:
         self._closed = True

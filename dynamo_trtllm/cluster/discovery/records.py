@@ -12,11 +12,14 @@ import re
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
+import msgspec
+
 from dynamo_trtllm.config.config_base import NAME, NAME_RULE
 from dynamo_trtllm.protocol.errors import BadFrame, ConfigError
 from dynamo_trtllm.protocol.messages import (
     Instance,
     ModelDeploymentCard,
+    Role,
     decode,
     encode,
     wire_mismatch,
@@ -147,7 +150,36 @@ def read_instance(key: str, record: bytes) -> Instance:
     _check_place(instance, endpoint, instance_id)
     _check_kinds(instance)
     _check_card(instance.card)
-    return instance
+    return _with_role(instance)
+
+
+def _with_role(instance: Instance) -> Instance:
+    """Return a decoded instance with its role, which is another one in the record if it is elastic.
+
+    Raises:
+        BadRecord: the instance can't be elastic.
+    """
+    if instance.role is Role.ELASTIC:
+        raise BadRecord("role is elastic; a record of an elastic worker has the field elastic")
+    if not instance.is_elastic:
+        return instance
+    if not instance.can_aggregate:
+        raise BadRecord("elastic is true, but serves_whole is false; elastic workers need both")
+    problem = instance.shares.problem
+    if problem:
+        raise BadRecord(f"shares: {problem}")
+    return msgspec.structs.replace(instance, role=Role.ELASTIC)
+
+
+def _in_record(instance: Instance) -> Instance:
+    """Return an instance as it is written.
+
+    Frontends of earlier versions do not know the role of elastic workers. They use one as an
+    aggregated worker.
+    """
+    if instance.role is not Role.ELASTIC:
+        return instance
+    return msgspec.structs.replace(instance, role=Role.AGGREGATED, is_elastic=True)
 
 
 def written(instance: Instance) -> tuple[str, bytes]:
@@ -157,7 +189,7 @@ def written(instance: Instance) -> tuple[str, bytes]:
         ConfigError: frontends would reject the record.
     """
     key = instance_key(endpoint_of(instance), instance.id)
-    record = encode(instance)
+    record = encode(_in_record(instance))
     try:
         read_instance(key, record)
     except BadRecord as exc:

@@ -16,10 +16,10 @@ from dynamo_trtllm.engines.vllm import transfer_params as vllm_transfers
 from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.nixl import bindings as nixl_bindings
 from dynamo_trtllm.observability import recording_server
-from dynamo_trtllm.protocol import cost_model, kv_events, messages
+from dynamo_trtllm.protocol import cost_model, kv_events, messages, shares
 
 TRANSFERS = (tcp, nixl_bindings, trtllm_transfers, vllm_transfers)
-MODULES = (messages, cost_model, kv_events, recording_server, frames, *TRANSFERS)
+MODULES = (messages, shares, cost_model, kv_events, recording_server, frames, *TRANSFERS)
 RECORDED = Path(__file__).parents[2] / "data" / "wire_format.json"
 
 

@@ -1,0 +1,83 @@
+"""Encode the share table of a namespace and its key, and validate it.
+
+Its key is among those of the instances of the namespace, so that one watch has both, and the same
+users may read them. Frontends of earlier versions log once that they reject it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dynamo_trtllm.cluster.discovery.discovery_interface import StoredShares
+from dynamo_trtllm.cluster.discovery.records import (
+    MAX_RECORD_BYTES,
+    PREFIX,
+    BadRecord,
+    namespace_prefix,
+)
+from dynamo_trtllm.protocol.errors import BadFrame, ConfigError
+from dynamo_trtllm.protocol.messages import decode, encode, wire_mismatch
+from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, ShareTable
+
+# No key of an instance has this form, because it has fewer parts.
+_NAME: Final = "shares"
+_PARTS: Final = len(PREFIX.split("/")) + 2
+
+
+def share_key(namespace: str) -> str:
+    """Return the etcd key of the share table of a namespace."""
+    return f"{namespace_prefix(namespace)}{_NAME}"
+
+
+def is_share_key(key: str) -> bool:
+    """Return whether a key under the prefix of a namespace is that of its share table."""
+    return key.endswith(f"/{_NAME}") and key.count("/") == _PARTS - 1
+
+
+def read_share_table(record: bytes) -> ShareTable:
+    """Decode and validate a share table.
+
+    Raises:
+        BadRecord: the record is invalid. It names the worker and the field.
+    """
+    if len(record) > MAX_RECORD_BYTES:
+        raise BadRecord(f"the record has {len(record)} bytes; the limit is {MAX_RECORD_BYTES}")
+    try:
+        table = decode(record, ShareTable)
+    except BadFrame as exc:
+        raise BadRecord(f"the shares can't be read: {exc.message}") from exc
+    mismatch = wire_mismatch(table.wire)
+    if mismatch:
+        raise BadRecord(mismatch)
+    if len(table.reason) > MAX_REASON_CHARACTERS:
+        raise BadRecord(
+            f"reason has {len(table.reason)} characters; the limit is {MAX_REASON_CHARACTERS}"
+        )
+    for instance_id, shares in table.workers.items():
+        if shares.problem:
+            raise BadRecord(f"worker {instance_id:x}: {shares.problem}")
+    return table
+
+
+def stored_shares(record: bytes | None, version: int) -> StoredShares:
+    """Return the share table of a stored record. `record`: None: there is none."""
+    if record is None:
+        return StoredShares(None)
+    try:
+        return StoredShares(read_share_table(record), version)
+    except BadRecord as exc:
+        return StoredShares(None, version, str(exc))
+
+
+def written_share_table(table: ShareTable) -> bytes:
+    """Return the encoded share table.
+
+    Raises:
+        ConfigError: frontends would reject it.
+    """
+    record = encode(table)
+    try:
+        read_share_table(record)
+    except BadRecord as exc:
+        raise ConfigError(f"frontends would reject these shares: {exc}") from exc
+    return record
