@@ -41,8 +41,8 @@ class PrefillAddresses:
         self._changed = asyncio.Event()
 
     def add(self, instance: Instance) -> None:
-        """Note a registered instance. Only those with the role of prefill matter."""
-        if instance.role is not Role.PREFILL:
+        """Note a registered instance. Only those that hold KV for others matter."""
+        if instance.role not in (Role.PREFILL, Role.ELASTIC):
             return
         self._remove_expired()
         self._left.pop(instance.id, None)

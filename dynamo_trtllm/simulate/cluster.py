@@ -228,7 +228,7 @@ class SimulatedCluster:
         service = WorkerService(
             engine,
             instance,
-            admission_of(config, info, TIMING),
+            admission_of(config, instance, TIMING),
             files=files,
             metrics=WorkerMetrics(),
             kv_events=publisher,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.shares import Shares
 
 _REDUCED_VIEWS = 16  # cached per view
+_MAX_CACHED = 256  # entries of the cache of a view
+_SIDES = (Role.PREFILL, Role.DECODE)
 _id = attrgetter("id")
 _T = TypeVar("_T", bound="PairGroup | ModelView")
 
@@ -22,7 +26,7 @@ _T = TypeVar("_T", bound="PairGroup | ModelView")
 class PairGroup:
     """The instances with one pairing key, sorted by id.
 
-    KV transfer is possible between all of them.
+    KV transfer is possible between all of them. An elastic instance is in both tuples.
     """
 
     prefill: tuple[Instance, ...] = ()
@@ -37,10 +41,20 @@ class PairGroup:
     def excluding(self, ids: Collection[int]) -> PairGroup:
         return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
 
+    def sharing(self, shares: Mapping[int, Shares]) -> PairGroup:
+        """Return the group in which elastic instances are only where their share is above 0."""
+        idle_prefills = [id_ for id_, share in shares.items() if not share.prefill]
+        idle_decodes = [id_ for id_, share in shares.items() if not share.decode]
+        return PairGroup(
+            excluding(self.prefill, idle_prefills), excluding(self.decode, idle_decodes)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """The instances of one model, sorted by id so that all frontends count alike.
+
+    An elastic instance is a prefill and a decode instance.
 
     A changed view shares what did not change, so that a change costs microseconds with thousands of
     instances.
@@ -52,6 +66,7 @@ class ModelView:
     # Pairing keys, by id of a prefill or decode instance.
     keys: Mapping[int, str] = field(default_factory=dict)
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # the groups, by pairing key
+    shares: Mapping[int, Shares] = field(default_factory=dict)  # of elastic instances, by id
     # The decode instances that have a partner.
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(
@@ -82,7 +97,68 @@ class ModelView:
         keys = {**self.keys, instance.id: key}
         group = _including(self.groups.get(key, PairGroup()), instance)
         groups = {**self.groups, key: group}
-        return _including(self, instance, keys=keys, groups=groups)
+        shares = self.shares
+        if instance.role is Role.ELASTIC:
+            shares = {**shares, instance.id: instance.shares}
+        return _including(self, instance, keys=keys, groups=groups, shares=shares)
+
+    def with_shares(self, shares: Mapping[int, Shares]) -> ModelView:
+        """Return the view with other shares of its elastic instances."""
+        return replace(self, shares=shares)
+
+    def sharing(self) -> ModelView:
+        """Return the view in which elastic instances are only where their share is above 0.
+
+        If no request can run there, those without a share fill the roles that have no instance.
+        The result is cached.
+        """
+        if not self.shares:
+            return self
+        sharing: ModelView | None = self.cache.get("sharing")
+        if sharing is None:
+            groups = {key: group.sharing(self.shares) for key, group in self.groups.items()}
+            can_run = any(group.prefill and group.decode for group in groups.values())
+            if not can_run and not self.aggregated:
+                groups = {
+                    key: PairGroup(
+                        group.prefill or self.groups[key].prefill,
+                        group.decode or self.groups[key].decode,
+                    )
+                    for key, group in groups.items()
+                }
+            sharing = replace(
+                self,
+                prefill=_in_groups(self.prefill, [group.prefill for group in groups.values()]),
+                decode=_in_groups(self.decode, [group.decode for group in groups.values()]),
+                groups=groups,
+            )
+            self.cache["sharing"] = sharing
+        return sharing
+
+    def share(self, instance: Instance, role: Role) -> float:
+        """Return the share that an instance has of the work of prefill or decode workers."""
+        shares = self.shares.get(instance.id)
+        if shares is None:
+            return 1.0
+        return shares.prefill if role is Role.PREFILL else shares.decode
+
+    def weights(self, instances: tuple[Instance, ...], role: Role) -> Sequence[float]:
+        """Return the sums of the shares of the first one, two, … of some instances.
+
+        If all shares are 0, each counts as 1. The result is cached for tuples of this view.
+        """
+        # The tuple is stored with its weights, so that no other tuple can get its id.
+        key = "weights", role, id(instances)
+        cached: tuple[tuple[Instance, ...], list[float]] | None = self.cache.get(key)
+        if cached is None:
+            weights = list(accumulate(self.share(instance, role) for instance in instances))
+            if not weights[-1]:
+                weights = [float(count) for count in range(1, len(instances) + 1)]
+            if len(self.cache) > _MAX_CACHED:
+                return weights
+            cached = instances, weights
+            self.cache[key] = cached
+        return cached[1]
 
     def has_pair(self, pair: Pair) -> bool:
         """Return True if the model has both instances, and their pairing keys are equal."""
@@ -110,6 +186,28 @@ class ModelView:
             self._reduced[ids] = reduced
         return reduced
 
+    def without_decodes(self, ids: frozenset[int]) -> ModelView:
+        """Return the view in which these instances are no decode instances.
+
+        Elastic ones stay prefill instances. The result is cached.
+        """
+        if not ids:
+            return self
+        key = "without_decodes", ids
+        reduced: ModelView | None = self.cache.get(key)
+        if reduced is None:
+            reduced = replace(
+                self,
+                decode=excluding(self.decode, ids),
+                groups={
+                    name: PairGroup(group.prefill, excluding(group.decode, ids))
+                    for name, group in self.groups.items()
+                },
+            )
+            if len(self.cache) < _MAX_CACHED:
+                self.cache[key] = reduced
+        return reduced
+
     def _without(self, ids: frozenset[int]) -> ModelView:
         keys = dict(self.keys)
         changed_keys: set[str] = set()
@@ -130,6 +228,7 @@ class ModelView:
             aggregated=excluding(self.aggregated, ids),
             keys=keys,
             groups=groups,
+            shares={id_: share for id_, share in self.shares.items() if id_ not in ids},
         )
 
     @property
@@ -173,6 +272,7 @@ class ClusterView:
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
+    _shares: Mapping[int, Shares] = field(default_factory=dict)  # those of the share table
     # The event is set at the next change, and then replaced by another one.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -190,9 +290,27 @@ class ClusterView:
         self._remove(instance.id)
         self._instances[instance.id] = instance
         name = instance.card.name
-        view = self.model(name).including(instance)
+        view = self._with_shares(self.model(name).including(instance))
         self._put(name, view, Change(instance, is_added=True))
         self.notify_changed()
+
+    def set_shares(self, shares: Mapping[int, Shares]) -> None:
+        """Use these shares, by id of elastic instances. Others have those of their record."""
+        self._shares = shares
+        for name, view in self._models.items():
+            if view.shares:
+                self._models[name] = self._with_shares(view)
+        self.notify_changed()
+
+    def _with_shares(self, view: ModelView) -> ModelView:
+        """Return a view with the shares of its elastic instances as they are now."""
+        if not view.shares:
+            return view
+        shares: dict[int, Shares] = {}
+        for instance_id in view.shares:
+            own = self._instances[instance_id].shares
+            shares[instance_id] = self._shares.get(instance_id, own)
+        return view if shares == view.shares else view.with_shares(shares)
 
     def remove(self, instance_id: int) -> None:
         self._remove(instance_id)
@@ -246,12 +364,27 @@ def position(instances: tuple[Instance, ...], instance_id: int) -> int:
 
 
 def _including(instances: _T, added: Instance, **changes: Any) -> _T:
-    """Return a group or view with one more instance of its role, and with the other changes."""
-    role = added.role.name.lower()  # the field of these instances
-    others: tuple[Instance, ...] = getattr(instances, role)
-    index = position(others, added.id)
-    changes[role] = (*others[:index], added, *others[index:])
+    """Return a group or view with one more instance of its role, and with the other changes.
+
+    An elastic instance has two roles.
+    """
+    roles = _SIDES if added.role is Role.ELASTIC else (added.role,)
+    for role in roles:
+        name = role.name.lower()  # the field of these instances
+        others: tuple[Instance, ...] = getattr(instances, name)
+        index = position(others, added.id)
+        changes[name] = (*others[:index], added, *others[index:])
     return replace(instances, **changes)
+
+
+def _in_groups(
+    instances: tuple[Instance, ...], groups: Sequence[tuple[Instance, ...]]
+) -> tuple[Instance, ...]:
+    """Return the instances that are in one of these groups."""
+    if len(groups) == 1:
+        return groups[0]
+    ids = {instance.id for group in groups for instance in group}
+    return tuple(instance for instance in instances if instance.id in ids)
 
 
 def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:

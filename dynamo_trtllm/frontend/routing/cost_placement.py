@@ -13,13 +13,13 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.pairs import WorkerSelection
+from dynamo_trtllm.frontend.routing.pairs import WorkerSelection, pair_of
 from dynamo_trtllm.frontend.routing.prefix_index import (
     ClusterPrefixes,
     PrefixOverlaps,
@@ -27,7 +27,7 @@ from dynamo_trtllm.frontend.routing.prefix_index import (
     SentPrompt,
 )
 from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad, PlacedRequest, instance_cost
-from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 # Instances of a role that are compared. It is a compromise between many frontends, which learn of
 # each other's requests late, and one, which knows all. p99 of the time to first token in ms, with
@@ -41,7 +41,6 @@ _MAX_BY_PREFIX = 2  # instances that are compared because of their caches
 # An instance that takes this many times as long per token as the fastest one costs more.
 _SLOWER: Final = 1.5
 _MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709
-_NO_INSTANCES = ModelView()
 
 
 # Made in a third of the time of a named tuple.
@@ -82,6 +81,11 @@ class CostSelection(PlacedSelection, frozen=True, kw_only=True):
 
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
+
+    def aggregated(self, instance: Instance) -> Self:
+        """See `WorkerSelection.aggregated`."""
+        selection = super().aggregated(instance)
+        return msgspec.structs.replace(selection, prefill_costs=None)
 
 
 @dataclass(eq=False)
@@ -178,8 +182,8 @@ class Placement:
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
-            prefills = self._ranked(view, group.prefill, prompt.request, overlaps)
-            decodes = self._ranked(view, group.decode, prompt.request, overlaps)
+            prefills = self._ranked(view, group.prefill, prompt.request, overlaps, Role.PREFILL)
+            decodes = self._ranked(view, group.decode, prompt.request, overlaps, Role.DECODE)
             if avoid is not None:
                 prefills = [candidate for candidate in prefills if candidate.instance.id != avoid]
             pair = _best_pair(prefills, decodes, breakers)
@@ -189,10 +193,12 @@ class Placement:
             cost = prefill.cost + decode.cost
             if cost < least:
                 least = cost
+                # One elastic instance runs the whole request.
+                is_one = prefill.instance.id == decode.instance.id
                 best = CostSelection(
-                    prefill=prefill.instance,
+                    prefill=None if is_one else prefill.instance,
                     decode=decode.instance,
-                    prefill_costs=Costs.of(prefills, prefill),
+                    prefill_costs=None if is_one else Costs.of(prefills, prefill),
                     decode_costs=Costs.of(decodes, decode),
                     prompt=prompt,
                     overlap_tokens=prefill.cached_tokens,
@@ -207,7 +213,7 @@ class Placement:
         breakers: PairBreakers,
     ) -> CostSelection | None:
         """Return the aggregated instance of the least cost."""
-        ranked = self._ranked(view, view.aggregated, prompt.request, overlaps)
+        ranked = self._ranked(view, view.aggregated, prompt.request, overlaps, Role.AGGREGATED)
         if breakers.any_open:
             ranked = [
                 candidate
@@ -227,14 +233,13 @@ class Placement:
         )
 
     def select_decode(
-        self, decodes: tuple[Instance, ...], request: GenerateRequest
+        self, view: ModelView, decodes: tuple[Instance, ...], request: GenerateRequest
     ) -> Instance | None:
         """Return the decode instance of the least cost to fetch KV that is there.
 
         None: there is no instance.
         """
-        # Without overlaps, the view is not used.
-        ranked = self._ranked(_NO_INSTANCES, decodes, request, None)
+        ranked = self._ranked(view, decodes, request, None, Role.DECODE)
         return ranked[0].instance if ranked else None
 
     def _ranked(
@@ -243,12 +248,21 @@ class Placement:
         instances: tuple[Instance, ...],
         request: GenerateRequest,
         overlaps: PrefixOverlaps | None,
+        role: Role,
     ) -> list[Candidate]:
         """Return those instances of a view to compare, sorted by cost.
 
-        All have the same role and pairing key.
+        All have the same pairing key. An instance with a part of the work costs as if its load were
+        as much larger.
+
+        Args:
+            view: the view.
+            instances: those of one role.
+            request: the request.
+            overlaps: what is cached of its prompt.
+            role: in which they run the request.
         """
-        compared = self._compared(view, instances, overlaps)
+        compared = self._compared(view, instances, overlaps, role)
         cached = [0] * len(compared) if overlaps is None else overlaps.of(compared)
         prompt_tokens = len(request.token_ids)
         candidates: list[Candidate] = []
@@ -256,7 +270,10 @@ class Placement:
         for (instance_id, instance), cached_tokens in zip(compared.items(), cached, strict=True):
             load = self.loads.get(instance_id)
             credited_tokens = int(self.overlap_credit * cached_tokens)
-            cost = instance_cost(load, instance, prompt_tokens, credited_tokens)
+            cost = instance_cost(load, instance, prompt_tokens, credited_tokens, role)
+            share = view.share(instance, role) if view.shares else 1.0
+            if 0 < share < 1:
+                cost = int(cost / share)
             candidates.append(Candidate(cost, self._random(), instance, cached_tokens))
             paces.append(load.token_s)
         ranked = _penalize_slow(candidates, paces)
@@ -270,6 +287,7 @@ class Placement:
         view: ModelView,
         instances: tuple[Instance, ...],
         overlaps: PrefixOverlaps | None,
+        role: Role,
         limit: int = MAX_COMPARED,
     ) -> dict[int, Instance]:
         """Return by id the instances to compare.
@@ -281,11 +299,11 @@ class Placement:
         chosen: dict[int, Instance] = {}
         if overlaps is not None:
             by_id = _by_id(view)
-            role = instances[0].role
             key = view.keys.get(instances[0].id)
             for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
                 # Others are excluded from the view, or have another pairing key.
-                if instance_id in by_id and view.keys.get(instance_id) == key:
+                is_candidate = instance_id in by_id and view.keys.get(instance_id) == key
+                if is_candidate and (not view.shares or by_id[instance_id] in instances):
                     chosen[instance_id] = by_id[instance_id]
         for _ in range(limit - len(chosen)):
             index = int(self._random() * len(instances))
@@ -358,7 +376,7 @@ def _best_pair(
     best: tuple[Candidate, Candidate] | None = None
     least = math.inf
     for prefill, decode in itertools.product(prefills, decodes):
-        if breakers.is_open((prefill.instance.id, decode.instance.id)):
+        if breakers.is_open(pair_of(prefill.instance.id, decode.instance.id)):
             continue
         cost = prefill.cost + decode.cost
         if cost < least:

@@ -495,8 +495,10 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        # A call that its worker did not accept is not counted (see `RouterOptions`).
-        was_accepted = not errors.is_not_accepted(error)
+        # A call that its worker did not accept is not counted (see `RouterOptions`). After such a
+        # refusal, the last elastic worker that is left runs the whole request.
+        is_refused = isinstance(error, errors.KvTransfersFull)
+        was_accepted = not is_refused and not errors.is_not_accepted(error)
         if not self._sent_ids:
             if was_accepted:
                 self._timeline.count_retry()

@@ -24,6 +24,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Discovery,
     Rejected,
     Removed,
+    SharesChanged,
     Synced,
 )
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
@@ -51,6 +52,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     decode,
 )
+from dynamo_trtllm.protocol.shares import ShareTable
 from dynamo_trtllm.support.background import cancel_all, in_thread
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class ModelRegistry:
         # The timers of preloads, by model.
         self._preload_timers: dict[str, asyncio.TimerHandle] = {}
         self._rejected: dict[str, str] = {}  # etcd key to reason
+        self.share_table: ShareTable | None = None  # the last valid one
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
         # The latest ones, the oldest first.
         self.worker_changes: deque[WorkerChange] = deque(maxlen=MAX_WORKER_CHANGES)
@@ -228,8 +231,24 @@ class ModelRegistry:
                         self._rejected.pop(key, None)
                     case Rejected(key, str(reason)):
                         self._rejected[key] = reason
+                    case SharesChanged(table):
+                        self._set_shares(table)
                     case Synced():
                         self.synced.set()
+
+    def _set_shares(self, table: ShareTable | None) -> None:
+        self.share_table = table
+        if table is None:
+            log.info("the share table is gone: workers have the shares they registered")
+            self._view.set_shares({})
+            return
+        log.info(
+            "shares changed: revision %d of epoch %d%s",
+            table.revision,
+            table.epoch,
+            f": {table.reason}" if table.reason else "",
+        )
+        self._view.set_shares(table.workers)
 
     async def wait_until_loaded(self) -> None:
         """Return when the models of all workers that were registered at the start are loaded."""

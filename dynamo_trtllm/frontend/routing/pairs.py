@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.kv_transfer.transfer_backend import EQUAL_LAYOUT
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferRejected, TransferTimeout
-from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
+from dynamo_trtllm.protocol.number_types import ceil_div
 
 # The ids of (prefill, decode), or (None, id) for an instance that runs aggregated requests.
 Pair: TypeAlias = tuple[int | None, int]
 
 # Errors of a decode call for which the pair may be at fault: they count for its breaker.
 PAIR_FAILURES: Final = (TransferFailed, TransferTimeout, TransferRejected)
+
+
+def pair_of(prefill_id: int, decode_id: int) -> Pair:
+    """Return the pair whose breaker counts for a request with these two instances.
+
+    They may be one elastic instance, which then runs the whole request.
+    """
+    return (None if prefill_id == decode_id else prefill_id), decode_id
 
 
 def format_pair(pair: Pair) -> str:
@@ -31,6 +40,32 @@ class WorkerSelection(msgspec.Struct, frozen=True):
 
     prefill: Instance | None
     decode: Instance
+
+    def aggregated(self, instance: Instance) -> Self:
+        """Return the selection in which one instance runs the whole request."""
+        return msgspec.structs.replace(self, prefill=None, decode=instance)
+
+
+def selected(prefill: Instance, decode: Instance) -> WorkerSelection:
+    """Return the selection of two instances, which may be one elastic instance."""
+    return WorkerSelection(None if prefill.id == decode.id else prefill, decode)
+
+
+def can_transfer(prefill: Instance, decode: Instance, request: GenerateRequest) -> bool:
+    """Return whether the KV of a request fits what elastic instances have for KV transfers.
+
+    Two of them that hand over to each other could otherwise wait for each other's blocks for ever.
+    """
+    tokens = len(request.token_ids)
+    for instance in (prefill, decode):
+        blocks = ceil_div(tokens, instance.layout.block_tokens)
+        if instance.role is Role.ELASTIC and blocks > instance.limits.max_transfer_blocks:
+            return False
+    if decode.role is not Role.ELASTIC:
+        return True
+    limits = decode.limits
+    blocks = ceil_div(tokens + request.sampling.max_tokens, decode.layout.block_tokens)
+    return blocks <= limits.kv_blocks - limits.max_transfer_blocks
 
 
 def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:

@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
+from dynamo_trtllm.frontend.routing.pairs import pair_of
 from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
-from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.messages import Instance
 
 # Of two workers or paths whose pressures differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same one.
@@ -35,13 +36,6 @@ class Path(StrEnum):
     ON_DECODE = "aggregated_on_decode"
     ON_PREFILL = "aggregated_on_prefill"
     ON_AGGREGATED = "aggregated"
-
-
-_AGGREGATED_PATHS: Final = {
-    Role.DECODE: Path.ON_DECODE,
-    Role.PREFILL: Path.ON_PREFILL,
-    Role.AGGREGATED: Path.ON_AGGREGATED,
-}
 
 
 class SloLimits(NamedTuple):
@@ -117,7 +111,10 @@ def select_path(
     these the one with the least pressure, a whole request on a prefill worker last. The caller may
     reject the request instead.
 
-    Workers and paths whose pressures differ by less than NEAR are chosen by chance.
+    Workers and paths whose pressures differ by less than NEAR are chosen by chance. A worker with a
+    part of the work of its role is chosen as if its pressure were as much larger.
+
+    An elastic worker may be among prefill and decode workers. It is no pair with itself.
 
     Args:
         prefills: prefill workers, all of one pairing key.
@@ -142,10 +139,10 @@ def select_path(
     decodes = _worth_trying(decode_parts)
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
-    paths += _aggregated_paths(decodes, limits, waited_s)
-    paths += _aggregated_paths(aggregated, limits, waited_s)
+    paths += _aggregated_paths(Path.ON_DECODE, decodes, limits, waited_s)
+    paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
     if not any(path.num_missed == 0 for path in paths):
-        paths += _aggregated_paths(prefills, limits, waited_s)
+        paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
     if not paths:
         return None
 
@@ -171,13 +168,15 @@ def _best_pair(
     """Return the path over the best pair whose breaker is closed; None: there is none."""
     if not prefills or not decodes:
         return None
-    if not breakers.any_open:
+    is_one = prefills[0].worker.instance.id == decodes[0].worker.instance.id
+    if not breakers.any_open and not is_one:
         # The parts are sorted.
         return _pair_path(prefills[0], decodes[0], limits, waited_s)
     pairs = [
         (prefill, decode)
         for prefill, decode in itertools.product(prefills, decodes)
-        if not breakers.is_open((prefill.worker.instance.id, decode.worker.instance.id))
+        if prefill.worker.instance.id != decode.worker.instance.id
+        and not breakers.is_open((prefill.worker.instance.id, decode.worker.instance.id))
     ]
     if not pairs:
         return None
@@ -203,7 +202,7 @@ def _prompt_part(
     return _PathPart(
         worker,
         num_delayed + (ttft_share > 1.0),
-        _blurred(pressure, random),
+        _blurred(pressure, random) / worker.share,
         num_delayed,
         gap_s,
         first_token_s,
@@ -218,7 +217,8 @@ def _decode_part(
     num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    return _PathPart(worker, num_delayed + misses, _blurred(pressure, random), num_delayed, gap_s)
+    order = _blurred(pressure, random) / worker.share
+    return _PathPart(worker, num_delayed + misses, order, num_delayed, gap_s)
 
 
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
@@ -268,7 +268,7 @@ def _able_alone(
     right = [
         (prefill, decode)
         for prefill, decode in itertools.product(prefills, decodes)
-        if breakers.may_be_right((prefill.instance.id, decode.instance.id))
+        if breakers.may_be_right(pair_of(prefill.instance.id, decode.instance.id))
     ]
     if prefills and decodes:
         right_prefills = {prefill.instance.id for prefill, _ in right}
@@ -283,12 +283,11 @@ def _able_alone(
 
 
 def _aggregated_paths(
-    workers: Iterable[WorkerForecast], limits: SloLimits, waited_s: float
+    path: Path, workers: Iterable[WorkerForecast], limits: SloLimits, waited_s: float
 ) -> Iterator[ChosenPath]:
     """Yield the paths over one worker that runs the whole request, as far as it can."""
     for worker in workers:
         instance = worker.instance
-        path = _AGGREGATED_PATHS[instance.role]
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:
             continue
         ttft_s = waited_s + worker.first_token_s()

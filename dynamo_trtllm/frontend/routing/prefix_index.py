@@ -60,7 +60,12 @@ class PrefixIndex:
         else:
             bit = 1 << len(self._ids)
             self._ids.append(instance.id)
-        self.roles[instance.role] |= bit
+        # Elastic instances compute prompts and fetch KV.
+        roles = [instance.role]
+        if instance.role is Role.ELASTIC:
+            roles = [Role.PREFILL, Role.DECODE]
+        for role in roles:
+            self.roles[role] |= bit
         return bit
 
     def remove(self, bit: int) -> None:

@@ -23,9 +23,12 @@ def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
     """Return the pairs of a model to probe.
 
     They are all pairs whose settings match, and (None, id) of each instance that runs aggregated
-    requests. Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that
-    are `quarantined`: with all of them, the probes would be the load of the deployment. The others
-    get requests without a probe of their own.
+    requests. An elastic instance has pairs in both directions, whatever its shares are, so that its
+    role can change at once.
+
+    Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that are
+    `quarantined`: with all of them, the probes would be the load of the deployment. The others get
+    requests without a probe of their own.
     """
     pairs: dict[Pair, None] | None = view.cache.get("pairs")
     if pairs is None:
@@ -41,12 +44,23 @@ def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
     """Return the pairs to probe of one instance of the view."""
     if instance.role is Role.AGGREGATED:
         return [(None, instance.id)]
-    peers, others = view.groups[view.keys[instance.id]].sides(instance.role)
+    if instance.role is not Role.ELASTIC:
+        return _pairs_in_role(view, instance, instance.role)
+    # An elastic instance runs whole requests, too, and is no pair with itself.
+    pairs: list[Pair] = [(None, instance.id)]
+    for role in (Role.PREFILL, Role.DECODE):
+        pairs += [pair for pair in _pairs_in_role(view, instance, role) if pair[0] != pair[1]]
+    return pairs
+
+
+def _pairs_in_role(view: ModelView, instance: Instance, role: Role) -> list[Pair]:
+    """Return the pairs to probe of one instance as a prefill or decode instance."""
+    peers, others = view.groups[view.keys[instance.id]].sides(role)
     chosen = _probe_partners(instance.id, peers, others)
     chosen_by = _probed_by(instance.id, peers, others)
     # Without duplicates, in this order.
     partner_ids = dict.fromkeys(partner.id for partner in (*chosen, *chosen_by))
-    if instance.role is Role.PREFILL:
+    if role is Role.PREFILL:
         return [(instance.id, partner_id) for partner_id in partner_ids]
     return [(partner_id, instance.id) for partner_id in partner_ids]
 
@@ -61,11 +75,15 @@ def new_pairs(view: ModelView, change: Change) -> list[Pair]:
         is_present = instance.id in view.keys or instance in view.aggregated
         return pairs_with(view, instance) if is_present else []
     group = view.groups.get(pairing_key(instance), PairGroup())
-    peers, others = group.sides(instance.role)
+    roles = [instance.role]
+    if instance.role is Role.ELASTIC:
+        roles = [Role.PREFILL, Role.DECODE]
     # The instances that chose the removed one now choose another one.
     pairs: list[Pair] = []
-    for other in _probed_by(instance.id, peers, others):
-        pairs += pairs_with(view, other)
+    for role in roles:
+        peers, others = group.sides(role)
+        for other in _probed_by(instance.id, peers, others):
+            pairs += pairs_with(view, other)
     return pairs
 
 
@@ -73,7 +91,8 @@ def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> boo
     """Return True if `pairs_of` contains the pair."""
     prefill, decode = pair
     if prefill is None:
-        return excluding(view.aggregated, (decode,)) is not view.aggregated
+        is_aggregated = excluding(view.aggregated, (decode,)) is not view.aggregated
+        return is_aggregated or decode in view.shares
     if not view.has_pair(pair):
         return False
     group = view.groups[view.keys[decode]]

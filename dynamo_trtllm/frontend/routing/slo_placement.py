@@ -9,12 +9,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Self
+
+import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, excluding
 from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.path_selection import ChosenPath, SloLimits, select_path
+from dynamo_trtllm.frontend.routing.path_selection import (
+    ChosenPath,
+    Path,
+    SloLimits,
+    select_path,
+)
 from dynamo_trtllm.frontend.routing.prefix_index import (
     ClusterPrefixes,
     PrefixOverlaps,
@@ -27,13 +34,14 @@ from dynamo_trtllm.frontend.routing.worker_forecast import (
     known_cost,
 )
 from dynamo_trtllm.protocol.errors import SloUnreachable
-from dynamo_trtllm.protocol.messages import GenerateRequest, Instance
+from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
 # Workers of a role that are compared, of more than these. A prediction takes longer than a cost.
 _MAX_COMPARED: Final = 3
 SLO_MODE: Final = "slo"  # the router mode
+_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
 # A rejected request may be sent again after the time by which it would be late, within these
 # bounds.
 _MIN_RETRY_S: Final = 1
@@ -44,6 +52,14 @@ class PathSelection(PlacedSelection, frozen=True):
     """A selection by predicted times."""
 
     chosen: ChosenPath
+
+    def aggregated(self, instance: Instance) -> Self:
+        """See `WorkerSelection.aggregated`. What was predicted for the pair stays."""
+        chosen = msgspec.structs.replace(
+            self.chosen, path=Path.ON_DECODE, prefill=None, decode=instance
+        )
+        selection = super().aggregated(instance)
+        return msgspec.structs.replace(selection, chosen=chosen)
 
 
 class SloPlacement(Placement):
@@ -152,10 +168,12 @@ class SloPlacement(Placement):
             # Aggregated workers have no pairing key. They are compared with the first group.
             aggregated = view.aggregated if group is groups[0] else ()
             compared = [
-                self._compared(view, instances, overlaps, _MAX_COMPARED)
-                for instances in (prefills, group.decode, aggregated)
+                self._compared(view, instances, overlaps, role, _MAX_COMPARED)
+                for role, instances in zip(
+                    _ROLES, (prefills, group.decode, aggregated), strict=True
+                )
             ]
-            forecasts = self._forecasts(compared, prompt, overlaps, now)
+            forecasts = self._forecasts(view, compared, prompt, overlaps, now)
             if forecasts is None:
                 continue
             prefill, decode, alone = forecasts
@@ -174,6 +192,7 @@ class SloPlacement(Placement):
 
     def _forecasts(
         self,
+        view: ModelView,
         compared: Sequence[Mapping[int, Instance]],
         prompt: PromptHashes,
         overlaps: PrefixOverlaps | None,
@@ -184,6 +203,7 @@ class SloPlacement(Placement):
         Those whose load is not known are left out.
 
         Args:
+            view: the workers of the model.
             compared: prefill, decode and aggregated workers by id.
             prompt: of the request.
             overlaps: what is cached of it.
@@ -198,7 +218,7 @@ class SloPlacement(Placement):
             return None
         prompt_tokens = len(prompt.request.token_ids)
         forecasts: list[list[WorkerForecast]] = []
-        for by_id in compared:
+        for role, by_id in zip(_ROLES, compared, strict=True):
             cached = [0] * len(by_id) if overlaps is None else overlaps.of(by_id)
             of_role: list[WorkerForecast] = []
             for (instance_id, instance), cached_tokens in zip(by_id.items(), cached, strict=True):
@@ -206,9 +226,16 @@ class SloPlacement(Placement):
                 if is_fresh(load, now):
                     cost = complete(load, of_equals)
                     credited_tokens = int(self.overlap_credit * cached_tokens)
-                    of_role.append(
-                        WorkerForecast(instance, load, cost, prompt_tokens, credited_tokens)
+                    forecast = WorkerForecast(
+                        instance,
+                        load,
+                        cost,
+                        prompt_tokens,
+                        credited_tokens,
+                        role=role,
+                        share=view.share(instance, role),
                     )
+                    of_role.append(forecast)
             forecasts.append(of_role)
         return forecasts
 

@@ -411,6 +411,7 @@ class StartWindow:
             Role.PREFILL: len(view.prefill),
             Role.DECODE: len(view.decode),
             Role.AGGREGATED: len(view.aggregated),
+            Role.ELASTIC: max(len(view.prefill), len(view.decode)),
         }
         cost = usage.total
         for worker_id, cost_here in list(usage.by_worker.items()):

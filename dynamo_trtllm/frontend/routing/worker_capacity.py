@@ -88,7 +88,7 @@ def capacity(view: ModelView, *, uses_all_paths: bool = False) -> WorkerCapacity
     """
     key = "capacity", uses_all_paths
     if key not in view.cache:
-        view.cache[key] = _new_capacity(view, uses_all_paths=uses_all_paths)
+        view.cache[key] = _new_capacity(view.sharing(), uses_all_paths=uses_all_paths)
     cached: WorkerCapacity | None = view.cache[key]
     return cached
 

@@ -14,6 +14,7 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 
 # Python 3.11 looks up a member of an enum in 150 ns.
 _PREFILL: Final = Role.PREFILL
+_ELASTIC: Final = Role.ELASTIC
 # Prompts that a step of a prefill worker computes beside a whole request: one may wait for a step.
 _PROMPTS_OF_STEP: Final = 2
 # Until first tokens were measured: a call waits for half of the running step, and for all steps
@@ -30,9 +31,20 @@ class WorkerForecast:
         cost: its complete cost model.
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that the instance has in its prefix cache.
+        role: in which an elastic instance would run the request. None: that of the instance.
+        share: of the work of this role that the instance has.
     """
 
-    __slots__ = ("_cost", "_load", "_prompt_tokens", "_work", "cached_tokens", "instance")
+    __slots__ = (
+        "_cost",
+        "_load",
+        "_prompt_tokens",
+        "_role",
+        "_work",
+        "cached_tokens",
+        "instance",
+        "share",
+    )
 
     def __init__(
         self,
@@ -41,18 +53,24 @@ class WorkerForecast:
         cost: CostModel,
         prompt_tokens: int,
         cached_tokens: int,
+        *,
+        role: Role | None = None,
+        share: float = 1.0,
     ) -> None:
         self.instance = instance
         self.cached_tokens = cached_tokens
+        self.share = share or 1.0  # without a share, it is compared with others that have none
+        self._role = instance.role if role is None else role
         self._load = load
         self._cost = cost
         self._prompt_tokens = prompt_tokens
         report = load.report
         assert report is not None
-        is_prefill = instance.role is _PREFILL
+        # Of these, `running` has prefill calls, too.
+        has_prompts = instance.role is _PREFILL or instance.role is _ELASTIC
         streams = load.unseen_requests - load.unseen_prefills
         context = report.context_tokens
-        if is_prefill:
+        if has_prompts:
             streams += report.aggregated_running
             context = report.aggregated_tokens
         else:
@@ -96,7 +114,7 @@ class WorkerForecast:
         assert self._cost.decode is not None
         context = work.context_tokens + self._prompt_tokens
         gap_s = decode_step_s(self._cost.decode, work.decode_requests + 1, context)
-        if self.instance.role is _PREFILL:
+        if self._role is _PREFILL:
             beside = EngineWork(work.decode_requests + 1, context)
             tokens = _PROMPTS_OF_STEP * self._prompt_tokens
             gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, beside))

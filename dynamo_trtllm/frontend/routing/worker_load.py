@@ -160,7 +160,11 @@ class ClusterLoad:
 
 
 def instance_cost(
-    load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int
+    load: InstanceLoad,
+    instance: Instance,
+    prompt_tokens: int,
+    overlap_tokens: int,
+    role: Role | None = None,
 ) -> int:
     """Return what it costs to run a request on an instance, in tokens.
 
@@ -184,9 +188,11 @@ def instance_cost(
         instance: the instance.
         prompt_tokens: the prompt tokens of the request.
         overlap_tokens: the tokens of them that the instance has in its cache.
+        role: the role in which an elastic instance runs the request. None: that of the instance.
     """
     report = load.report
-    role = instance.role
+    if role is None:
+        role = instance.role
     new_tokens = prompt_tokens - overlap_tokens
     cost = new_tokens
     if role is not _DECODE:

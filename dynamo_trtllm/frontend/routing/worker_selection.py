@@ -1,11 +1,12 @@
 """Select the workers of requests: every selection of a frontend is made here.
 
 The router mode decides how: by cost (`cost_placement`), in turn over the pairs whose breaker is
-closed, or at random. Callers pass the time.
+closed, or at random. Elastic workers count as much as their shares say. Callers pass the time.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import (
     ClusterView,
@@ -24,12 +25,23 @@ from dynamo_trtllm.frontend.routing.cluster_view import (
 )
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
-from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection, differences, pairing_key
+from dynamo_trtllm.frontend.routing.pairs import (
+    Pair,
+    WorkerSelection,
+    can_transfer,
+    differences,
+    pair_of,
+    pairing_key,
+    selected,
+)
 from dynamo_trtllm.frontend.routing.prefix_index import PromptHashes
 from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 _MAX_PAIRS_EXPLAINED = 100  # limit of the pairs that one error names with their reasons
+# Multiples of these, without their whole parts, are spread evenly over 0 to 1, also as pairs.
+_DECODE_STEP: Final = (math.sqrt(5) - 1) / 2
+_PREFILL_STEP: Final = math.sqrt(2) - 1
 
 
 @dataclass(eq=False)
@@ -131,8 +143,39 @@ class WorkerSelector:
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
-        breakers = self.health.breakers
         view = self.view.model(request.model).excluding(ids)
+        sharing = view.sharing()
+        select = partial(
+            self._select_in,
+            request=request,
+            round_robin_index=round_robin_index,
+            now=now,
+            avoid=avoid,
+            waited_s=waited_s,
+            may_reject=may_reject,
+        )
+        try:
+            selection = select(sharing)
+        except NoInstances:
+            if sharing is view:
+                raise
+            # Only elastic workers without a share for these calls are left.
+            selection = select(view)
+        return _without_blocked_transfer(selection, request)
+
+    def _select_in(
+        self,
+        view: ModelView,
+        *,
+        request: GenerateRequest,
+        round_robin_index: int,
+        now: float,
+        avoid: int | None,
+        waited_s: float,
+        may_reject: bool,
+    ) -> WorkerSelection:
+        """Select the workers of an attempt among those of a view."""
+        breakers = self.health.breakers
         if self.placement is not None:
             best = self.placement.select(
                 view,
@@ -187,16 +230,40 @@ class WorkerSelector:
         unusable = tried | field_support(self.view.model(model), request).incapable
         unusable |= self.health.cooling_down(now)
         view = self.view.model(model).excluding(unusable)
-        candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
+        group = view.groups.get(pairing_key(prefill), PairGroup())
         breakers = self.health.breakers
-        decodes = tuple(
-            decode for decode in candidates if not breakers.is_open((prefill.id, decode.id))
-        )
+        decodes: tuple[Instance, ...] = ()
+        for candidates in (group.sharing(view.shares).decode, group.decode):
+            decodes = decodes or tuple(
+                decode
+                for decode in candidates
+                # An elastic worker does not fetch its own KV.
+                if decode.id != prefill.id
+                and not breakers.is_open((prefill.id, decode.id))
+                and can_transfer(prefill, decode, request)
+            )
         if self.placement is not None:
-            return self.placement.select_decode(decodes, request)
+            return self.placement.select_decode(view, decodes, request)
         if not decodes:
             return None
-        return decodes[self.new_round_robin_index(model) % len(decodes)]
+        index = self.new_round_robin_index(model)
+        if view.shares:
+            return _weighted(view, decodes, Role.DECODE, index)
+        return decodes[index % len(decodes)]
+
+
+def _without_blocked_transfer(
+    selection: WorkerSelection, request: GenerateRequest
+) -> WorkerSelection:
+    """Return the selection, without its prefill instance if elastic workers lack room for its KV.
+
+    Then one of them runs the whole request.
+    """
+    prefill = selection.prefill
+    decode = selection.decode
+    if prefill is None or can_transfer(prefill, decode, request):
+        return selection
+    return selection.aggregated(decode if decode.can_aggregate else prefill)
 
 
 def select_round_robin(
@@ -237,9 +304,24 @@ def select_round_robin(
             f"no prefill worker of model {model!r} matches a decode worker: {why}"
         )
     usable = _usable(view, model, breakers, avoid)
-    decode = usable.paired[round_robin_index % len(usable.paired)]
+    if usable.shares:
+        decode = _weighted(usable, usable.paired, Role.DECODE, round_robin_index)
+    else:
+        decode = usable.paired[round_robin_index % len(usable.paired)]
     prefill = _select_prefill(usable, decode, round_robin_index, breakers, avoid)
-    return WorkerSelection(prefill, decode)
+    return selected(prefill, decode)
+
+
+def _weighted(
+    view: ModelView, instances: tuple[Instance, ...], role: Role, round_robin_index: int
+) -> Instance:
+    """Return the instance whose turn it is, if each gets as many turns as its share says."""
+    step = _PREFILL_STEP if role is Role.PREFILL else _DECODE_STEP
+    weights = view.weights(instances, role)
+    turn = round_robin_index * step % 1.0 * weights[-1]
+    # With a share of 0, the sum is that of the instance before, and is skipped.
+    index = bisect.bisect_right(weights, turn)
+    return instances[min(index, len(instances) - 1)]
 
 
 def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | None) -> ModelView:
@@ -250,12 +332,12 @@ def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | No
     """
     usable = view
     if breakers.any_open:
-        usable = view.excluding(_blocked(view, breakers))
+        usable = view.without_decodes(_blocked(view, breakers))
         if not usable.paired:
             raise _all_open(model, breakers, _matching_pairs(view))
     if avoid is not None:
         # A decode instance that works only with this prefill instance would use it again.
-        others = usable.excluding(_blocked_without(usable, breakers, avoid))
+        others = usable.without_decodes(_blocked_without(usable, breakers, avoid))
         if others.paired:
             usable = others
     return usable
@@ -265,7 +347,7 @@ def _matching_pairs(view: ModelView) -> Iterator[Pair]:
     """Return all pairs whose pairing keys are equal."""
     for decode in view.paired:
         for prefill in view.groups[view.keys[decode.id]].prefill:
-            yield prefill.id, decode.id
+            yield pair_of(prefill.id, decode.id)
 
 
 def _select_prefill(
@@ -277,9 +359,15 @@ def _select_prefill(
 ) -> Instance:
     """Return the prefill instance of a request whose decode instance is selected."""
     group = usable.groups[usable.keys[decode.id]]
-    prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
+    partners = breakers.open_partners.get(decode.id, ())
+    prefills = excluding(group.prefill, partners)
+    if None in partners:
+        # An elastic instance can't run whole requests now.
+        prefills = excluding(prefills, (decode.id,))
     if avoid is not None:
         prefills = excluding(prefills, (avoid,)) or prefills
+    if usable.shares:
+        return _weighted(usable, prefills, Role.PREFILL, round_robin_index)
     # How many requests had decode instances of this pairing key before this one. With two keys of
     # one decode instance each, the requests 0, 2, 4 of the model are 0, 1, 2 of the first key, so
     # its prefill instances take turns.
@@ -320,7 +408,10 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         num_unusable = len(partners) + 1  # `avoid` is one of them
         if num_unusable < len(group.prefill):
             continue
-        if all(prefill.id in partners or prefill.id == avoid for prefill in group.prefill):
+        if all(
+            prefill.id == avoid or pair_of(prefill.id, decode_id)[0] in partners
+            for prefill in group.prefill
+        ):
             blocked.add(decode_id)
     return frozenset(blocked)
 
@@ -406,6 +497,7 @@ def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
     if role is not Role.PREFILL and request.dp_rank is not None:
         needs["nvext.dp_rank"] = "dp_rank"
     if role is not Role.DECODE and request.prefill_dp_rank is not None:
-        feature = "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+        has_rank = role is not Role.AGGREGATED
+        feature = "dp_rank" if has_rank else "separate prefill workers"
         needs["nvext.prefill_dp_rank"] = feature
     return needs

@@ -9,6 +9,7 @@ import msgspec
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView, PairGroup
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
+from dynamo_trtllm.protocol.shares import ALL_WORK
 from tests.kit.instances import CARD, LAYOUT, make_instance
 
 
@@ -91,10 +92,15 @@ def test_view_updated_equals_one_built_at_once() -> None:
         model = view.model("tiny")
         instances = sorted(present.values(), key=lambda instance: instance.id)
         roles = [
-            tuple(member for member in instances if member.role is role)
-            for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+            tuple(member for member in instances if member.role in of_role)
+            for of_role in (
+                (Role.PREFILL, Role.ELASTIC),
+                (Role.DECODE, Role.ELASTIC),
+                (Role.AGGREGATED,),
+            )
         ]
-        built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]))
+        shares = {member.id: ALL_WORK for member in instances if member.role is Role.ELASTIC}
+        built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]), shares)
         assert (model, model.paired) == (built, built.paired)
         gone = frozenset(dice.sample(range(30), 10))
         left = [
