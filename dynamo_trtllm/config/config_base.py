@@ -40,6 +40,7 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT64)]
 PositiveFloat = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT64)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 
 

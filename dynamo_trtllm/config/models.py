@@ -18,6 +18,7 @@ from dynamo_trtllm.config.config_base import (
     ClusterRole,
     Endpoint,
     EngineName,
+    Fraction,
     IpAddress,
     NonEmpty,
     NonNegativeFloat,
@@ -36,6 +37,7 @@ from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.config.routing import RoutingConfig
 from dynamo_trtllm.config.token_counts import TokenCount
 from dynamo_trtllm.protocol.messages import Role
+from dynamo_trtllm.protocol.shares import Shares
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
 
@@ -192,7 +194,17 @@ class WorkerConfig(HttpAccessConfig):
         ),
         const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"},
         help="Role of this worker; with --engine vllm it is decode unless it is set. agg and pd"
-        " are other names of prefill_and_decode.",
+        " are other names of prefill_and_decode. elastic: any of them, chosen for each request by"
+        " shares that can change at any time (mock, torch, vllm).",
+    )
+    prefill_share: Fraction = option(
+        "role",
+        1.0,
+        help="Share of an elastic worker of the work of prefill workers, from 0 to 1, until"
+        " `dynamo-trtllm shares` or a planner sets another one.",
+    )
+    decode_share: Fraction = option(
+        "role", 1.0, help="The same of the work of decode workers. Both can't be 0."
     )
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option(
         "role",
@@ -224,6 +236,13 @@ class WorkerConfig(HttpAccessConfig):
         env="DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS",
         help="Publish which prompt prefixes the prefix cache has, for frontends with --router-mode"
         " kv.",
+    )
+    max_transfer_kv_fraction: Annotated[float, Field(gt=0, lt=1)] = option(
+        "KV cache and transfer",
+        0.4,
+        help="Fraction of the KV blocks of an elastic worker that KV for other workers may take."
+        " Prefill calls beyond it go to other workers. The rest is for its own decode calls, which"
+        " have prompts and output.",
     )
     kv_transfer_ttl_s: PositiveFloat = option(
         "KV cache and transfer", 60.0, help="Seconds until KV that was not fetched is freed."
@@ -286,6 +305,19 @@ class WorkerConfig(HttpAccessConfig):
         env="DYN_PREFILL_DRAIN_TIMEOUT_S",
         help="Maximum time in seconds to drain at shutdown.",
     )
+
+    @model_validator(mode="after")
+    def _has_valid_shares(self) -> WorkerConfig:
+        is_elastic = self.disaggregation_mode is Role.ELASTIC
+        if not is_elastic and (self.prefill_share, self.decode_share) != (1.0, 1.0):
+            raise ValueError(
+                "--prefill-share and --decode-share are for --disaggregation-mode elastic; the role"
+                f" {self.disaggregation_mode} fixes them; leave them out"
+            )
+        problem = Shares(self.prefill_share, self.decode_share).problem
+        if problem:
+            raise ValueError(f"--prefill-share and --decode-share: {problem}")
+        return self
 
     @property
     def model_name(self) -> str:

@@ -34,6 +34,13 @@ class TransfersKv(ABC):
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
 
+    @property
+    def elastic_obstacle(self) -> str:
+        """Why the engine can't run prefill, decode and aggregated calls at the same time, as text
+        that names the argument; "" if it can.
+        """
+        return ""
+
 
 class GuardsKvTransfers(ABC):
     """An engine that checks where it fetches KV, and who fetches its own.

@@ -218,6 +218,13 @@ def _check_capabilities(engine: Engine, config: WorkerConfig, name: str) -> None
             f" --disaggregation-mode {Role.AGGREGATED}",
             field="disaggregation_mode",
         )
+    obstacle = engine.elastic_obstacle if isinstance(engine, TransfersKv) else ""
+    if role is Role.ELASTIC and obstacle:
+        raise ConfigError(
+            f"the {name} engine can't run an {role} worker: {obstacle}; use"
+            f" --disaggregation-mode {Role.PREFILL} and {Role.DECODE}",
+            field="disaggregation_mode",
+        )
     if config.publish_kv_events and not isinstance(engine, PublishesKvEvents):
         raise ConfigError(
             f"--publish-kv-events: the {name} engine publishes none:"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from dynamo_trtllm import __version__
 from dynamo_trtllm.cluster.discovery import records
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.engine_interface import EngineInfo
+from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import (
     WIRE_VERSION,
     Instance,
+    Limits,
     ModelDeploymentCard,
+    Role,
     SamplingDefaults,
 )
+from dynamo_trtllm.protocol.shares import Shares
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.service import WorkerAdmission
 from dynamo_trtllm.worker.timing import WorkerTiming
@@ -37,6 +43,9 @@ def describe(
         info: what its engine has said when it started.
         sampling_defaults: those of the model.
     """
+    limits = info.limits
+    if config.disaggregation_mode is Role.ELASTIC:
+        limits = _elastic_limits(config, info)
     files = startup.with_template(config, info.renderer, info.files)
     digests = {name: startup.digest(path) for name, path in files.items()}
     card = ModelDeploymentCard(
@@ -58,7 +67,7 @@ def describe(
         engine=info.engine,
         card=card,
         layout=info.layout,
-        limits=info.limits,
+        limits=limits,
         kv_compat=info.kv_compat,
         can_aggregate=info.can_aggregate,
         supported_features=info.supported_features,
@@ -69,14 +78,45 @@ def describe(
         publishes_kv_events=config.publish_kv_events,
         signs_kv_transfers=config.kv_transfer_key_file is not None,
         kv_addresses=info.kv_addresses,
+        shares=Shares(config.prefill_share, config.decode_share),
     )
     return instance, {digests[name]: path for name, path in files.items()}
 
 
-def admission_of(config: WorkerConfig, info: EngineInfo, timing: WorkerTiming) -> WorkerAdmission:
+def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
+    """Return the limits of an elastic worker, with that of its KV for other workers.
+
+    Raises:
+        ConfigError: the engine can't run an elastic worker.
+    """
+    limits = info.limits
+    if not info.can_aggregate or not limits.kv_blocks:
+        lacks = (
+            "whole requests in every role" if limits.kv_blocks else "a known number of KV blocks"
+        )
+        raise ConfigError(
+            f"--disaggregation-mode {Role.ELASTIC} needs {lacks}, which engine {info.engine} does"
+            f" not have; use another --disaggregation-mode",
+            field="disaggregation_mode",
+        )
+    most = max(1, int(config.max_transfer_kv_fraction * limits.kv_blocks))
+    # The engine may have less room for KV that is transferred.
+    if limits.max_transfer_blocks:
+        most = min(most, limits.max_transfer_blocks)
+    return msgspec.structs.replace(limits, max_transfer_blocks=most)
+
+
+def admission_of(config: WorkerConfig, instance: Instance, timing: WorkerTiming) -> WorkerAdmission:
     """Return the limits of a worker's work."""
+    limits = instance.limits
     max_active: int | None = None
-    max_batch_size = info.limits.max_batch_size  # 0: not reported by the engine
+    max_batch_size = limits.max_batch_size  # 0: not reported by the engine
     if max_batch_size:
         max_active = max_batch_size + config.max_queued_requests
-    return WorkerAdmission(max_active, _MAX_PENDING_TRANSFER_FRACTION, timing=timing)
+    return WorkerAdmission(
+        max_active,
+        _MAX_PENDING_TRANSFER_FRACTION,
+        limits.max_transfer_blocks if instance.role is Role.ELASTIC else None,
+        instance.layout.block_tokens,
+        timing=timing,
+    )

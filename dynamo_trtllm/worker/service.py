@@ -32,6 +32,7 @@ from dynamo_trtllm.protocol.errors import (
     EngineFailed,
     InternalError,
     InvalidRequest,
+    KvTransfersFull,
     ModelNotFound,
     Overloaded,
     TransferExpired,
@@ -49,6 +50,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     encode,
 )
+from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
@@ -72,15 +74,22 @@ class WorkerAdmission:
         max_active: limit of calls plus reserved slots; None: no limit.
         max_pending_kv_fraction: share of the KV blocks that may await transfer. If more of
             them await it for `timing.unfetched_kv_s`, new prompts are rejected.
+        max_transfer_blocks: KV blocks that prefill calls and pending KV transfers may take
+            together. None: no limit. Two elastic workers could otherwise wait for each other's
+            blocks for ever: each holds KV for decode calls that wait at the other one.
+        block_tokens: tokens in a KV block.
         clock: returns seconds since the epoch, as the expiry of reservations.
         timing: how long the worker waits.
     """
 
     max_active: int | None = None
     max_pending_kv_fraction: float = 1.0
+    max_transfer_blocks: int | None = None
+    block_tokens: int = 1
     clock: Callable[[], float] = time.time
     timing: WorkerTiming = TIMING
     _num_active: int = field(default=0, init=False)
+    _prefill_blocks: int = field(default=0, init=False)  # of the prefill calls that run or wait
     # Reservation id -> when it expires.
     _reservations: dict[str, float] = field(default_factory=dict, init=False)
     # When the KV to transfer began to exceed its share. All prefill calls since then have found it
@@ -127,7 +136,8 @@ class WorkerAdmission:
                 transfer.
 
         Raises:
-            Overloaded: a limit is reached.
+            KvTransfersFull: the KV to transfer takes as many blocks as it may.
+            Overloaded: another limit is reached.
         """
         # A call with a reservation uses its slot. If that has expired, it needs another one.
         has_slot = False
@@ -135,13 +145,19 @@ class WorkerAdmission:
             has_slot = self._reservations.pop(request.reservation_id, None) is not None
         if not has_slot:
             self._check_capacity()
-        if stats is not None:
+        blocks = 0
+        if stats is not None and self.max_transfer_blocks is not None:
+            blocks = ceil_div(len(request.token_ids), self.block_tokens)
+            self._check_transfer_blocks(stats, blocks, self.max_transfer_blocks)
+        elif stats is not None:
             self._check_pending_transfers(stats)
         self._num_active += 1
+        self._prefill_blocks += blocks
         try:
             yield
         finally:
             self._num_active -= 1
+            self._prefill_blocks -= blocks
 
     def _check_capacity(self) -> None:
         limit = self.max_active
@@ -153,6 +169,19 @@ class WorkerAdmission:
             raise Overloaded(
                 f"worker is full: {self._num_active} calls and {len(self._reservations)} reserved"
                 f" slots of {limit}; retry later or start more workers"
+            )
+
+    def _check_transfer_blocks(self, stats: EngineStats, blocks: int, limit: int) -> None:
+        """Reject a prompt whose KV would take blocks that decode calls need to go on.
+
+        Prefill calls that run or wait count as if their KV was pending.
+        """
+        taken = self._prefill_blocks + stats.pending_kv_blocks
+        if taken + blocks > limit:
+            raise KvTransfersFull(
+                f"the prompt needs {blocks} KV blocks, and KV for other workers takes {taken} of at"
+                f" most {limit}; retry on another worker, or raise"
+                " --max-transfer-kv-fraction"
             )
 
     def _check_pending_transfers(self, stats: EngineStats) -> None:
@@ -190,10 +219,10 @@ class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
     __slots__ = (
-        "_aggregated",
         "_arrived_s",
         "_calls",
         "_clock",
+        "_generating",
         "_is_sampled",
         "_is_stopped",
         "_metrics",
@@ -215,13 +244,13 @@ class _ServiceStream(Stream):
         metrics: WorkerMetrics,
         on_event: OnEvent,
         calls: deque[CallSample],
-        aggregated: set[_ServiceStream],
+        generating: set[_ServiceStream],
         signer: TransferSigner,
         clock: Callable[[], float],
     ) -> None:
         super().__init__(on_event)
-        # The aggregated calls that have their first token.
-        self._aggregated = aggregated
+        # The decode and aggregated calls that have their first token.
+        self._generating = generating
         self._clock = clock
         self._signer = signer
         self._receivers = request.kv_receivers
@@ -266,8 +295,8 @@ class _ServiceStream(Stream):
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         if self.fetch is not None:
             self.fetch.note_arrival()
-        if self._phase is Phase.AGGREGATED:
-            self._aggregated.add(self)
+        if self._phase is not Phase.PREFILL:
+            self._generating.add(self)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
         if self._is_sampled:
@@ -313,7 +342,7 @@ class _ServiceStream(Stream):
         else:
             code = last.code
         RECORDER.unfollow(self)
-        self._aggregated.discard(self)
+        self._generating.discard(self)
         if self.fetch is not None:
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
@@ -322,6 +351,16 @@ class _ServiceStream(Stream):
         self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
+
+
+def phases_of(instance: Instance) -> frozenset[Phase]:
+    """Return the phases whose calls a worker accepts."""
+    if instance.role is Role.ELASTIC:
+        return frozenset(Phase)
+    phases = {Phase[instance.role.name]}
+    if instance.can_aggregate:
+        phases.add(Phase.AGGREGATED)
+    return frozenset(phases)
 
 
 @dataclass(eq=False)
@@ -364,10 +403,8 @@ class WorkerService:
         self._new_requests = 0
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
         self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
-        self._aggregated: set[_ServiceStream] = set()
-        self._phases = {Phase[self.instance.role.name]}
-        if self.instance.can_aggregate:
-            self._phases.add(Phase.AGGREGATED)
+        self._generating: set[_ServiceStream] = set()
+        self._phases = phases_of(self.instance)
         self.metrics.watch(
             active_calls=self.admission.active, reserved=self.admission.reserved_slots
         )
@@ -378,7 +415,7 @@ class WorkerService:
             self.metrics,
             on_event,
             self._cost.calls,
-            self._aggregated,
+            self._generating,
             self._signer,
             self.clocks.monotonic,
         )
@@ -451,7 +488,8 @@ class WorkerService:
             return last
         stats = self.engine.stats()
         # Other roles report them as running.
-        aggregated = self._aggregated if self.instance.role is Role.PREFILL else ()
+        has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
+        generating = self._generating if has_prefill_calls else ()
         load = LoadReport(
             instance_id=self.instance.id,
             number=1 if last is None else last.number + 1,
@@ -461,9 +499,9 @@ class WorkerService:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             context_tokens=stats.context_tokens,
-            aggregated_running=len(aggregated),
+            aggregated_running=len(generating),
             aggregated_tokens=sum(
-                stream.num_prompt_tokens + stream.num_tokens for stream in aggregated
+                stream.num_prompt_tokens + stream.num_tokens for stream in generating
             ),
         )
         self._last_load = load
@@ -504,7 +542,7 @@ class WorkerService:
             case messages.ReissueKvParams(kv_params, receivers):
                 return encode(self._reissued(kv_params, receivers))
             case messages.ReserveSlot(reservation_id, expires_at, left_s):
-                if self.instance.role is not Role.DECODE:
+                if Phase.DECODE not in self._phases:
                     raise InvalidRequest(
                         f"a {self.instance.role} worker has no decode slots to reserve"
                     )

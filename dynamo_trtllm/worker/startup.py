@@ -167,14 +167,18 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
 
 
 _NUMBERS = re.compile(r"[\d.]+")  # the changing part of a stage's text
-_PEER_ROLES = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+_PEER_ROLES = {
+    Role.PREFILL: (Role.DECODE, Role.ELASTIC),
+    Role.DECODE: (Role.PREFILL, Role.ELASTIC),
+    Role.ELASTIC: (Role.PREFILL, Role.DECODE, Role.ELASTIC),
+}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
 
 
 async def live_peers(
     discovery: Discovery, namespace: str, *, model: str, role: Role
 ) -> list[Instance]:
-    """Return the registered instances of the same model with the opposite role.
+    """Return the registered instances of the same model that exchange KV with this role.
 
     Raises:
         Unreachable: discovery does not answer. It is better to know this before loading.
@@ -186,8 +190,8 @@ async def live_peers(
                 break
             if isinstance(event, Added):
                 instances.append(event.instance)
-    peer_role = _PEER_ROLES.get(role)
-    return [peer for peer in instances if peer.card.name == model and peer.role is peer_role]
+    peer_roles = _PEER_ROLES.get(role, ())
+    return [peer for peer in instances if peer.card.name == model and peer.role in peer_roles]
 
 
 async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:

@@ -317,7 +317,7 @@ class Worker(Lifecycle):
         stack.push_async_callback(engine.aclose)
         keys = self._transfer_keys()
         addresses = None
-        if config.disaggregation_mode is Role.DECODE:
+        if config.disaggregation_mode in (Role.DECODE, Role.ELASTIC):
             addresses = PrefillAddresses(stay_s=config.kv_transfer_ttl_s)
         count_rejected = self._metrics.transfer_rejected
         if isinstance(engine, GuardsKvTransfers):
@@ -340,7 +340,7 @@ class Worker(Lifecycle):
         service = WorkerService(
             engine,
             instance,
-            admission_of(config, info, self._timing),
+            admission_of(config, instance, self._timing),
             files=files,
             metrics=self._metrics,
             signer=TransferSigner(self.instance_id, keys, count=count_rejected),

@@ -55,6 +55,7 @@ from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     KvTransferParams,
     ReleaseOutcome,
+    Role,
     token_ids,
 )
 from dynamo_trtllm.protocol.streams import OnEvent, StreamHandle
@@ -97,7 +98,13 @@ class MockEngine(
             clocks=clocks,
         )
         self._info = mock_info(args, self._transfers.identity.layout)
-        self._scheduler = MockScheduler(args, self._on_prefilled, self._clock, seed)
+        self._scheduler = MockScheduler(
+            args,
+            self._on_prefilled,
+            self._clock,
+            seed,
+            is_elastic=config.disaggregation_mode is Role.ELASTIC,
+        )
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
 
     async def start(self) -> EngineInfo:

@@ -21,6 +21,7 @@ from dynamo_trtllm.engines.waiting_requests import (
     promote_overdue,
     record_wait,
     step_limit,
+    tokens_beside_streams,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
@@ -52,6 +53,7 @@ class MockScheduler:
         on_prefilled: called with a prefill call and its first token, when its KV is to be exported.
         clock: returns seconds of a monotonic clock.
         seed: of the noise of steps. None: it differs from run to run.
+        is_elastic: while streams run, steps have fewer prompt tokens.
     """
 
     def __init__(
@@ -60,9 +62,13 @@ class MockScheduler:
         on_prefilled: Callable[[MockStream, int], None],
         clock: Callable[[], float] = SYSTEM_CLOCKS.monotonic,
         seed: int | None = None,
+        *,
+        is_elastic: bool = False,
     ) -> None:
         self._args = args
         self._on_prefilled = on_prefilled
+        # Without a time per prompt token, a smaller step would save nothing.
+        self._limits_prompts = is_elastic and args.has_prompt_time
         self._clock = clock
         self._random = random.Random(seed)
         self._costs = args.cost_prior
@@ -291,6 +297,8 @@ class MockScheduler:
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
         max_tokens = self._args.prefill_tokens_per_step
+        if self._limits_prompts and self._prompts and self._has_streams():
+            max_tokens = tokens_beside_streams(max_tokens)
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding
         for stream in self._prompts:
@@ -305,6 +313,13 @@ class MockScheduler:
                 planned[stream] = count
                 num_planned += count
         return planned
+
+    def _has_streams(self) -> bool:
+        """Return whether a running call generates tokens."""
+        return any(
+            stream.wanted > 0 and not stream.prefill_left and stream.first_step <= self._step_number
+            for stream in self._running
+        )
 
     def _count_decoding(self) -> int:
         """Return how many tokens of the step that begins decode requests take."""

@@ -103,6 +103,7 @@ class TorchEngine(
     ) -> None:
         args = engine_arguments(config, TorchArgs, "torch")
         self._args = args
+        self._is_elastic = config.disaggregation_mode is Role.ELASTIC
         self._model_path = config.model_path
         self._model_name = config.model_name
         self._loading = LoadingProgress()
@@ -178,10 +179,11 @@ class TorchEngine(
         num_threads = args.num_threads
         if num_threads is None and model.device.type == "cpu":
             num_threads = 1
+        buffer = TransferBuffer(pool, plan.transfer_buffer_bytes, is_divided=self._is_elastic)
         scheduler = Scheduler(
             ModelRunner(model.module, pool),
             pool,
-            TransferBuffer(pool, plan.transfer_buffer_bytes),
+            buffer,
             args,
             num_threads=num_threads,
             deliver=partial(_call_soon, loop, self._receive),
@@ -189,11 +191,19 @@ class TorchEngine(
             on_prefilled=self._on_prefilled,
             on_freed=self._sequences.discard,
             on_end=partial(_call_soon, loop, self._end),
+            is_elastic=self._is_elastic,
+        )
+        limits = msgspec.structs.replace(
+            model.info.limits,
+            kv_blocks=plan.num_blocks,
+            max_transfer_blocks=(
+                buffer.longest_prompt // pool.block_tokens if self._is_elastic else 0
+            ),
         )
         info = dataclasses.replace(
             model.info,
             context_length=plan.context_length,
-            limits=msgspec.structs.replace(model.info.limits, kv_blocks=plan.num_blocks),
+            limits=limits,
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
         )
         return _Prepared(scheduler, info)

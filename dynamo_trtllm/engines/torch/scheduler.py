@@ -39,6 +39,7 @@ from dynamo_trtllm.engines.waiting_requests import (
     promote_overdue,
     record_wait,
     step_limit,
+    tokens_beside_streams,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
@@ -89,6 +90,8 @@ class Scheduler:
     on_freed: Callable[[TorchSequence], None]
     # Called on the thread with the reason why no step follows.
     on_end: Callable[[EngineFailed], None]
+    # While streams run, steps have fewer prompt tokens.
+    is_elastic: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = BlockAllocator(self.pool, has_prefix_cache=self.args.enable_prefix_caching)
@@ -304,18 +307,18 @@ class Scheduler:
         if self._running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
-            seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, seq.region_bytes)
+            seq.allocation = self.transfer_buffer.allocate(
+                seq.prompt_tokens, seq.region_bytes, is_fetched=True
+            )
             if seq.allocation is None:
                 return "transfer_buffer"
         return "" if self.blocks.reserve(seq) else "kv_blocks"
 
     def _running(self) -> int:
-        return (
-            len(self._reserved)
-            + len(self._prefilling)
-            + len(self._decoding)
-            + len(self._awaiting_buffer)
-        )
+        running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
+        # Of an elastic engine, these take no place in the batch: they may wait for decode calls of
+        # another one that waits for places in its batch.
+        return running if self.is_elastic else running + len(self._awaiting_buffer)
 
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
@@ -347,6 +350,8 @@ class Scheduler:
 
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
+        if self.is_elastic and self._decoding:
+            budget = min(budget, tokens_beside_streams(self.args.max_step_tokens))
         planned = []
         num_planned = 0
         scores_budget = _MAX_SCORED

@@ -98,6 +98,17 @@ class Allocation(NamedTuple):
     regions: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
+class _Part(NamedTuple):
+    """A part of the buffer, as offsets in bytes."""
+
+    begin: int
+    end: int
+
+
+def _aligned(num_bytes: int) -> int:
+    return ceil_div(num_bytes, _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
 class _FreedAllocation(NamedTuple):
     allocation: Allocation
     last_copy: torch.cuda.Event
@@ -107,10 +118,17 @@ class TransferBuffer:
     """The transfer buffer of one engine.
 
     Call `allocate` and `free` on one thread. `gather` and `scatter` are thread-safe.
+
+    Args:
+        pool: the KV pool.
+        num_bytes: the size of the buffer.
+        is_divided: one half is for KV to fetch from this engine, and the other one for KV that it
+            fetches. Two elastic engines could otherwise wait for each other's buffer for ever.
     """
 
-    def __init__(self, pool: KvPool, num_bytes: int) -> None:
+    def __init__(self, pool: KvPool, num_bytes: int, *, is_divided: bool = False) -> None:
         self._pool = pool
+        self._is_divided = is_divided
         self._used: list[Allocation] = []  # allocations in the order of the buffer
         # Freed, but used until the last copy is done.
         self._leaving: deque[_FreedAllocation] = deque()
@@ -144,26 +162,40 @@ class TransferBuffer:
 
     # --- places -----------------------------------------------------------------------------------
 
-    def allocate(self, tokens: int, region_bytes: int) -> Allocation | None:
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt whose KV fits, in whole blocks."""
+        begin, end = self._part(is_fetched=False)
+        blocks = self._pool.num_blocks
+        block_tokens = self._pool.block_tokens
+        while blocks and _aligned(self._pool.moved_bytes(blocks * block_tokens)) > end - begin:
+            blocks -= 1
+        return blocks * block_tokens
+
+    def allocate(
+        self, tokens: int, region_bytes: int, *, is_fetched: bool = False
+    ) -> Allocation | None:
         """Allocate space for the KV of a prompt.
 
         Args:
             tokens: the length of the prompt.
             region_bytes: the size of a region in bytes. It is rounded down to whole rows, but is at
                 least one row.
+            is_fetched: this engine fetches the KV.
 
         Returns:
             The space, or None while too little is free.
         """
         wanted = self._pool.moved_bytes(tokens)
-        aligned = ceil_div(wanted, _ALIGNED_BYTES) * _ALIGNED_BYTES
+        aligned = _aligned(wanted)
+        part = self._part(is_fetched=is_fetched)
         self._reap(wait=False)
-        begin = self._first_gap(aligned)
+        begin = self._first_gap(aligned, part)
         while begin is None:
             if not self._leaving:
                 return None
             self._reap(wait=True)
-            begin = self._first_gap(aligned)
+            begin = self._first_gap(aligned, part)
         row_bytes = self._pool.row_bytes
         rows_per_region = max(1, region_bytes // row_bytes)
         memory = self.memory[begin : begin + wanted]
@@ -195,17 +227,26 @@ class TransferBuffer:
             self._leaving.popleft()
             self._used.remove(freed.allocation)
 
-    def _first_gap(self, num_bytes: int) -> int | None:
-        """Return the offset of the first free range that fits.
+    def _part(self, *, is_fetched: bool) -> _Part:
+        """Return the part of the buffer for KV that this engine fetches, or that others fetch."""
+        if not self._is_divided:
+            return _Part(0, self.num_bytes)
+        middle = self.num_bytes // 2 // _ALIGNED_BYTES * _ALIGNED_BYTES
+        return _Part(middle, self.num_bytes) if is_fetched else _Part(0, middle)
+
+    def _first_gap(self, num_bytes: int, part: _Part) -> int | None:
+        """Return the offset of the first free range of a part that fits.
 
         With the first one, memory that was never used stays unmapped.
         """
-        begin = 0
+        begin = part.begin
         for used in self._used:
+            if not part.begin <= used.begin < part.end:
+                continue
             if used.begin - begin >= num_bytes:
                 return begin
             begin = used.begin + used.num_bytes
-        return begin if self.num_bytes - begin >= num_bytes else None
+        return begin if part.end - begin >= num_bytes else None
 
     # --- copies -----------------------------------------------------------------------------------
 

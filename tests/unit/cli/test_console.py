@@ -392,6 +392,7 @@ def test_bash_completion_has_commands_flags_values_and_files(tmp_path: Path) -> 
         "prefill",
         "decode",
         "prefill_and_decode",
+        "elastic",
     }
     assert answers("launch", "mi") == {"mine.yaml"}
     assert "--shape" in answers("bench", "--s")

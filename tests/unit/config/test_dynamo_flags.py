@@ -67,7 +67,7 @@ def test_role_of_newer_name_does_both_phases(name: str, tmp_path: Path) -> None:
 
 def test_role_when_it_is_unknown_then_the_error_names_ours() -> None:
     with pytest.raises(
-        ConfigError, match="'both': should be 'prefill', 'decode' or 'prefill_and_decode'"
+        ConfigError, match="'both': should be 'prefill', 'decode', 'prefill_and_decode' or"
     ):
         worker("--disaggregation-mode", "both")
 

@@ -162,7 +162,7 @@ def test_load_takes_the_role_from_a_word_or_default(line, role, source):
         ),
         (
             "--model m --disaggregation-mode both",
-            ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"],
+            ["'both'", "'prefill', 'decode', 'prefill_and_decode' or 'elastic'"],
         ),
         (
             "--model m --disaggregation-strategy both",

@@ -64,6 +64,7 @@ FITTING = [
     (Role.PREFILL, Phase.PREFILL),
     (Role.DECODE, Phase.DECODE),
     (Role.AGGREGATED, Phase.AGGREGATED),
+    *((Role.ELASTIC, phase) for phase in Phase),
 ]
 TRANSFER_PARAMS = make_transfer_params("t-1")
 

@@ -33,7 +33,7 @@ class GuardedEngine(TransferringEngine, GuardsKvTransfers):
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_guard_checks_addresses_in_the_decode_role_only(
+async def test_guard_checks_addresses_where_kv_is_fetched(
     monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
     without_wait = partial(PrefillAddresses, wait_s=0.0)
@@ -52,7 +52,7 @@ async def test_guard_checks_addresses_in_the_decode_role_only(
     with pytest.raises(EngineFailed, match="does not start"):
         await Worker(config, engine=create).serve()
     checked = engine.guard.check_address(make_transfer_params("t-1"), "10.0.0.1:22")
-    if role is Role.DECODE:
+    if role in (Role.DECODE, Role.ELASTIC):
         with pytest.raises(TransferRejected, match="no prefill worker is registered"):
             await checked
     else:
