@@ -31,6 +31,7 @@ from dynamo_trtllm.config.commands import (
     ProfileConfig,
     RolesConfig,
     ServeConfig,
+    SharesConfig,
     SimulateConfig,
     StatusConfig,
     StopConfig,
@@ -80,6 +81,7 @@ PROGRAMS = (
     Program("Logs", "logs", LogsConfig),
     Program("Stop", "stop", StopConfig),
     Program("Explain", "explain", ExplainConfig),
+    Program("Shares of elastic workers", "shares", SharesConfig),
     Program(
         "Clear a namespace",
         "clear-namespace",

@@ -63,6 +63,7 @@ GROUPS = {
         Command("logs", "Show the output of a deployment's processes.", "cli.logs"),
         Command("stop", "Stop a deployment of this machine.", "cli.stop"),
         Command("explain", "Show the life of a request, or what is stuck.", "cli.explain"),
+        Command("shares", "Show and set the shares of elastic workers.", "cli.shares"),
         Command(
             "clear-namespace",
             "Remove the records of a deployment that is gone.",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from pathlib import Path
 from typing import Final
 
+from dynamo_trtllm.cli.launched_servers import with_servers_of
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import BadRecord, namespace_prefix, read_instance
 from dynamo_trtllm.cluster.request_plane.nats import NatsTransport
@@ -52,7 +52,7 @@ def with_other_machines(
     """
     observe_logging.setup(config.log_level, "explain", config.log_format)
     if record is not None:
-        config = _connection(config, record)
+        config = with_servers_of(config, record)
     try:
         return asyncio.run(_gather(config, local))
     except UserRejected as exc:
@@ -72,20 +72,6 @@ def with_other_machines(
             f" pass {flag} or --local"
         )
         return Recordings(local.processes, [*local.problems, line])
-
-
-def _connection(config: ExplainConfig, record: LaunchRecord) -> ExplainConfig:
-    """Return the settings with the addresses of a deployment that was launched here."""
-    launched: dict[str, object] = {
-        "namespace": record.namespace,
-        "etcd_endpoints": record.etcd,
-        "nats_server": record.nats,
-    }
-    if record.etcd_credentials_file:
-        launched["etcd_credentials_file"] = Path(record.etcd_credentials_file)
-    if record.nats_credentials_file:
-        launched["nats_credentials_file"] = Path(record.nats_credentials_file)
-    return config.model_copy(update=launched)
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:

@@ -35,6 +35,7 @@ from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
+from dynamo_trtllm.config.shares import SharesConfig as SharesConfig
 from dynamo_trtllm.config.simulation import PlanConfig as PlanConfig
 from dynamo_trtllm.config.simulation import ProfileConfig as ProfileConfig
 from dynamo_trtllm.config.simulation import SimulateConfig as SimulateConfig

@@ -20,15 +20,20 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Event,
     Rejected,
     Removed,
+    SharesChanged,
+    StoredShares,
     Synced,
 )
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
+from dynamo_trtllm.cluster.discovery.share_changes import change_shares
+from dynamo_trtllm.cluster.discovery.share_records import share_key
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
-from dynamo_trtllm.protocol.messages import Instance, encode
+from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, encode
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
@@ -332,3 +337,57 @@ async def test_register_rejects_record_that_watchers_would_reject(world: World) 
         with pytest.raises(ConfigError, match="subject is 'another'"):
             await world.join().register(instance)
         await check_quiet(events)
+
+
+async def test_shares_are_written_once_and_watched(world: World) -> None:
+    watching = world.join()
+    writing = world.join()
+    async with aclosing(instance_events(watching, world.namespace)) as events:
+        assert await take(events, 1) == [Synced()]
+        empty = await writing.read_shares(world.namespace)
+        assert empty == StoredShares(None)
+        table = ShareTable(revision=1, workers={1: Shares(1.0, 0.0)}, wire=WIRE_VERSION)
+        assert await writing.write_shares(world.namespace, table, empty.version)
+        assert await take(events, 1) == [SharesChanged(table)]
+        # Another client, which has read the same version, would undo this change.
+        assert not await watching.write_shares(world.namespace, table, empty.version)
+        stored = await watching.read_shares(world.namespace)
+        assert stored.table == table
+        table = msgspec.structs.replace(table, revision=2)
+        assert await watching.write_shares(world.namespace, table, stored.version)
+        assert await take(events, 1) == [SharesChanged(table)]
+        await world.write(share_key(world.namespace), b"shares")
+        (rejected,) = await take(events, 1)
+        assert isinstance(rejected, Rejected)
+        broken = await writing.read_shares(world.namespace)
+        assert broken.problem
+        assert await writing.write_shares(world.namespace, table, broken.version)
+        # They are those that stayed in use.
+        assert await take(events, 1) == [Rejected(share_key(world.namespace), None)]
+        await check_quiet(events)
+
+
+async def test_changes_at_the_same_moment_are_all_made(world: World) -> None:
+    changes = {number: Shares(1.0, number / 4) for number in range(4)}
+    for discovery in (world.join(), world.join()):
+        async with asyncio.TaskGroup() as group:
+            for number, shares in changes.items():
+                group.create_task(
+                    change_shares(
+                        discovery, world.namespace, {number: shares}, present=changes.keys()
+                    )
+                )
+    stored = await world.join().read_shares(world.namespace)
+    assert stored.table is not None
+    assert stored.table.revision == 8
+    assert stored.table.workers == changes
+
+
+async def test_replaced_writer_changes_nothing(world: World) -> None:
+    discovery = world.join()
+    shares = {1: Shares(1.0, 1.0)}
+    newer = await change_shares(discovery, world.namespace, shares, present={1}, epoch=2)
+    assert newer is not None
+    old = await change_shares(discovery, world.namespace, shares, present={1}, epoch=1)
+    assert old is None
+    assert (await discovery.read_shares(world.namespace)).table == newer

@@ -170,6 +170,12 @@ class InstanceObject(TypedDict):
     model: str
     engine: str
     transport: InstanceTransport
+    prefill_share: NotRequired[
+        Annotated[float, Field(description="Share of an elastic worker of the prefill work.")]
+    ]
+    decode_share: NotRequired[
+        Annotated[float, Field(description="Share of an elastic worker of the decode work.")]
+    ]
 
 
 class HealthObject(ReadinessReport):

@@ -90,12 +90,19 @@ class StatusRoutes:
             "status": "not_ready" if reasons else "healthy",
             "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
             "num_instances": {str(role): count for role, count in num_by_role.items()},
-            "instances": [_instance(instance) for instance in shown],
+            "instances": [self._instance(instance) for instance in shown],
             **self._models.readiness(limit),
         }
         if reasons:
             body["message"] = "; ".join(reasons)
         response.send_json(200, body)
+
+    def _instance(self, instance: Instance) -> dict[str, Any]:
+        row = _instance(instance)
+        shares = self._models.shares_of(instance)
+        if shares is not None:
+            row |= {"prefill_share": shares.prefill, "decode_share": shares.decode}
+        return row
 
     async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:
         """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""

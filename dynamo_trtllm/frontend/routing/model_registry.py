@@ -52,7 +52,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     decode,
 )
-from dynamo_trtllm.protocol.shares import ShareTable
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from dynamo_trtllm.support.background import cancel_all, in_thread
 
 log = logging.getLogger(__name__)
@@ -168,6 +168,10 @@ class ModelRegistry:
 
     def instances(self) -> list[Instance]:
         return self._view.instances()
+
+    def shares_of(self, instance: Instance) -> Shares | None:
+        """Return the shares of an elastic worker as they are now; None: it has a fixed role."""
+        return self._view.model(instance.card.name).shares.get(instance.id)
 
     def num_rejected(self) -> int:
         """Return the number of etcd records that are rejected now."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.cli import remote_recordings
+from dynamo_trtllm.cli.launched_servers import with_servers_of
 from dynamo_trtllm.cluster.request_plane.inproc import InprocPlane, InprocTransport
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.launch.running_deployments import LaunchRecord
@@ -202,7 +202,7 @@ def test_explain_has_the_credentials_of_the_launched_deployment() -> None:
         etcd_credentials_file=path,
         nats_credentials_file=path,
     )
-    config = remote_recordings._connection(ExplainConfig(), record)
+    config = with_servers_of(ExplainConfig(), record)
     assert (config.namespace, config.nats_server) == ("n", "nats://127.0.0.1:2")
     files = (config.etcd_credentials_file, config.nats_credentials_file)
     assert [config.file_of_role(file) for file in files] == 2 * [Path("/tmp/d/tool.credentials")]

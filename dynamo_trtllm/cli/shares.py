@@ -1,0 +1,141 @@
+"""Show and set the shares of elastic workers (`dynamo-trtllm shares`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+from dynamo_trtllm.cli.launched_servers import with_servers_of
+from dynamo_trtllm.cluster.connect import open_discovery
+from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery, StoredShares
+from dynamo_trtllm.cluster.discovery.share_changes import change_shares, elastic_workers
+from dynamo_trtllm.cluster.discovery.share_records import share_key
+from dynamo_trtllm.config.commands import SharesConfig
+from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
+from dynamo_trtllm.config.load import command
+from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.config.shares import ALL, parse_shares
+from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.launch.running_deployments import running_deployment
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.protocol.errors import Overloaded, Unreachable
+from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
+from dynamo_trtllm.support.background import BackgroundTasks
+
+
+@command(SharesConfig, f"{CONSOLE} shares", Unreachable, Overloaded)
+def main(config: SharesConfig) -> int:
+    """Run the command.
+
+    Exit with status 0; 1 if etcd is unreachable, a worker is not registered, or there is no elastic
+    worker; and 2 for a bad command line.
+    """
+    observe_logging.setup(config.log_level, "shares", config.log_format)
+    addresses = ("namespace", "etcd_endpoints")
+    if all(config.source_of(name) == DEFAULT_SOURCE for name in addresses):
+        record = running_deployment(config.deployment_name, "with --deployment-name")
+        if record is not None and record.etcd:
+            config = with_servers_of(config, record)
+    return asyncio.run(_run(config))
+
+
+async def _run(config: SharesConfig) -> int:
+    async with aclosing(open_discovery(config, BackgroundTasks())) as discovery:
+        workers = await elastic_workers(discovery, config.namespace)
+        if not workers:
+            _note(
+                f"namespace {config.namespace} has no elastic worker; start workers with"
+                " --disaggregation-mode elastic"
+            )
+            return 1
+        if config.set_shares and not await _set(config, discovery, workers):
+            return 1
+        stored = await discovery.read_shares(config.namespace)
+    sys.stdout.write(_as_json(workers, stored) if config.json_output else _table(workers, stored))
+    if stored.problem:
+        _note(
+            f"the record {share_key(config.namespace)} is invalid, and frontends use the shares"
+            f" before it: {stored.problem}; set shares to replace it"
+        )
+    return 0
+
+
+async def _set(config: SharesConfig, discovery: Discovery, workers: list[Instance]) -> bool:
+    """Set the shares of the command line. Return False if a worker is not registered."""
+    present = {worker.id for worker in workers}
+    changes: dict[int, Shares] = {}
+    for text in config.set_shares:
+        setting = parse_shares(text)
+        if setting.worker == ALL:
+            changes |= dict.fromkeys(present, setting.shares)
+            continue
+        instance_id = int(setting.worker, 16)
+        if instance_id not in present:
+            _note(
+                f"{setting.worker} is no elastic worker of namespace {config.namespace}; these are:"
+                f" {', '.join(f'{worker.id:x}' for worker in workers)}"
+            )
+            return False
+        changes[instance_id] = setting.shares
+    await change_shares(discovery, config.namespace, changes, present=present, reason=config.reason)
+    return True
+
+
+def _shares_of(worker: Instance, table: ShareTable | None) -> Shares:
+    """Return the shares of a worker: those of the table, or those it has registered."""
+    return worker.shares if table is None else table.workers.get(worker.id, worker.shares)
+
+
+def _table(workers: list[Instance], stored: StoredShares) -> str:
+    rows = [("worker", "model", "prefill share", "decode share", "set by")]
+    table = stored.table
+    for worker in workers:
+        shares = _shares_of(worker, table)
+        is_set = table is not None and worker.id in table.workers
+        rows.append(
+            (
+                f"{worker.id:x}",
+                worker.card.name,
+                f"{shares.prefill:g}",
+                f"{shares.decode:g}",
+                "the table" if is_set else "the worker",
+            )
+        )
+    text = format_table(rows)
+    if table is None:
+        return text
+    at = datetime.fromtimestamp(table.written_at, UTC).isoformat(timespec="seconds")
+    why = f": {table.reason}" if table.reason else ""
+    return f"{text}revision {table.revision} of epoch {table.epoch}, {at}{why}\n"
+
+
+def _as_json(workers: list[Instance], stored: StoredShares) -> str:
+    table = stored.table
+    value: dict[str, Any] = {
+        "epoch": table.epoch if table else 0,
+        "revision": table.revision if table else 0,
+        "reason": table.reason if table else "",
+        "workers": [
+            {
+                "id": f"{worker.id:x}",
+                "model": worker.card.name,
+                "prefill_share": _shares_of(worker, table).prefill,
+                "decode_share": _shares_of(worker, table).decode,
+            }
+            for worker in workers
+        ],
+    }
+    return f"{json.dumps(value)}\n"
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

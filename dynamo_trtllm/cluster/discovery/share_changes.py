@@ -1,0 +1,119 @@
+"""Change the shares of elastic workers: read the table, replace some shares, write it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import aclosing
+from typing import Final
+
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Discovery,
+    StoredShares,
+    Synced,
+)
+from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
+from dynamo_trtllm.protocol.errors import Overloaded, Unreachable
+from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
+
+# Attempts of one change. Another one is needed only if other clients write at the same moment.
+_MAX_ATTEMPTS: Final = 5
+
+
+async def elastic_workers(discovery: Discovery, namespace: str) -> list[Instance]:
+    """Return the registered elastic workers of a namespace, sorted by id.
+
+    Raises:
+        Unreachable: discovery does not answer.
+    """
+    workers: dict[int, Instance] = {}
+    async with aclosing(discovery.watch(namespace)) as events:
+        async for event in events:
+            if isinstance(event, Synced):
+                break
+            if isinstance(event, Added) and event.instance.role is Role.ELASTIC:
+                workers[event.instance.id] = event.instance
+    return [workers[instance_id] for instance_id in sorted(workers)]
+
+
+def changed_table(
+    stored: StoredShares,
+    changes: Mapping[int, Shares],
+    *,
+    present: Collection[int],
+    epoch: int | None = None,
+    reason: str = "",
+    now: float = 0.0,
+) -> ShareTable | None:
+    """Return the table that replaces a stored one.
+
+    Args:
+        stored: the stored one. If it is invalid, nothing of it stays.
+        changes: the shares to set, by instance id.
+        present: the workers that are registered. Others are left out.
+        epoch: of the writer; None: that of the stored table.
+        reason: why they change.
+        now: seconds since the epoch (Unix).
+
+    Returns:
+        None: a writer with a higher epoch has written it, and this one has been replaced.
+    """
+    before = stored.table or ShareTable()
+    if epoch is None:
+        epoch = before.epoch
+    if epoch < before.epoch:
+        return None
+    workers = {id_: shares for id_, shares in before.workers.items() if id_ in present}
+    return ShareTable(
+        epoch=epoch,
+        revision=before.revision + 1,
+        workers=workers | dict(changes),
+        written_at=now,
+        reason=reason,
+        wire=WIRE_VERSION,
+    )
+
+
+async def change_shares(
+    discovery: Discovery,
+    namespace: str,
+    changes: Mapping[int, Shares],
+    *,
+    present: Collection[int],
+    epoch: int | None = None,
+    reason: str = "",
+    now: Callable[[], float] = SYSTEM_CLOCKS.epoch,
+) -> ShareTable | None:
+    """Change the shares of some elastic workers with one write.
+
+    Arguments are those of `changed_table`. Calls in flight are not affected.
+
+    Returns:
+        The table that was written; None: a writer with a higher epoch has replaced this one.
+
+    Raises:
+        ConfigError: frontends would reject these shares.
+        Overloaded: other clients keep writing.
+        Unreachable: etcd does not answer. The table may have been written.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        stored = await discovery.read_shares(namespace)
+        table = changed_table(
+            stored, changes, present=present, epoch=epoch, reason=reason, now=now()
+        )
+        if table is None:
+            return None
+        try:
+            if await discovery.write_shares(namespace, table, stored.version):
+                return table
+        except Unreachable:
+            # It may have been written before the connection was lost.
+            again = await discovery.read_shares(namespace)
+            if again.table == table:
+                return table
+            raise
+    raise Overloaded(
+        f"other clients changed the shares of namespace {namespace} {_MAX_ATTEMPTS} times in a row;"
+        " run one planner, and try again"
+    )
