@@ -166,6 +166,7 @@ class MockEngine(
                 f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens"
                 " to decode more"
             )
+        await self._scheduler.until_space(stream)
         kv = array("I", bytes(kv_bytes))
         address, _ = kv.buffer_info()
         region = MemoryRegion(address, kv_bytes)

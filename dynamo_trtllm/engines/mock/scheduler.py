@@ -143,6 +143,18 @@ class MockScheduler:
             stream.wanted = stream.request.sampling.max_tokens - stream.num_output
         self._work.set()
 
+    async def until_space(self, stream: MockStream) -> None:
+        """Wait until a decode call may fetch its KV: until it has blocks, if too few are free now.
+
+        Meanwhile, the prefill worker holds the KV.
+        """
+        is_in_batch = stream in self._running
+        num_free = self._args.kv_cache_blocks - self._blocks.used
+        if is_in_batch or self.num_blocks(stream.kv_tokens) <= num_free:
+            return
+        stream.admitted = asyncio.get_running_loop().create_future()
+        await stream.admitted
+
     async def until_posted(self, pause_s: float) -> None:
         """Wait until a KV transfer may begin, which pauses the next step for some seconds.
 
@@ -428,6 +440,8 @@ class MockScheduler:
         A decode call fetches its KV while it is in the batch. `generate_rest` gives it steps then.
         """
         self._running[stream] = None
+        if stream.admitted is not None and not stream.admitted.done():
+            stream.admitted.set_result(None)
         if stream.prefill_left:
             insort(self._prompts, stream, key=group_of)
         RECORDER.record(stream.request.request_id, RecordedEvent.STARTED_IN_ENGINE)

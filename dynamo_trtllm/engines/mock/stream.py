@@ -52,6 +52,8 @@ class MockStream(TaskStream):
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
         self.first_step = 0  # number of the first step that may include this stream
+        # Set when the stream is in the batch; None: nothing waits for it.
+        self.admitted: asyncio.Future[None] | None = None
         self.phases = CallPhases(request.kv_params, clock)
         # How long the queue had waited for each resource when the stream was queued.
         self.queue_waits: dict[str, float] = {}
