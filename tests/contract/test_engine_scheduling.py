@@ -124,6 +124,39 @@ async def test_step_is_half_with_prompts_above_their_share_only(
 
 
 @pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("mock", {"prefill_tokens_per_step": 512, "prefill_token_s": 1e-5}),
+        ("torch", {"prefill_chunk_tokens": 512, "max_num_tokens": 512}),
+    ],
+)
+async def test_long_prompt_does_not_starve_streams_if_elastic(
+    kind: str, args: dict[str, Any], gpt_oss: Path
+) -> None:
+    most: dict[Role, dict[bool, int]] = {}
+    for role in (Role.DECODE, Role.ELASTIC):
+        engine = make(kind, gpt_oss, role, **args)
+        assert isinstance(engine, MeasuresSteps)
+        async with started(engine):
+            await collect(engine, request(token_ids=prompt_of(1500)))
+            streaming = asyncio.create_task(collect(engine, ask(prompt_of(40), max_tokens=60)))
+            await check_stats(engine, running=1, queued_prefill_tokens=0)
+            await collect(engine, request(token_ids=prompt_of(1500, seed=2)))
+            await streaming
+            most[role] = {
+                has_streams: max(
+                    step.prefill_tokens
+                    for step in engine.steps
+                    if (step.decode_requests > 0) is has_streams
+                )
+                for has_streams in (False, True)
+            }
+    assert most[Role.ELASTIC][True] == 64
+    assert most[Role.DECODE][True] > 400
+    assert most[Role.ELASTIC][False] == most[Role.DECODE][False] == 512
+
+
+@pytest.mark.parametrize(
     ("version", "args", "features"),
     [
         ("1.2.1", {}, ()),

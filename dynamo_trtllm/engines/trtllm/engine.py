@@ -77,12 +77,29 @@ _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first candidate of 1.3 that surely has it, as for PENALTIES_SINCE.
 _SEED_SINCE = 27
+# Earlier releases reject context-only requests while the overlap scheduler is on.
+_OVERLAPS_CONTEXT_ONLY_SINCE = (1, 3)
 
 
 class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents, Sleeps):
     """An `Engine` that runs TensorRT-LLM."""
 
     library: TrtllmLibrary
+
+    @property
+    def elastic_obstacle(self) -> str:
+        """See `TransfersKv.elastic_obstacle`."""
+        facts = self._facts
+        overlaps = not facts.is_enabled("disable_overlap_scheduler")
+        if overlaps and facts.line < _OVERLAPS_CONTEXT_ONLY_SINCE:
+            return (
+                f"disable_overlap_scheduler is not set, and TensorRT-LLM {facts.release} rejects"
+                " prefill calls then, while decode calls are slower with it"
+            )
+        return (
+            "kv_cache_config: TensorRT-LLM does not report how many KV blocks it has, so KV for"
+            " other workers can't be limited, and two workers could wait for each other for ever"
+        )
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.

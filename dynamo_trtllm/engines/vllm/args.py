@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE
@@ -97,7 +97,7 @@ def _adapter_arguments(config: WorkerConfig) -> Source:
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": CONNECTOR,
-            "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
+            "kv_role": _KV_ROLES[role],
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
@@ -184,6 +184,12 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
     return SourcedValue(is_on, source)
 
 
+# An elastic engine sends and reads KV.
+_KV_ROLES: Final = {
+    Role.PREFILL: "kv_producer",
+    Role.DECODE: "kv_consumer",
+    Role.ELASTIC: "kv_both",
+}
 _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
 

@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.engines.vllm import early_notice
+from dynamo_trtllm.engines.vllm.chunk_threshold import follow_streams
 from dynamo_trtllm.engines.vllm.patches import failed_reads, late_reads, retained_windows
 from dynamo_trtllm.engines.vllm.patches.last_token import num_remote_tokens
 from dynamo_trtllm.engines.vllm.patches.late_reads import EndedReads
@@ -255,4 +256,6 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 retained_windows.install()
 late_reads.install()
 early_notice.install()
-measure_steps(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"))
+_Scheduler: Any = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
+measure_steps(_Scheduler)
+follow_streams(_Scheduler)

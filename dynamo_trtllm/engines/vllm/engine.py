@@ -25,7 +25,7 @@ from dynamo_trtllm.engines.capabilities import (
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
-from dynamo_trtllm.engines.vllm import compilation, releases, transfer_params
+from dynamo_trtllm.engines.vllm import chunk_threshold, compilation, releases, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
@@ -187,6 +187,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | channel
             extra[decode_graphs.NEVER_DECODES] = self._role is Role.PREFILL
+            extra[chunk_threshold.IS_ELASTIC] = self._role is Role.ELASTIC
             values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         if self._kv_events is not None:
             values["kv_events_config"] = values["kv_events_config"] | self._kv_events.config

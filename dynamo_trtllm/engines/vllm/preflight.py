@@ -56,7 +56,7 @@ class VllmFacts:
 
 WORKER: RuleSection[VllmFacts] = RuleSection("One worker")
 PEERS: RuleSection[PeerFacts[VllmFacts]] = RuleSection("Against live workers")
-_DISAGGREGATED = (Role.PREFILL, Role.DECODE)
+_DISAGGREGATED = (Role.PREFILL, Role.DECODE, Role.ELASTIC)
 _BLACKWELL_ONLY = ("flashinfer_trtllm", "flashinfer_cutedsl")
 _NO_TRANSFER = "the two workers can't transfer KV to each other"
 

@@ -14,7 +14,9 @@ from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.worker.main import described
+from tests.kit.cases import each_case
 from tests.kit.fake_packages import fake_tensorrt_llm
 
 
@@ -49,14 +51,7 @@ def test_engine_trtllm_missing_says_how_to_install_it(monkeypatch: pytest.Monkey
 
 
 def test_engine_default_with_trtllm_is_trtllm(tmp_path: Path) -> None:
-    shape = {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-    }
-    config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    trtllm_model(tmp_path)
     with fake_tensorrt_llm():
         assert isinstance(
             create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine
@@ -97,3 +92,38 @@ def test_arguments_reject_unsupported_kernel_profile(engine: str) -> None:
         match=f"--kernels-profile: the {engine} engine has no such setting. Remove the flag",
     ):
         described(config)
+
+
+def trtllm_model(folder: Path) -> Path:
+    shape = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+    }
+    config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@each_case(
+    ("version", "args", "key"),
+    [
+        ("1.2.1", {}, "disable_overlap_scheduler"),
+        ("1.2.1", {"disable_overlap_scheduler": True}, "kv_cache_config"),
+        ("1.3.0rc29", {}, "kv_cache_config"),
+    ],
+)
+def test_elastic_trtllm_worker_is_an_error_that_names_the_key(
+    version: str, args: dict[str, object], key: str, tmp_path: Path
+) -> None:
+    transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
+    config = WorkerConfig(
+        model_path=str(trtllm_model(tmp_path)),
+        engine="trtllm",
+        disaggregation_mode=Role.ELASTIC,
+        override_engine_args=transceiver | args,
+    )
+    with fake_tensorrt_llm(version), pytest.raises(ConfigError, match=f": {key}") as caught:
+        create_engine(config, instance_id=1)
+    assert "can't run an elastic worker" in caught.value.message

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.engines.engine_interface import EngineStats
-from dynamo_trtllm.protocol.errors import Overloaded
-from dynamo_trtllm.protocol.messages import MAX_RESERVATION_S, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.protocol.errors import KvTransfersFull, Overloaded
+from dynamo_trtllm.protocol.messages import (
+    MAX_RESERVATION_S,
+    GenerateRequest,
+    Phase,
+    Sampling,
+    token_ids,
+)
 from dynamo_trtllm.worker.service import WorkerAdmission
 
 
@@ -150,4 +157,35 @@ def test_prefill_after_one_long_prompt_is_accepted(clock: Clock) -> None:
 def test_prefill_with_unknown_blocks_is_accepted(clock: Clock) -> None:
     admission = WorkerAdmission(max_pending_kv_fraction=0.5, clock=clock)
     with admission.admit(call(), stats(pending_kv_blocks=51, total=0)):
+        pass
+
+
+def prompt(tokens: int) -> GenerateRequest:
+    return msgspec.structs.replace(call(), token_ids=token_ids([1] * tokens), phase=Phase.PREFILL)
+
+
+def test_kv_for_other_workers_has_a_limit(clock: Clock) -> None:
+    admission = WorkerAdmission(max_transfer_blocks=10, block_tokens=16, clock=clock)
+    with admission.admit(prompt(64), stats(pending_kv_blocks=0)):
+        # 4 blocks of the call that runs, and 3 of KV that waits.
+        with pytest.raises(KvTransfersFull, match="takes 7 of at most 10"):
+            with admission.admit(prompt(64), stats(pending_kv_blocks=3)):
+                raise AssertionError("it was let in")
+        with admission.admit(prompt(48), stats(pending_kv_blocks=3)):
+            pass
+        # It takes other calls.
+        with admission.admit(prompt(1600), None):
+            pass
+    with admission.admit(prompt(160), stats(pending_kv_blocks=0)):
+        pass
+
+
+def test_refusal_of_kv_for_others_frees_what_it_counted(clock: Clock) -> None:
+    admission = WorkerAdmission(max_transfer_blocks=10, block_tokens=16, clock=clock)
+    for _ in range(20):
+        with pytest.raises(KvTransfersFull):
+            with admission.admit(prompt(161), stats(pending_kv_blocks=0)):
+                raise AssertionError("it was let in")
+    assert admission.active() == 0
+    with admission.admit(prompt(160), stats(pending_kv_blocks=0)):
         pass

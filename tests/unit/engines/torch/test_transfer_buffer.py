@@ -147,3 +147,23 @@ def test_checksum_of_region_equals_that_of_its_part() -> None:
     transfer_buffer.memory.copy_(torch.arange(3 * 4096) % 251)
     part = transfer_buffer.memory[4096:5096]
     assert transfer_buffer.checksum(MemoryRegion(part.data_ptr(), 1000)) == checksum(part)
+
+
+def test_divided_buffer_keeps_a_half_for_kv_that_is_fetched() -> None:
+    pool = make_pool(num_blocks=80)
+    size = 2 * 4096
+    transfer_buffer = TransferBuffer(pool, size, is_divided=True)
+    longest = transfer_buffer.longest_prompt
+    assert pool.moved_bytes(longest) <= 4096 < pool.moved_bytes(longest + 4)
+    sent = transfer_buffer.allocate(longest, 1 << 20)
+    assert sent is not None
+    # As much as the other half could hold.
+    assert transfer_buffer.allocate(longest, 1 << 20) is None
+    received = transfer_buffer.allocate(longest, 1 << 20, is_fetched=True)
+    assert received is not None
+    assert transfer_buffer.allocate(1, 1 << 20, is_fetched=True) is None
+    assert sent.begin + sent.num_bytes <= received.begin
+    transfer_buffer.free(received)
+    assert transfer_buffer.allocate(longest, 1 << 20) is None
+    transfer_buffer.free(sent)
+    assert transfer_buffer.allocate(longest, 1 << 20) is not None

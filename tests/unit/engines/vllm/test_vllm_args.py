@@ -59,11 +59,12 @@ def test_args_nearest_place_wins(tmp_path: Path) -> None:
     assert f"--max-seq-len 300 overrides max_model_len 100 of YAML {path}" in args.notes
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("mode", ["prefill", "decode", "elastic"])
 def test_args_of_a_pair_set_the_connector(mode: str) -> None:
     args = merged(f"--disaggregation-mode {mode} --kv-transfer-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
-    role = {"prefill": "kv_producer", "decode": "kv_consumer"}[mode]
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer", "elastic": "kv_both"}
+    role = roles[mode]
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
     assert transfer["kv_load_failure_policy"] == "fail"
     assert transfer["kv_connector_extra_config"]["kv_lease_duration"] > 12.5
