@@ -274,6 +274,12 @@ class ServeConfig(Config):
         None,
         help="Number of aggregated workers, in place of prefill and decode workers.",
     )
+    elastic: PositiveInt | None = option(
+        "role",
+        None,
+        help="Number of elastic workers, in place of prefill and decode workers: each does both, as"
+        " `dynamo-trtllm shares` says.",
+    )
     port: Port = option(
         "HTTP and routing",
         8000,

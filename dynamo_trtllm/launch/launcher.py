@@ -144,12 +144,14 @@ def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
         dead: a process that has ended.
         specs: all processes of the deployment.
     """
-    if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
+    if dead.role not in (Role.PREFILL, Role.ELASTIC) or not _may_be_mapped(dead):
         return []
     names = []
     for spec in specs:
-        is_partner = spec.engine == dead.engine and spec.model == dead.model
-        if spec.role is not Role.DECODE or not is_partner or not _may_be_mapped(spec):
+        is_same = spec.engine == dead.engine and spec.model == dead.model
+        is_partner = is_same and spec.name != dead.name
+        reads_kv = spec.role in (Role.DECODE, Role.ELASTIC)
+        if not reads_kv or not is_partner or not _may_be_mapped(spec):
             continue
         names.append(spec.name)
     return names

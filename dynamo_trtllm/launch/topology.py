@@ -257,6 +257,14 @@ def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | N
 
 
 def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
+    if options.elastic is not None:
+        others = (options.prefill, options.decode, options.replicas)
+        if any(count is not None for count in others):
+            raise ConfigError(
+                "--elastic asks for elastic workers, --prefill, --decode and --replicas for others;"
+                " remove --elastic, or these"
+            )
+        return {Role.ELASTIC: options.elastic}
     if options.prefill is None and options.decode is None:
         return None if options.replicas is None else {Role.AGGREGATED: options.replicas}
     if options.replicas is not None:

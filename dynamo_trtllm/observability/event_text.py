@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dynamo_trtllm.observability.recorded_shares import unpacked_shares
 from dynamo_trtllm.observability.recorder import NO_COST, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, RequestRecording
 
@@ -44,7 +45,11 @@ def _values(entry: Entry) -> str:
     reason = entry.reason
     match entry.event:
         case RecordedEvent.PLACED:
-            return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
+            shares = unpacked_shares(entry.c)
+            decode = f"{b:x}{_share(shares.decode)}"
+            if not a:
+                return f": {decode}"
+            return f": prefill {a:x}{_share(shares.prefill)}, decode {decode}"
         case RecordedEvent.PLACED_BY_COST:
             next_cost = "none" if entry.c == NO_COST else entry.c
             return f": {reason}, {a:x} costs {b} (next {next_cost})"
@@ -62,6 +67,11 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"
     return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)
+
+
+def _share(share: float | None) -> str:
+    """Return the share of an elastic worker as text; "" for one of a fixed role."""
+    return "" if share is None else f" (elastic, share {share:g})"
 
 
 def quarantined(waiting: Entry) -> str:

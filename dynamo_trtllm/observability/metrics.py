@@ -31,6 +31,7 @@ from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.messages import PhaseTimings
 from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds
+from dynamo_trtllm.protocol.shares import Shares
 
 _PHASES = frozenset(PHASES)
 _OBSERVED_TOGETHER = 64  # requests
@@ -298,6 +299,8 @@ class FrontendMetrics(ProcessMetrics):
         self.gather: Callable[[], Awaitable[bytes]] | None = None
         # gauges, with a value per instance id
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}
+        # Returns the shares of elastic workers, by instance id.
+        self.shares: Callable[[], Mapping[int, Shares]] = dict
         # Returns what API keys use, by name.
         self.by_key: Callable[[], Mapping[str, ClientLoad]] = dict
         self._num_inflight = 0
@@ -393,8 +396,23 @@ class FrontendMetrics(ProcessMetrics):
             gauge.clear()
             for instance_id in heapq.nlargest(MAX_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
+        self._set_shares()
         self._set_keys()
         return super().render()
+
+    def _set_shares(self) -> None:
+        """Set the gauges of elastic workers, of at most MAX_WORKERS."""
+        shares = self.shares()
+        gauge = self._metrics["worker_share"]
+        gauge.clear()  # of workers that are gone
+
+        def total(instance_id: int) -> float:
+            return shares[instance_id].prefill + shares[instance_id].decode
+
+        for instance_id in heapq.nlargest(MAX_WORKERS, shares, key=total):
+            name = f"{instance_id:x}"
+            gauge.labels(name, "prefill").set(shares[instance_id].prefill)
+            gauge.labels(name, "decode").set(shares[instance_id].decode)
 
     def _set_keys(self) -> None:
         """Set the gauges by key.

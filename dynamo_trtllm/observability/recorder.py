@@ -87,7 +87,8 @@ class RecordedEvent(IntEnum):
     # a: prompt tokens, b: max_tokens, c: hash of the first block, or 0; once per prompt
     TOKENIZED = 33
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks; 0: no block is left
-    PLACED = 36  # a: prefill instance or 0, b: decode instance
+    # a: prefill instance or 0, b: decode instance, c: shares of elastic ones, see `recorded_shares`
+    PLACED = 36
     # a, b: a quarantined pair, its prefill instance (or 0) and its decode instance. Both 0: there
     # is no pair.
     WAITING_FOR_WORKERS = 37

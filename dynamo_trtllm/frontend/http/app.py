@@ -218,6 +218,7 @@ def _register_gauges(state: AppState, access: AccessControl, metrics: FrontendMe
         body_bytes=lambda: budget.in_use,
     )
     metrics.watch(rejected_records=state.models.num_rejected)
+    metrics.shares = state.models.shares
     if access.needs_api_key:  # otherwise, clients are networks, which must not become labels
         metrics.by_key = limiter.loads
     if placement is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.routing.cost_placement import Costs, CostSelection
@@ -12,6 +12,7 @@ from dynamo_trtllm.frontend.routing.path_selection import ChosenPath
 from dynamo_trtllm.frontend.routing.slo_placement import SLO_MODE, PathSelection
 from dynamo_trtllm.frontend.routing.start_window import StartPlace
 from dynamo_trtllm.frontend.routing.suspects import Suspicion
+from dynamo_trtllm.observability.recorded_shares import PackedShares, packed_shares
 from dynamo_trtllm.observability.recorder import NO_COST, RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import (
@@ -23,6 +24,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
 from dynamo_trtllm.protocol.phases import FRONTEND, Span
+from dynamo_trtllm.protocol.shares import Shares
 
 
 @dataclass(slots=True)
@@ -142,10 +144,26 @@ class ChoiceTimeline:
             reason=chosen.path,
         )
 
-    def placed(self, request: GenerateRequest, selection: WorkerSelection) -> None:
-        """Note that workers were selected for an attempt."""
+    def placed(
+        self,
+        request: GenerateRequest,
+        selection: WorkerSelection,
+        shares: Mapping[int, Shares] = {},
+    ) -> None:
+        """Note that workers were selected for an attempt. `shares`: those of elastic workers."""
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
-        RECORDER.record(request.request_id, RecordedEvent.PLACED, prefill_id, selection.decode.id)
+        decode_id = selection.decode.id
+        packed = 0
+        if shares:
+            of_prefill = shares.get(prefill_id)
+            of_decode = shares.get(decode_id)
+            packed = packed_shares(
+                PackedShares(
+                    None if of_prefill is None else of_prefill.prefill,
+                    None if of_decode is None else of_decode.decode,
+                )
+            )
+        RECORDER.record(request.request_id, RecordedEvent.PLACED, prefill_id, decode_id, packed)
 
     def waiting_for_workers(self, request: GenerateRequest, quarantined: Pair) -> None:
         """Note that there are no workers. `quarantined`: a pair that is; (None, 0): none is."""

@@ -173,6 +173,13 @@ class ModelRegistry:
         """Return the shares of an elastic worker as they are now; None: it has a fixed role."""
         return self._view.model(instance.card.name).shares.get(instance.id)
 
+    def shares(self) -> dict[int, Shares]:
+        """Return the shares of all elastic workers as they are now, by instance id."""
+        shares: dict[int, Shares] = {}
+        for name in self._view.models():
+            shares.update(self._view.model(name).shares)
+        return shares
+
     def num_rejected(self) -> int:
         """Return the number of etcd records that are rejected now."""
         return len(self._rejected)

@@ -266,7 +266,8 @@ class RoutedRequest(Stream):
             # Each of them notes only what the router mode has chosen by.
             self._timeline.placed_by_cost(request, selection, placement.mode)
             self._timeline.path_chosen(request, selection, placement.mode)
-        self._timeline.placed(request, selection)
+        shares = self._router.view.model(request.model).shares
+        self._timeline.placed(request, selection, shares)
         return selection
 
     def _select_workers(

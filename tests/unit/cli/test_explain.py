@@ -14,6 +14,7 @@ from dynamo_trtllm.cli.explain import of_deployment, timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
+from dynamo_trtllm.observability.recorded_shares import PackedShares, packed_shares
 from dynamo_trtllm.observability.recorder import (
     MAGIC,
     NO_COST,
@@ -384,6 +385,21 @@ def test_timeline_shows_costs_of_placement() -> None:
     lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
     assert lines[-2].endswith("placed by cost: least-loaded, aaa costs 812 (next 5231)")
     assert lines[-1].endswith("placed by cost: least-loaded, bbb costs 40 (next none)")
+
+
+def test_timeline_shows_shares_of_elastic_workers() -> None:
+    recording = process("frontend", list(BEGUN))
+    for shares, text in (
+        (
+            PackedShares(0.25, 1.0),
+            "prefill aaa (elastic, share 0.25), decode bbb (elastic, share 1)",
+        ),
+        (PackedShares(None, 0.0), "prefill aaa, decode bbb (elastic, share 0)"),
+        (PackedShares(None, None), "prefill aaa, decode bbb"),
+    ):
+        recording.entries[-1] = recording.entries[-1]._replace(c=packed_shares(shares))
+        lines = timeline(Recordings([recording]).requests[KEY]).splitlines()
+        assert lines[-1].endswith(f"placed: {text}")
 
 
 def test_timeline_shows_path_and_predicted_times() -> None:

@@ -124,6 +124,7 @@ def test_dry_run_prints_a_file_for_the_launcher(
         (("--model", "tiny-gpt-oss"), "MODEL is missing"),
         (("tiny-gpt-oss", "--", "--max-batch-size", "3"), "remove --: flags of workers"),
         (("tiny-gpt-oss", "--replicas", "2", "--decode", "1"), "--replicas asks for aggregated"),
+        (("tiny-gpt-oss", "--elastic", "2", "--replicas", "1"), "--elastic asks for elastic"),
     ],
 )
 def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
@@ -132,14 +133,17 @@ def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
     assert says in refused(capsys, *words)
 
 
-def test_dry_run_with_replicas_has_aggregated_workers(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flag", "role"), [("--replicas", Role.AGGREGATED), ("--elastic", Role.ELASTIC)]
+)
+def test_dry_run_with_a_number_of_one_kind_has_such_workers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, role: Role
 ) -> None:
-    assert serve.main([str(folder), "--dry-run", "--replicas", "2"]) == 0
+    assert serve.main([str(folder), "--dry-run", flag, "2"]) == 0
     file = tmp_path / "d.yaml"
     file.write_text(capsys.readouterr().out)
     (worker,) = load_deployment(file, {}).workers
-    assert (worker.disaggregation_mode, worker.count) == (Role.AGGREGATED, 2)
+    assert (worker.disaggregation_mode, worker.count) == (role, 2)
 
 
 def test_dry_run_of_hub_model_downloads_only_its_config(

@@ -231,3 +231,28 @@ def test_trace_of_many_workers_is_complete(tmp_path: Path) -> None:
     workers = [one for _ in range(8) for one in pair()]
     outcome = simulate(deployment(*workers, router_mode="least-loaded"), arrivals)
     assert sum(request.output_tokens for request in outcome.requests) == 2000
+
+
+def test_elastic_workers_with_fixed_shares_are_like_a_pair() -> None:
+    times = {"kv_transfer_s": 0.02, "kv_block_size": 100}
+    elastic = [
+        worker(Role.ELASTIC, **times).model_copy(update={"decode_share": 0.0}),
+        worker(Role.ELASTIC, **times).model_copy(update={"prefill_share": 0.0}),
+    ]
+    arrivals = poisson_arrivals(Shape(500, 11), 10.0, 50, 1)
+    split = simulate(deployment(*pair(**times)), arrivals)
+    shared = simulate(deployment(*elastic), arrivals)
+    assert [request.ttft_s for request in shared.requests] == pytest.approx(
+        [request.ttft_s for request in split.requests]
+    )
+
+
+def test_elastic_workers_with_even_shares_complete_all_requests() -> None:
+    elastic = [worker(Role.ELASTIC, kv_block_size=100) for _ in range(3)]
+    for mode in ("round-robin", "kv", "slo"):
+        limits = {"slo_ttft_ms": 1000, "slo_itl_ms": 100} if mode == "slo" else {}
+        outcome = simulate(
+            deployment(*elastic, router_mode=mode, **limits),
+            poisson_arrivals(Shape(500, 11), 20.0, 60, 1),
+        )
+        assert [request.output_tokens for request in outcome.requests] == [11] * 60
