@@ -100,7 +100,7 @@ def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
             field="disaggregation_mode",
         )
     most = max(1, int(config.max_transfer_kv_fraction * limits.kv_blocks))
-    # The engine may have less room for KV that is transferred.
+    # The engine may have less space for KV that is transferred.
     if limits.max_transfer_blocks:
         most = min(most, limits.max_transfer_blocks)
     return msgspec.structs.replace(limits, max_transfer_blocks=most)

@@ -173,6 +173,9 @@ class Cluster:
             supported_features=supported_features,
             keeps_unfetched_kv=keeps_unfetched_kv,
         )
+        return await self.add_instance(instance, *scripts)
+
+    async def add_instance(self, instance: Instance, *scripts: Sequence[Step]) -> ScriptedWorker:
         service = ScriptedWorker(*scripts)
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

@@ -98,7 +98,7 @@ class Allocation(NamedTuple):
     regions: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
-class _Part(NamedTuple):
+class _BufferPart(NamedTuple):
     """A part of the buffer, as offsets in bytes."""
 
     begin: int
@@ -227,14 +227,14 @@ class TransferBuffer:
             self._leaving.popleft()
             self._used.remove(freed.allocation)
 
-    def _part(self, *, is_fetched: bool) -> _Part:
+    def _part(self, *, is_fetched: bool) -> _BufferPart:
         """Return the part of the buffer for KV that this engine fetches, or that others fetch."""
         if not self._is_divided:
-            return _Part(0, self.num_bytes)
+            return _BufferPart(0, self.num_bytes)
         middle = self.num_bytes // 2 // _ALIGNED_BYTES * _ALIGNED_BYTES
-        return _Part(middle, self.num_bytes) if is_fetched else _Part(0, middle)
+        return _BufferPart(middle, self.num_bytes) if is_fetched else _BufferPart(0, middle)
 
-    def _first_gap(self, num_bytes: int, part: _Part) -> int | None:
+    def _first_gap(self, num_bytes: int, part: _BufferPart) -> int | None:
         """Return the offset of the first free range of a part that fits.
 
         With the first one, memory that was never used stays unmapped.

@@ -20,6 +20,7 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     Phase,
     PhaseTimings,
+    Role,
     TokenLogprob,
 )
 from dynamo_trtllm.protocol.number_types import MAX_INT64
@@ -176,7 +177,7 @@ class ChoiceTimeline:
 
     def reserving_slot(self, request: GenerateRequest, decode: Instance) -> None:
         """Note that a slot of a decode worker is being reserved."""
-        self._enter("reserve", decode.role)
+        self._enter("reserve", _role_of_call(decode, Phase.DECODE))
         RECORDER.record(request.request_id, RecordedEvent.RESERVING_SLOT, decode.id)
 
     def calling(self, request: GenerateRequest, worker: Instance) -> None:
@@ -184,8 +185,8 @@ class ChoiceTimeline:
         if self.place is not None:
             self.place.called(worker, request.phase)
         phase = request.phase
-        self._called_role = worker.role
-        self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
+        self._called_role = _role_of_call(worker, phase)
+        self._enter("prefill" if phase is Phase.PREFILL else "first_token", self._called_role)
         RECORDER.record(request.request_id, RecordedEvent.CALL_SENT, worker.id, reason=phase)
 
     def decode_began(self) -> None:
@@ -233,3 +234,8 @@ class ChoiceTimeline:
 def _microseconds(seconds: float) -> int:
     """Return a time for the recorder. A cost model that is wrong may predict any number."""
     return int(min(MAX_INT64, 1e6 * seconds))
+
+
+def _role_of_call(worker: Instance, phase: Phase) -> Role:
+    """Return the role in which a worker runs a call. An elastic one has all of them."""
+    return Role[phase.name] if worker.role is Role.ELASTIC else worker.role

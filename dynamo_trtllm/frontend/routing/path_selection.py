@@ -111,10 +111,8 @@ def select_path(
     these the one with the least pressure, a whole request on a prefill worker last. The caller may
     reject the request instead.
 
-    Workers and paths whose pressures differ by less than NEAR are chosen by chance. A worker with a
-    part of the work of its role is chosen as if its pressure were as much larger.
-
-    An elastic worker may be among prefill and decode workers. It is no pair with itself.
+    Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
+    worker may be in both roles; its pressure is divided by its share. It is no pair with itself.
 
     Args:
         prefills: prefill workers, all of one pairing key.

@@ -255,7 +255,7 @@ class WorkerSelector:
 def _without_blocked_transfer(
     selection: WorkerSelection, request: GenerateRequest
 ) -> WorkerSelection:
-    """Return the selection, without its prefill instance if elastic workers lack room for its KV.
+    """Return the selection, without its prefill instance if elastic workers lack space for its KV.
 
     Then one of them runs the whole request.
     """

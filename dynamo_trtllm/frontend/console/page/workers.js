@@ -7,7 +7,7 @@ const MAX_CARDS = 12; // of a role; the table has the others
 const MAX_LABELS = 9; // rates in the drawing
 const GONE_S = 600;
 const PAIR_STATES = { working: "working", untried: "not tried yet", failing: "failing", quarantined: "quarantined" };
-const ROLE_NAMES = { prefill: "Prefill", decode: "Decode", prefill_and_decode: "Aggregated" };
+const ROLE_NAMES = { prefill: "Prefill", decode: "Decode", prefill_and_decode: "Aggregated", elastic: "Elastic" };
 const SILENT_S = 5;
 
 export const kvShare = worker => (worker.kv_blocks_total ? worker.kv_blocks_used / worker.kv_blocks_total : null);

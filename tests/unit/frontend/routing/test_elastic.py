@@ -218,7 +218,7 @@ def test_pairs_get_requests_after_their_probe(mode: str) -> None:
 
 
 @each_case("mode", MODES)
-def test_prompt_without_room_for_its_kv_is_not_transferred(mode: str) -> None:
+def test_prompt_without_space_for_its_kv_is_not_transferred(mode: str) -> None:
     # Its KV may take 40 blocks of 16 tokens, and the decode call the other 60.
     selections = Selections(mode, [elastic_instance(1, PREFILLS), elastic_instance(2, DECODES)])
     for tokens, output in ((641, 1), (640, 321)):
