@@ -360,5 +360,7 @@ def _prompt_tokens(selection: WorkerSelection) -> int:
             max_prompt = min(max_prompt, limits.max_num_tokens)
         if limits.kv_blocks:
             max_prompt = min(max_prompt, limits.kv_blocks * block // 2)
+        if limits.max_transfer_blocks:
+            max_prompt = min(max_prompt, limits.max_transfer_blocks * block)
     wanted = max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)
     return max(1, min(max_prompt, wanted))

@@ -12,12 +12,20 @@ from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
+from dynamo_trtllm.frontend.routing.pair_probe import random_prompt
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.probe_schedule import is_probed, pairs_of
 from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.protocol.errors import NoInstances
-from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, LoadReport, Role, token_ids
+from dynamo_trtllm.protocol.messages import (
+    GenerateRequest,
+    Instance,
+    Limits,
+    LoadReport,
+    Role,
+    token_ids,
+)
 from dynamo_trtllm.protocol.shares import Shares
 from tests.kit.cases import each_case
 from tests.kit.instances import elastic_instance, make_instance
@@ -242,3 +250,13 @@ def test_other_decode_worker_is_not_the_holder_of_the_kv() -> None:
         other = selections.selector.select_other_decode(request(), holder, frozenset(), 0.0)
         assert other is not None
         assert other.id == 2
+
+
+def test_probe_fits_what_elastic_workers_transfer() -> None:
+    one, other = (
+        msgspec.structs.replace(
+            elastic_instance(number), limits=Limits(kv_blocks=100, max_transfer_blocks=4)
+        )
+        for number in (1, 2)
+    )
+    assert len(random_prompt(WorkerSelection(one, other))) == 64
