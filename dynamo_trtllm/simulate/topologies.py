@@ -212,7 +212,7 @@ class Comparison:
         return found
 
     def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
-        """Return `deployment(topology)` on CPUs, with mock engines that take the simulated times."""
+        """Return `deployment(topology)` on CPUs: mock engines take the simulated times."""
         data = self.deployment(topology)
         workers = self._simulated(topology).workers
         configs = {config.disaggregation_mode.value: config for config in workers}

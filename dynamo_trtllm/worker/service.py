@@ -220,7 +220,6 @@ class _ServiceStream(Stream):
 
     __slots__ = (
         "_arrived_s",
-        "_calls",
         "_clock",
         "_generating",
         "_is_sampled",
@@ -228,6 +227,7 @@ class _ServiceStream(Stream):
         "_metrics",
         "_phase",
         "_receivers",
+        "_samples",
         "_signer",
         "admission",
         "fetch",
@@ -257,7 +257,7 @@ class _ServiceStream(Stream):
         # The fetch of a decode call whose KV transfer parameters are signed.
         self.fetch: AdmittedFetch | None = None
         # The samples of all calls, and whether that of this call is one of them.
-        self._calls = calls
+        self._samples = calls
         self._is_sampled = False
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
@@ -312,7 +312,7 @@ class _ServiceStream(Stream):
             work=self.work,
             fetches_kv=self._phase is Phase.DECODE,
         )
-        self._calls.append(sample)
+        self._samples.append(sample)
         self._is_sampled = True
 
     def cancel(self) -> None:
@@ -487,7 +487,7 @@ class WorkerService:
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
-        # Other roles report them as running.
+        # Decode and aggregated workers report them within `running`.
         has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
         generating = self._generating if has_prefill_calls else ()
         load = LoadReport(

@@ -43,12 +43,12 @@ class InstanceCache:
 
     * a key with an instance id that an earlier key has. When the earlier one is removed, a new list
       is needed to check the rejected record again.
-    * an instance whose card does not fit the card of its model that is chosen by the instances
+    * an instance whose card does not fit the card that most instances of its model have
 
-    Earlier means that the record was written earlier. A record that is written again counts as new,
-    also if it has not changed, because a list has the records in the order in which they were last
-    written. So a cache that has followed all changes chooses the same cards as one that has read a
-    list, unless two cards have as many instances: then, the card that a cache has chosen stays.
+    Earlier means that the record was written earlier. A list has the records in the order of their
+    last write. So a record that is written again counts as new, even if it is unchanged. A cache
+    that has followed all changes thus chooses the same cards as one that has read a list, unless
+    two cards have as many instances: then, the card that a cache has chosen stays.
 
     The share table is one more record. If it is rejected, the last valid one stays. If it is gone,
     as an instance that has left, there are no shares but those with which workers have registered.
@@ -150,7 +150,7 @@ class InstanceCache:
                 f"instance id {instance.id:x} is already registered under the key"
                 f" {shown_key(owner)}"
             )
-            # There is nothing to remove: the owner's instance has this id.
+            # This key has no instance of its own to remove.
             self._reject(key, reason, changes)
             return
         self._leave_model(key, changes)
@@ -213,7 +213,7 @@ class InstanceCache:
             chosen = cards.choose()
             if before is None or before.card != chosen.card:
                 changes.chosen.append(CardChosen(chosen.card))
-            # The others fit as before, unless what they must have is another now.
+            # The others fit as before, unless the chosen card requires something else of them now.
             is_same = before is not None and before.requires_same(chosen)
             for key in keys if is_same else cards.instances:
                 self._check_fit(key, cards.instances[key], chosen, changes, is_new=key in keys)
@@ -269,7 +269,7 @@ class InstanceCache:
 
 
 class _Changes:
-    """What changed: the events so far, and what has to be checked before there are others."""
+    """The events so far, and the models whose cards must be chosen again."""
 
     def __init__(self) -> None:
         self.removed: list[Removed] = []

@@ -97,7 +97,7 @@ class Scheduler:
         self.blocks = BlockAllocator(self.pool, has_prefix_cache=self.args.enable_prefix_caching)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[TorchSequence] = deque()
-        self._reserved: list[TorchSequence] = []  # decode calls whose KV is fetched
+        self._reserved: list[TorchSequence] = []  # decode calls whose KV is being fetched
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
         # Prefilled sequences that wait for space in the transfer buffer.
@@ -112,7 +112,8 @@ class Scheduler:
         self._awaiting_fetch = AwaitingFetch()
         self._queue_waits = QueueWaits()
         self._events: Delivery = []
-        self._non_finite: dict[str, float] = {}  # when requests of clients had NaN or infinity
+        # When a client's request last had an output that is NaN or infinite, by its id.
+        self._non_finite: dict[str, float] = {}
         self._stopping = False
         self.load = SchedulerLoad(self._take_stats())
         self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -357,7 +358,8 @@ class Scheduler:
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            left_of_step = step_limit(budget, seq.request) - num_planned
+            # Negative if the prompts so far have more than this request may fill the step to.
+            left_of_step = max(0, step_limit(budget, seq.request) - num_planned)
             count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:
                 count = min(count, scores_budget)

@@ -22,10 +22,10 @@ from dynamo_trtllm.protocol.messages import Instance
 # Of two workers or paths whose pressures differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same one.
 NEAR: Final = 0.1
-# Pressures below this part of a limit are nearly equal.
-_NOTHING: Final = 0.01
+# Pressures below this one are nearly equal.
+_NEGLIGIBLE: Final = 0.01
 # Decode workers that are tried for a whole request: those with the shortest gaps.
-_TRIED: Final = 2
+_MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
 
 
@@ -43,7 +43,7 @@ class SloLimits(NamedTuple):
 
     ttft_s: float  # time to first token of the request
     itl_s: float  # time between two tokens of the request
-    # The same of requests that run already. A request can't allow more for others.
+    # The same for requests that already run. A looser limit of this request does not loosen theirs.
     others_itl_s: float
 
 
@@ -57,7 +57,7 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     ttft_s: float
     gap_s: float  # the longest one of this request and of those that run on its workers
     num_missed: int  # requests that miss a limit: this one, and those that it delays
-    pressure: float  # the largest part of a limit that a time takes
+    pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
 
     @property
     def meets_slo(self) -> bool:
@@ -103,9 +103,9 @@ def select_path(
 
     A path meets the SLO if the first token is predicted within the limit, and no gap between two
     tokens exceeds its limit: neither of this request nor of those that run on its workers. Of the
-    paths that meet it, the one with the least pressure is chosen: the largest part that one of its
-    times takes of its limit. A prefill worker runs a whole request only if no other path meets the
-    SLO, because its stream would delay the prompts after it.
+    paths that meet it, the one with the least pressure is chosen (see `ChosenPath`). A prefill
+    worker runs a whole request only if no other path meets the SLO, because its stream would delay
+    the prompts after it.
 
     If no path meets the SLO, the one is chosen on which the fewest requests miss a limit, and of
     these the one with the least pressure, a whole request on a prefill worker last. The caller may
@@ -134,10 +134,10 @@ def select_path(
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
-    decodes = _worth_trying(decode_parts)
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
-    paths += _aggregated_paths(Path.ON_DECODE, decodes, limits, waited_s)
+        decode_parts = [part for part in decode_parts if part.worker in decodes]
+    paths += _aggregated_paths(Path.ON_DECODE, _worth_trying(decode_parts), limits, waited_s)
     paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
     if not any(path.num_missed == 0 for path in paths):
         paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
@@ -152,8 +152,8 @@ def select_path(
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
-    """Return a pressure with which those that are nearly equal are ordered by chance."""
-    return (pressure + _NOTHING) * (1.0 + NEAR * random())
+    """Return the pressure, raised at random by up to NEAR: nearly equal ones come in any order."""
+    return (pressure + _NEGLIGIBLE) * (1.0 + NEAR * random())
 
 
 def _best_pair(
@@ -197,9 +197,10 @@ def _prompt_part(
     gap_share = gap_s / limits.others_itl_s
     num_delayed = worker.streams if gap_share > 1.0 else 0
     pressure = ttft_share if ttft_share > gap_share else gap_share
+    misses = ttft_share > 1.0
     return _PathPart(
         worker,
-        num_delayed + (ttft_share > 1.0),
+        num_delayed + misses,
         _blurred(pressure, random) / worker.share,
         num_delayed,
         gap_s,
@@ -224,9 +225,9 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
 
     They are those with the shortest gaps, and the one that has most of the prompt in its cache.
     """
-    tried = [part.worker for part in decodes[:_TRIED]]
-    if len(decodes) > _TRIED:
-        cached = max((part.worker for part in decodes[_TRIED:]), key=_cached_tokens)
+    tried = [part.worker for part in decodes[:_MAX_DECODES_ALONE]]
+    if len(decodes) > _MAX_DECODES_ALONE:
+        cached = max((part.worker for part in decodes[_MAX_DECODES_ALONE:]), key=_cached_tokens)
         if cached.cached_tokens > max(map(_cached_tokens, tried)):
             tried.append(cached)
     return tried
@@ -261,7 +262,8 @@ def _able_alone(
 ) -> tuple[list[WorkerForecast], list[WorkerForecast], list[WorkerForecast]]:
     """Return the workers, by role, whose breakers allow that they run whole requests.
 
-    A prefill or decode worker may if one of its pairs may be right, or if it has no partners.
+    A prefill or decode worker whose answers were wrong in all its pairs, or that no probe has
+    tested in any, runs no whole requests either. One without partners may.
     """
     right = [
         (prefill, decode)
@@ -273,6 +275,7 @@ def _able_alone(
         right_decodes = {decode.instance.id for _, decode in right}
         prefills = [worker for worker in prefills if worker.instance.id in right_prefills]
         decodes = [worker for worker in decodes if worker.instance.id in right_decodes]
+    # The pair (None, id) is the worker alone.
     closed = [
         [worker for worker in workers if not breakers.is_open((None, worker.instance.id))]
         for workers in (prefills, decodes, aggregated)
@@ -283,7 +286,7 @@ def _able_alone(
 def _aggregated_paths(
     path: Path, workers: Iterable[WorkerForecast], limits: SloLimits, waited_s: float
 ) -> Iterator[ChosenPath]:
-    """Yield the paths over one worker that runs the whole request, as far as it can."""
+    """Yield a path for each worker that can run a whole request."""
     for worker in workers:
         instance = worker.instance
         if path is not Path.ON_AGGREGATED and not instance.can_aggregate:

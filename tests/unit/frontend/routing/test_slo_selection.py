@@ -35,7 +35,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from tests.kit.instances import make_instance, model_view
 
-PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, AGGREGATED = 1, 2, 11, 12, 21
+PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED = 1, 2, 11, 12, 13, 21
 TTFT_S = 1.0
 ITL_S = 0.1
 STEP_TOKENS = 1000
@@ -89,7 +89,7 @@ def placement_of(
 ) -> SloPlacement:
     """Return a placement that knows all workers. `loads`: what those report that are not idle."""
     placement = SloPlacement(TTFT_S, ITL_S, rejects=rejects, seed=seed)
-    for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, AGGREGATED):
+    for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED):
         idle = LoadReport(id_, 1, 0, 0, 0, 0, 1000, 0, cost)
         placement.loads.on_report(msgspec.structs.replace(idle, **(loads or {}).get(id_, {})), 0.0)
     return placement
@@ -348,6 +348,22 @@ def test_whole_requests_run_while_all_kv_transfers_fail() -> None:
     for pair in pairs:
         breakers.record_failure(pair, "wrong", 0.0, is_wrong=True)
     assert placement.select(view_of(), PromptHashes(request()), breakers, 0.0) is None
+
+
+def test_whole_request_goes_to_decode_worker_that_is_not_wrong() -> None:
+    view = model_view(
+        prefill=[instance(PREFILL, Role.PREFILL)],
+        decode=[instance(id_, Role.DECODE) for id_ in (DECODE, OTHER_DECODE, THIRD_DECODE)],
+    )
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
+    for decode in (DECODE, OTHER_DECODE):
+        breakers.record_failure((PREFILL, decode), "wrong", 0.0, is_wrong=True)
+    breakers.record_failure((PREFILL, THIRD_DECODE), "broken", 0.0)
+    # The wrong ones have no streams, so they would have the shortest gaps.
+    placement = placement_of({THIRD_DECODE: {"running": 5}})
+    selection = placement.select(view, PromptHashes(request()), breakers, 0.0)
+    assert isinstance(selection, PathSelection)
+    assert (selection.chosen.path, selection.decode.id) == (Path.ON_DECODE, THIRD_DECODE)
 
 
 def test_workers_that_were_not_probed_run_no_whole_requests() -> None:
