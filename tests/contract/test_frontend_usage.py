@@ -26,14 +26,14 @@ async def test_tokens_and_shares_reach_other_frontends(bench: PlanePair) -> None
     window = there.start_windows.window("m")
     before = window.usages[0].limit
     places = here.start_windows.window("m").request(1, 1)
-    await acquire(here.choices, 1, "a", places=places)
-    waiting = asyncio.create_task(acquire(here.choices, 1, "b", places=places))
+    await acquire(here.choice_permits, 1, "a", places=places)
+    waiting = asyncio.create_task(acquire(here.choice_permits, 1, "b", places=places))
     here.has_requests.set()
     # The first report may come before the other one has subscribed.
     await until(lambda: window.usages[0].limit == before // 2)
-    counters = here.choices.counters("m")
+    counters = here.choice_permits.counters("m")
     counters.count(counters.counter(Client("c")), 500)
-    await until(lambda: there.choices.counters("m").counter(Client("c")).value == 500)
+    await until(lambda: there.choice_permits.counters("m").counter(Client("c")).value == 500)
     bench.caller.try_publish(frontend_usage_subject("ns"), b"no report")
     await until(lambda: len(unreadable) == 2)
     await cancel_all([*running, waiting])

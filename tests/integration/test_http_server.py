@@ -182,12 +182,12 @@ async def test_unread_failed_stream_ends_the_connection() -> None:
 
 @on_all_transports
 async def test_slowly_read_response_before_wrong_request_is_complete() -> None:
-    timing = ConnectionTiming(linger_s=0.05)
+    timing = ConnectionTiming(linger_s=0.2)
     async with serving(answer_large, timing=timing) as served:
         reader, writer = await served.connect(GET)
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(b"nonsense\r\n\r\n")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
         received = await reader.read()
         assert head.startswith(b"HTTP/1.1 200 ")
         assert received.startswith(LARGE)

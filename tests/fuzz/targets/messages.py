@@ -18,6 +18,11 @@ from dynamo_trtllm.cluster.discovery.records import (
     shown_key,
     written,
 )
+from dynamo_trtllm.cluster.discovery.share_records import (
+    read_share_table,
+    share_key,
+    written_share_table,
+)
 from dynamo_trtllm.cluster.request_plane.frames import (
     Ack,
     Batch,
@@ -42,6 +47,7 @@ from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.errors import BadFrame, StreamIncomplete
 from dynamo_trtllm.protocol.kv_events import KvCacheUpdate, pack_hashes
 from dynamo_trtllm.protocol.messages import (
+    WIRE_VERSION,
     Chunk,
     FileChunk,
     FinishReason,
@@ -63,6 +69,7 @@ from dynamo_trtllm.protocol.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.fuzz.target import Form, Target
 from tests.kit.forecasts import predicted_times
 from tests.kit.instances import make_instance, make_transfer_params
@@ -236,6 +243,9 @@ def check_records(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         parse_instance_key(key)
     events = InstanceCache().put(key, record)
+    with contextlib.suppress(BadRecord):
+        table = read_share_table(record)
+        assert read_share_table(written_share_table(table)) == table
     try:
         instance = read_instance(key, record)
     except BadRecord as exc:
@@ -245,13 +255,13 @@ def check_records(data: bytes) -> None:
         return
     own_key, again = written(instance)
     assert own_key == key
-    assert encode(read_instance(key, again)) == again
+    assert written(read_instance(key, again)) == (key, again)
     assert not any(isinstance(event, Rejected) for event in events)
 
 
 def _records() -> Iterator[bytes]:
     for role in Role:
-        instance = make_instance(0xAB, role=role)
+        instance = msgspec.structs.replace(make_instance(0xAB, role=role), can_aggregate=True)
         card = msgspec.structs.replace(
             instance.card,
             files={"tokenizer.json": "0" * 64},
@@ -267,6 +277,8 @@ def _records() -> Iterator[bytes]:
         for sent in (instance, full):
             key, record = written(sent)
             yield key.encode() + _KEY_END + record
+    table = ShareTable(epoch=1, revision=2, workers={0xAB: Shares(0.5, 1.0)}, wire=WIRE_VERSION)
+    yield share_key("dynamo").encode() + _KEY_END + written_share_table(table)
 
 
 TARGETS = {
@@ -293,7 +305,7 @@ TARGETS = {
     "records": Target(
         summary="records of instances and their keys in etcd",
         check=check_records,
-        files=("cluster/discovery/records.py",),
+        files=("cluster/discovery/records.py", "cluster/discovery/share_records.py"),
         seeds=_records,
         words=(b"v1/instances/dynamo/", b"card", b"pairing", b"files", b"wire", b"role"),
     ),
