@@ -448,6 +448,10 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # context. Older workers do not report them. Others report all in `running`.
     aggregated_running: Count = 0
     aggregated_tokens: Count = 0
+    # The prompts that were computed since the worker has started, and their tokens that were not in
+    # the prefix cache. Older workers do not report them.
+    computed_prompts: Count = 0
+    computed_tokens: Count = 0
 
     def work(self, role: Role, *, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
         """Return what a new request finds at the worker.

@@ -415,8 +415,10 @@ class CostFit:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         # The steps of the warm-up are unlike others.
         self._steps.clear()
-        # The caller adds the calls that it has measured.
-        self.calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)
+        self._calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)
+        # Of all prompts that were computed here, and their tokens that were not cached.
+        self.computed_prompts = 0
+        self.computed_tokens = 0
         self._learned_at = -math.inf
         if prior is None:
             prior = CostModel()
@@ -442,6 +444,13 @@ class CostFit:
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
 
+    def add_call(self, call: CallSample) -> None:
+        """Add a call from which the model learns later. It has its first token now."""
+        self._calls.append(call)
+        if not call.fetches_kv:
+            self.computed_prompts += 1
+            self.computed_tokens += call.new_tokens
+
     def learn(self, now: float) -> CostModel:
         """Return the model, after it has learned from what was measured, at most once a second.
 
@@ -452,7 +461,7 @@ class CostFit:
             self._learned_at = now
             # Another thread may add steps meanwhile.
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
-            calls = [self.calls.popleft() for _ in range(len(self.calls))]
+            calls = [self._calls.popleft() for _ in range(len(self._calls))]
             try:
                 self.take(steps, calls)
             except (ArithmeticError, ValueError):

@@ -225,9 +225,9 @@ class _ServiceStream(Stream):
         "_is_sampled",
         "_is_stopped",
         "_metrics",
+        "_on_first_token",
         "_phase",
         "_receivers",
-        "_samples",
         "_signer",
         "admission",
         "fetch",
@@ -243,7 +243,7 @@ class _ServiceStream(Stream):
         request: GenerateRequest,
         metrics: WorkerMetrics,
         on_event: OnEvent,
-        calls: deque[CallSample],
+        on_first_token: Callable[[CallSample], None],
         generating: set[_ServiceStream],
         signer: TransferSigner,
         clock: Callable[[], float],
@@ -256,8 +256,8 @@ class _ServiceStream(Stream):
         self._receivers = request.kv_receivers
         # The fetch of a decode call whose KV transfer parameters are signed.
         self.fetch: AdmittedFetch | None = None
-        # The samples of all calls, and whether that of this call is one of them.
-        self._samples = calls
+        # It gets the sample of this call, once.
+        self._on_first_token = on_first_token
         self._is_sampled = False
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
@@ -312,7 +312,7 @@ class _ServiceStream(Stream):
             work=self.work,
             fetches_kv=self._phase is Phase.DECODE,
         )
-        self._samples.append(sample)
+        self._on_first_token(sample)
         self._is_sampled = True
 
     def cancel(self) -> None:
@@ -414,7 +414,7 @@ class WorkerService:
             request,
             self.metrics,
             on_event,
-            self._cost.calls,
+            self._cost.add_call,
             self._generating,
             self._signer,
             self.clocks.monotonic,
@@ -503,6 +503,8 @@ class WorkerService:
             aggregated_tokens=sum(
                 stream.num_prompt_tokens + stream.num_tokens for stream in generating
             ),
+            computed_prompts=self._cost.computed_prompts,
+            computed_tokens=self._cost.computed_tokens,
         )
         self._last_load = load
         self._load_read_at = now

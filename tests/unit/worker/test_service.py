@@ -490,6 +490,17 @@ async def test_prefill_worker_reports_aggregated_streams(
         assert reported() == (0, 0)
 
 
+async def test_load_report_counts_the_prompts_that_were_computed() -> None:
+    timing = WorkerTiming(load_age_s=0.0)
+    bench = MeteredService(PlainEngine(ANSWER), Role.ELASTIC, can_aggregate=True, timing=timing)
+    for _ in range(2):
+        async with aclosing(as_stream(bench.service, request(phase=Phase.AGGREGATED))) as chunks:
+            async for _ in chunks:
+                pass
+    report = bench.service.load_report()
+    assert (report.computed_prompts, report.computed_tokens) == (2, 4)
+
+
 async def test_load_with_cost_reaches_frontends_and_metrics() -> None:
     class Measured(PlainEngine, MeasuresSteps):
         steps: ClassVar = deque([StepSample(9.0, 1)])
