@@ -1,0 +1,360 @@
+"""Decide which shares the elastic workers of a model should have: a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.planner.predict import (
+    HEADROOM,
+    Demand,
+    PredictedTimes,
+    Predictor,
+    RoleCounts,
+    StreamGroup,
+    TimeLimits,
+)
+from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
+
+PREFILL_ONLY: Final = Shares(1.0, 0.0)
+DECODE_ONLY: Final = Shares(0.0, 1.0)
+# Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
+# until they have ended. A step with streams has an eighth of the prompt tokens, and in a fit to
+# vLLM on an H200 a worker computes prompts at a third of its speed in such steps.
+DRAINING: Final = Shares(0.25, 0.0)
+# A change has to lower the largest part of a limit by this part.
+MIN_GAIN: Final = 0.2
+HOLD_S: Final = 2.0  # for how long a change has to be better before it is made
+MIN_INTERVAL_S: Final = 10.0  # between two changes
+
+
+class WorkerState(NamedTuple):
+    """One worker, as it was last reported."""
+
+    id: int
+    shares: Shares  # those of a worker of a fixed role: all work of its role
+    is_elastic: bool
+    streams: int  # requests that generate tokens
+    context_tokens: int  # of these requests
+    queued_tokens: int  # prompt tokens that are not computed yet
+    is_fresh: bool  # it has reported its load lately
+    # Means of the last seconds. A worker with few requests has no stream at many moments.
+    mean_streams: float = 0.0
+    mean_context: float = 0.0
+
+    @property
+    def lasting_streams(self) -> float:
+        """Return the streams to plan for: those of now, or the mean if that is higher."""
+        return max(self.streams, self.mean_streams)
+
+
+class Observation(NamedTuple):
+    """What is known of the workers of a model that can transfer KV to each other."""
+
+    at_s: float  # seconds of a monotonic clock
+    workers: Sequence[WorkerState]
+    cost: CostModel | None  # of these workers, which are equal; None: not known yet
+    prompts_per_s: float = 0.0  # in the last seconds
+    prompt_tokens: float = 0.0  # mean tokens of a prompt that had to be computed
+    max_streams: int = 0  # of a worker; 0: not reported
+    kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
+
+
+class DecisionOutcome(StrEnum):
+    """What was decided. The values are labels of a metric."""
+
+    CHANGE = "change"
+    DRAINED = "drained"  # workers that turn to prefill have no streams any more
+    FITS = "fits"
+    NOTHING_BETTER = "nothing_better"
+    WAITING = "waiting"
+    NO_ELASTIC_WORKERS = "no_elastic_workers"
+    ONE_WORKER = "one_worker"
+    NO_LOADS = "no_loads"
+    NO_COST_MODEL = "no_cost_model"
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided for the workers of a model, and why."""
+
+    outcome: DecisionOutcome
+    reason: str  # a plain sentence
+    changes: Mapping[int, Shares] = {}  # the shares to set, by id; empty: they stay
+    present: RoleCounts = RoleCounts()
+    counts: RoleCounts = RoleCounts()  # after the change
+    before: PredictedTimes | None = None  # without the change
+    after: PredictedTimes | None = None
+    wanted: RoleCounts | None = None  # workers of fixed roles that would keep the limits
+    unreachable: tuple[str, ...] = ()  # limits that no number of workers keeps, as text
+
+
+class History(NamedTuple):
+    """What a decision needs to know of those before it."""
+
+    changed_at_s: float = -math.inf
+    better_since_s: float | None = None  # since when some change is better. None: none is
+
+
+def check_limits(limits: TimeLimits) -> None:
+    """Check the limits.
+
+    Raises:
+        ConfigError: one is not a number above 0.
+    """
+    for name, limit_s in (("TTFT", limits.ttft_s), ("ITL", limits.itl_s)):
+        if not 0 < limit_s < math.inf:
+            raise ConfigError(
+                f"the {name} limit is {1000 * limit_s:g} ms; it must be a number above 0"
+            )
+
+
+def decide(
+    observation: Observation, limits: TimeLimits, history: History
+) -> tuple[Decision, History]:
+    """Decide which shares elastic workers should have, from what is predicted for the next seconds.
+
+    * The shares stay while they are predicted to keep both limits with headroom.
+    * Otherwise as few workers as keep the ITL limit, and have space for the KV of all streams, get
+      only decode calls. The others get only prefill calls, if these keep the TTFT limit then.
+      Prompts that wait count for it, and those that arrive.
+    * If no split keeps both limits, all workers get both kinds of calls, if that keeps them;
+      otherwise the split is taken that comes nearest to them. A split can only return slowly from
+      workers that all generate.
+    * Each kind of call has at least one worker.
+    * A change has to lower the largest part that a time takes of its limit by MIN_GAIN. It has to
+      be better for HOLD_S, and comes MIN_INTERVAL_S after the last one. It is made at once if no
+      worker has a share of prefill or of decode calls.
+    * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
+      to decode. Shares only steer new calls: streams that run stay where they are. A worker that
+      turns to prefill gets fewer prompts until they have ended, if another one computes prompts.
+    * Workers that have not reported lately keep their shares, and are not counted. Workers of fixed
+      roles are counted.
+
+    Args:
+        observation: what is known of the workers.
+        limits: the limits. One that an idle worker can't keep is named in the decision, and counts
+            as twice what an idle worker takes.
+        history: of the decision before; at the start `History()`.
+
+    Returns:
+        The decision, and the history for the next one, if its changes are made.
+
+    Raises:
+        ConfigError: a limit is not a number above 0.
+    """
+    check_limits(limits)
+    undecided = _undecided(observation)
+    if undecided is not None:
+        return undecided, history._replace(better_since_s=None)
+    assert observation.cost is not None
+    workers = [worker for worker in observation.workers if worker.is_fresh]
+    present = _present(workers)
+    demand = _demand(observation, workers)
+    groups = [StreamGroup(one.lasting_streams, bool(one.shares.prefill)) for one in workers]
+    predictor = Predictor(observation.cost, demand, limits, groups)
+    decision = _compare(observation, workers, present, predictor)
+    if decision.outcome is DecisionOutcome.CHANGE:
+        decision, history = _delayed(decision, observation.at_s, history)
+    else:
+        history = history._replace(better_since_s=None)
+    drained = {} if decision.changes else _drained(workers)
+    if drained:
+        decision = msgspec.structs.replace(
+            decision,
+            outcome=DecisionOutcome.DRAINED,
+            changes=drained,
+            reason=f"the streams of {len(drained)} workers for prefill have ended",
+        )
+    return decision, history
+
+
+def _undecided(observation: Observation) -> Decision | None:
+    """Return a decision that needs no prediction."""
+    elastic = [worker for worker in observation.workers if worker.is_elastic]
+    fresh = [worker for worker in observation.workers if worker.is_fresh]
+    if not elastic:
+        return Decision(
+            outcome=DecisionOutcome.NO_ELASTIC_WORKERS,
+            reason="there is no elastic worker; start some with --disaggregation-mode elastic",
+        )
+    if len(observation.workers) == 1:
+        return Decision(outcome=DecisionOutcome.ONE_WORKER, reason="the only worker gets all calls")
+    if len(fresh) < 2 or not any(worker.is_elastic for worker in fresh):
+        return Decision(
+            outcome=DecisionOutcome.NO_LOADS,
+            reason=f"{len(fresh)} of {len(observation.workers)} workers have reported their load"
+            " lately, which is too few to choose between them",
+        )
+    cost = observation.cost
+    if cost is None or cost.decode is None or cost.prefill is None or not cost.step_tokens:
+        return Decision(
+            outcome=DecisionOutcome.NO_COST_MODEL,
+            reason="the workers have not measured the times of their steps yet",
+        )
+    return None
+
+
+def _present(workers: Sequence[WorkerState]) -> RoleCounts:
+    """Return the numbers of workers by the calls that they get now."""
+    both = sum(bool(one.shares.prefill and one.shares.decode) for one in workers)
+    prefill = sum(not one.shares.decode for one in workers)
+    return RoleCounts(prefill, len(workers) - prefill - both, both)
+
+
+def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
+    return Demand(
+        observation.prompts_per_s,
+        observation.prompt_tokens,
+        sum(worker.queued_tokens for worker in workers),
+        sum(worker.lasting_streams for worker in workers),
+        sum(max(worker.context_tokens, worker.mean_context) for worker in workers),
+        observation.max_streams,
+        observation.kv_tokens,
+    )
+
+
+def _compare(
+    observation: Observation,
+    workers: Sequence[WorkerState],
+    present: RoleCounts,
+    predictor: Predictor,
+) -> Decision:
+    """Return the decision, without regard to those before it."""
+    is_usable = present.num_prefill > 0 and present.num_decode > 0
+    before = predictor.predict(present) if is_usable else None
+    wanted = predictor.wanted()
+    unreachable = tuple(predictor.unreachable)
+
+    def stay(outcome: DecisionOutcome, reason: str) -> Decision:
+        return Decision(
+            outcome=outcome,
+            reason=reason,
+            present=present,
+            counts=present,
+            before=before,
+            after=before,
+            wanted=wanted,
+            unreachable=unreachable,
+        )
+
+    if before is not None and before.largest_part <= HEADROOM:
+        return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
+    counts, after = _best(workers, predictor)
+    if before is not None and after.largest_part > (1 - MIN_GAIN) * before.largest_part:
+        return stay(
+            DecisionOutcome.NOTHING_BETTER,
+            f"no other shares are clearly better: {before}; {counts}: {after}",
+        )
+    return Decision(
+        outcome=DecisionOutcome.CHANGE,
+        reason=_reason(present, before, counts, after),
+        changes=_changes(workers, counts),
+        present=present,
+        counts=counts,
+        before=before,
+        after=after,
+        wanted=wanted,
+        unreachable=unreachable,
+    )
+
+
+def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
+    """Yield numbers of workers that shares can make: splits with few decode workers first."""
+    fixed = _present([worker for worker in workers if not worker.is_elastic])
+    num_elastic = sum(worker.is_elastic for worker in workers)
+    for num_decode in range(num_elastic + 1):
+        counts = RoleCounts(
+            fixed.prefill + num_elastic - num_decode, fixed.decode + num_decode, fixed.both
+        )
+        if counts.num_prefill and counts.num_decode:
+            yield counts
+    yield fixed._replace(both=fixed.both + num_elastic)
+
+
+def _best(
+    workers: Sequence[WorkerState], predictor: Predictor
+) -> tuple[RoleCounts, PredictedTimes]:
+    """Return the first numbers that keep both limits; else the split that comes nearest to them."""
+    predictions = [(counts, predictor.predict(counts)) for counts in _candidates(workers)]
+    for counts, prediction in predictions:
+        if prediction.largest_part <= HEADROOM:
+            return counts, prediction
+    # The last one is no split. It is left if there are others.
+    return min(predictions[:-1] or predictions, key=lambda one: one[1].largest_part)
+
+
+def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:
+    """Return the shares that change, by id."""
+    fixed = _present([worker for worker in workers if not worker.is_elastic])
+    num_decode = counts.decode - fixed.decode
+    order = sorted((worker for worker in workers if worker.is_elastic), key=_decodes_before)
+    if counts.both > fixed.both:
+        wanted = dict.fromkeys(order, ALL_WORK)
+    else:
+        wanted = dict.fromkeys(order[:num_decode], DECODE_ONLY)
+        wanted |= _prefill_shares(order[num_decode:], has_others=fixed.prefill > 0)
+    return {worker.id: shares for worker, shares in wanted.items() if shares != worker.shares}
+
+
+def _prefill_shares(
+    workers: Sequence[WorkerState], *, has_others: bool
+) -> dict[WorkerState, Shares]:
+    """Return the shares of workers for prefill. `has_others`: other workers compute prompts."""
+    ready = [worker for worker in workers if not worker.streams or worker.shares == PREFILL_ONLY]
+    if workers and not ready and not has_others:
+        ready = [min(workers, key=lambda worker: worker.streams)]
+    return dict.fromkeys(workers, DRAINING) | dict.fromkeys(ready, PREFILL_ONLY)
+
+
+def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
+    """Return the shares of workers that turn to prefill, as far as these change now."""
+    draining = [worker for worker in workers if worker.shares == DRAINING]
+    others = [worker for worker in workers if worker.shares.prefill > DRAINING.prefill]
+    shares = _prefill_shares(draining, has_others=bool(others))
+    return {worker.id: one for worker, one in shares.items() if one != DRAINING}
+
+
+def _decodes_before(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
+    """Return by what workers are chosen for decode calls, as a sort key."""
+    shares = worker.shares
+    return (
+        bool(shares.prefill),
+        not shares.decode,
+        -worker.streams,
+        worker.queued_tokens,
+        worker.id,
+    )
+
+
+def _reason(
+    present: RoleCounts, before: PredictedTimes | None, counts: RoleCounts, after: PredictedTimes
+) -> str:
+    if before is None:
+        lacking = "decode" if present.num_prefill else "prefill"
+        return f"no worker has a share of {lacking} calls; {counts}: {after}"
+    what = "prefill is short" if before.ttft_part >= before.decode_part else "decode is short"
+    return f"{what} with {present}: {before}; {counts}: {after}"
+
+
+def _delayed(decision: Decision, now_s: float, history: History) -> tuple[Decision, History]:
+    """Return the change if it has been better for long enough, and is not too soon."""
+    since_s = now_s if history.better_since_s is None else history.better_since_s
+    held_s = now_s - since_s
+    is_urgent = decision.before is None
+    is_due = held_s >= HOLD_S and now_s - history.changed_at_s >= MIN_INTERVAL_S
+    if is_urgent or is_due:
+        return decision, History(changed_at_s=now_s)
+    waiting = msgspec.structs.replace(
+        decision,
+        outcome=DecisionOutcome.WAITING,
+        changes={},
+        counts=decision.present,
+        reason=f"a change is near, if it stays better: {decision.reason}",
+    )
+    return waiting, history._replace(better_since_s=since_s)

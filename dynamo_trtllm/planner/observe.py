@@ -1,0 +1,217 @@
+"""Observe the workers of a namespace: what they report, and the rates of the last seconds.
+
+Callers pass the time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.pairs import pairing_key
+from dynamo_trtllm.frontend.routing.worker_forecast import is_fresh, known_cost
+from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
+from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation, WorkerState
+from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
+from dynamo_trtllm.protocol.shares import Shares
+
+WINDOW_S: Final = 10.0  # of which rates are means
+# The first reports after the planner has started have no rates yet.
+MIN_WINDOW_S: Final = 2.0
+
+
+class PoolKey(NamedTuple):
+    """The workers of a model that can transfer KV to each other."""
+
+    model: str
+    pairing_key: str
+
+
+class _Counts(NamedTuple):
+    """What a worker had counted when it reported."""
+
+    at_s: float
+    computed_prompts: int
+    computed_tokens: int
+    queued_tokens: int
+    streams: int
+    context_tokens: int
+
+
+class _Rates(NamedTuple):
+    """What came to a worker in the last seconds."""
+
+    prompts: int = 0
+    tokens: int = 0  # of the prompts that were computed
+    more_queued_tokens: int = 0  # fewer, if it is negative
+
+
+class _Means(NamedTuple):
+    """Means of the last seconds."""
+
+    streams: float = 0.0
+    context_tokens: float = 0.0
+
+
+class ReportWindow:
+    """The reports of one worker in the last seconds.
+
+    Args:
+        role: of the worker.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        # In the order of their arrival. The first one may be older than the window, because what it
+        # has counted holds until the second one.
+        self._counts: deque[_Counts] = deque()
+
+    def add(self, report: LoadReport, now: float) -> None:
+        """Add a report that has arrived now."""
+        work = report.work(self._role)
+        counts = _Counts(
+            now,
+            report.computed_prompts,
+            report.computed_tokens,
+            report.queued_prefill_tokens,
+            work.decode_requests,
+            work.context_tokens,
+        )
+        self._counts.append(counts)
+        self._drop(now)
+
+    def rates(self, now: float) -> _Rates:
+        """Return what came in the window."""
+        self._drop(now)
+        if len(self._counts) < 2:
+            return _Rates()
+        first = self._counts[0]
+        last = self._counts[-1]
+        return _Rates(
+            last.computed_prompts - first.computed_prompts,
+            last.computed_tokens - first.computed_tokens,
+            last.queued_tokens - first.queued_tokens,
+        )
+
+    def means(self, now: float) -> _Means:
+        """Return the means of the window: each report counts until the next one."""
+        self._drop(now)
+        begins = [max(counts.at_s, now - WINDOW_S) for counts in self._counts]
+        seconds = [end - begin for begin, end in pairwise([*begins, now])]
+        total_s = sum(seconds)
+        if total_s <= 0:
+            return _Means()
+        streams = sum(one.streams * s for one, s in zip(self._counts, seconds, strict=True))
+        context = sum(one.context_tokens * s for one, s in zip(self._counts, seconds, strict=True))
+        return _Means(streams / total_s, context / total_s)
+
+    def _drop(self, now: float) -> None:
+        """Drop the reports that are older than the window, but for the newest one of them."""
+        while len(self._counts) > 1 and self._counts[1].at_s <= now - WINDOW_S:
+            self._counts.popleft()
+
+
+class Observer:
+    """What a planner knows of the workers of a namespace.
+
+    Args:
+        view: the workers, and their shares.
+        started_at: when observing begins, in seconds of a monotonic clock.
+    """
+
+    def __init__(self, view: ClusterView, started_at: float) -> None:
+        self._view = view
+        self._loads = ClusterLoad()
+        self._windows: dict[int, ReportWindow] = {}
+        self._started_at = started_at
+
+    def on_report(self, report: LoadReport, now: float) -> None:
+        """Take a report. `now`: seconds of a monotonic clock."""
+        instance = self._view.instance(report.instance_id)
+        if instance is None:
+            return
+        self._loads.on_report(report, now)
+        if self._loads.get(report.instance_id).report is report:
+            window = self._windows.get(report.instance_id)
+            if window is None:
+                window = self._windows[report.instance_id] = ReportWindow(instance.role)
+            window.add(report, now)
+
+    def remove(self, instance_id: int) -> None:
+        """Drop a worker that has left. Unknown ids are ignored."""
+        self._loads.remove(instance_id)
+        self._windows.pop(instance_id, None)
+
+    def observations(self, now: float) -> dict[PoolKey, Observation]:
+        """Return what is known of each pool that has an elastic worker."""
+        pools: defaultdict[PoolKey, list[Instance]] = defaultdict(list)
+        for instance in self._view.instances():
+            if instance.role is not Role.AGGREGATED:
+                pools[PoolKey(instance.card.name, pairing_key(instance))].append(instance)
+        return {
+            key: self._observation(key, instances, now)
+            for key, instances in pools.items()
+            if any(instance.role is Role.ELASTIC for instance in instances)
+        }
+
+    def _observation(self, key: PoolKey, instances: Sequence[Instance], now: float) -> Observation:
+        shares = self._view.model(key.model).shares
+        workers = [self._state(instance, shares, now) for instance in instances]
+        fresh = [worker.id for worker in workers if worker.is_fresh]
+        rates = [self._windows[id_].rates(now) for id_ in fresh if id_ in self._windows]
+        seconds = max(MIN_WINDOW_S, min(WINDOW_S, now - self._started_at))
+        prompts = sum(rate.prompts for rate in rates)
+        tokens = sum(rate.tokens for rate in rates)
+        # What came was computed, or waits.
+        came = max(0, tokens + sum(rate.more_queued_tokens for rate in rates))
+        prompt_tokens = tokens / prompts if prompts else 0.0
+        reports = [self._loads.get(id_).report for id_ in fresh]
+        block_tokens = instances[0].layout.block_tokens
+        return Observation(
+            at_s=now,
+            workers=workers,
+            cost=known_cost(self._loads.get(id_) for id_ in fresh),
+            prompts_per_s=came / prompt_tokens / seconds if prompt_tokens else 0.0,
+            prompt_tokens=prompt_tokens,
+            max_streams=_least(instance.limits.max_batch_size for instance in instances),
+            kv_tokens=block_tokens * _least(report.kv_blocks_total for report in reports if report),
+        )
+
+    def _state(self, instance: Instance, shares: Mapping[int, Shares], now: float) -> WorkerState:
+        load = self._loads.get(instance.id)
+        report = load.report
+        own = shares.get(instance.id)
+        if own is None:
+            own = PREFILL_ONLY if instance.role is Role.PREFILL else DECODE_ONLY
+        streams = 0
+        context = 0
+        queued = 0
+        if report is not None:
+            work = report.work(instance.role)
+            streams = work.decode_requests
+            if not own.prefill:
+                # Calls that wait for space in its batch or KV cache.
+                streams += work.queued_requests
+            context = work.context_tokens
+            queued = report.queued_prefill_tokens
+        window = self._windows.get(instance.id)
+        means = _Means() if window is None else window.means(now)
+        return WorkerState(
+            instance.id,
+            own,
+            instance.role is Role.ELASTIC,
+            streams,
+            context,
+            queued,
+            is_fresh(load, now),
+            means.streams,
+            means.context_tokens,
+        )
+
+
+def _least(counts: Iterable[int]) -> int:
+    """Return the least of the counts that are reported; 0: none is."""
+    return min((count for count in counts if count), default=0)

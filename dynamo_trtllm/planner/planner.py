@@ -1,0 +1,66 @@
+"""Plan the shares of all elastic workers of a namespace, from what is observed.
+
+It has no clock and no I/O: `process` runs it, and simulations in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from dynamo_trtllm.planner.decide import Decision, History, check_limits, decide
+from dynamo_trtllm.planner.observe import Observer, PoolKey
+from dynamo_trtllm.planner.predict import TimeLimits
+from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, Shares
+
+PLAN_EVERY_S: Final = 1.0
+
+
+class Planner:
+    """Decides once per call for each pool of workers.
+
+    Args:
+        observer: what is known of the workers.
+        limits: the limits of the times of requests.
+
+    Raises:
+        ConfigError: a limit is not a number above 0.
+    """
+
+    def __init__(self, observer: Observer, limits: TimeLimits) -> None:
+        check_limits(limits)
+        self._observer = observer
+        self._limits = limits
+        self._histories: dict[PoolKey, History] = {}
+
+    def decisions(self, now: float) -> dict[PoolKey, Decision]:
+        """Return a decision for each pool. Those before count as carried out.
+
+        Args:
+            now: seconds of a monotonic clock.
+        """
+        decisions: dict[PoolKey, Decision] = {}
+        histories: dict[PoolKey, History] = {}
+        for key, observation in self._observer.observations(now).items():
+            before = self._histories.get(key, History())
+            decisions[key], histories[key] = decide(observation, self._limits, before)
+        # Those of pools that are gone are dropped.
+        self._histories = histories
+        return decisions
+
+
+def changes_of(decisions: Mapping[PoolKey, Decision]) -> dict[int, Shares]:
+    """Return the shares that all decisions together change, by instance id."""
+    return {
+        instance_id: shares
+        for decision in decisions.values()
+        for instance_id, shares in decision.changes.items()
+    }
+
+
+def reason_of(decisions: Mapping[PoolKey, Decision]) -> str:
+    """Return why the shares change, short enough for a share table."""
+    reasons = [
+        f"{key.model}: {decision.reason}" for key, decision in decisions.items() if decision.changes
+    ]
+    return "; ".join(reasons)[:MAX_REASON_CHARACTERS]

@@ -1,0 +1,320 @@
+"""Predict the times of requests for a number of workers of each kind.
+
+All functions are pure. The times of steps are those of the cost model that workers report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.engines.waiting_requests import tokens_beside_streams
+from dynamo_trtllm.protocol.cost_model import CostModel, decode_step_s, prefill_step_s
+
+# A prediction within this part of a limit leaves space for what it does not see.
+HEADROOM: Final = 0.8
+# A limit that an idle worker can't keep with headroom counts as this multiple of its time.
+_REACHABLE: Final = 2.0
+# The time that nine of ten first tokens keep is predicted. Waits in a queue are taken as
+# distributed exponentially: nine of ten are below this multiple of their mean.
+_P90_OF_MEAN: Final = math.log(10)
+# A queue that needs more than this part of a worker's time grows. It is predicted for the time
+# after so many seconds.
+_MAX_BUSY: Final = 0.95
+_GROWS_FOR_S: Final = 10.0
+# The streams of a worker and the time of its steps depend on each other. They are found by
+# repetition, and more than this multiple of the streams of now is not predicted.
+_MAX_ROUNDS: Final = 30
+_MAX_GROWTH: Final = 8.0
+_MAX_WANTED: Final = 1024  # workers of a role
+
+
+class RoleCounts(NamedTuple):
+    """Numbers of workers by the calls that they get."""
+
+    prefill: int = 0  # only prefill calls
+    decode: int = 0  # only decode calls
+    both: int = 0  # calls of both kinds
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count} for {what}"
+            for count, what in zip(self, ("prefill", "decode", "both"), strict=True)
+            if count
+        ]
+        return ", ".join(parts)
+
+    @property
+    def num_prefill(self) -> int:
+        """Return how many workers compute prompts."""
+        return self.prefill + self.both
+
+    @property
+    def num_decode(self) -> int:
+        """Return how many workers generate tokens."""
+        return self.decode + self.both
+
+
+class StreamGroup(NamedTuple):
+    """The streams of one worker."""
+
+    streams: float
+    beside_prompts: bool  # the worker computes prompts, too
+
+
+class TimeLimits(NamedTuple):
+    """The limits of the times of requests, in seconds."""
+
+    ttft_s: float  # time to first token
+    itl_s: float  # longest time between two tokens
+
+
+class Demand(NamedTuple):
+    """The work of all workers of a model together."""
+
+    prompts_per_s: float  # of the last seconds
+    prompt_tokens: float  # mean tokens of a prompt that have to be computed
+    queued_tokens: int  # prompt tokens that are not computed yet
+    streams: float  # requests that generate tokens
+    context_tokens: float  # of these requests together
+    max_streams: int = 0  # of a worker; 0: not reported
+    kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
+
+    @property
+    def context_of_stream(self) -> float:
+        """Return the mean context of a stream in tokens."""
+        return self.context_tokens / self.streams if self.streams else 0.0
+
+
+class PredictedTimes(NamedTuple):
+    """What is predicted for numbers of workers.
+
+    A part of 1 means that a time takes all of its limit, or that a batch or KV cache is full.
+    """
+
+    ttft_s: float  # nine of ten first tokens are expected within it
+    gap_s: float  # the longest time between two tokens
+    ttft_part: float
+    decode_part: float  # the largest one of gaps, batch and KV cache
+
+    @property
+    def largest_part(self) -> float:
+        """Return the part of the limit that is the least well kept."""
+        return max(self.ttft_part, self.decode_part)
+
+    def __str__(self) -> str:
+        return f"first tokens after {1000 * self.ttft_s:.0f} ms, gaps of {1000 * self.gap_s:.0f} ms"
+
+
+class PromptSteps(NamedTuple):
+    """The steps with prompts of a worker, with times in seconds."""
+
+    step_s: float  # of a step with the prompts that arrive
+    own_s: float  # of the steps of one prompt
+    busy: float  # part of the time with such steps
+    load: float  # part of the time with them if all were full
+    waiting_s: float  # until the prompts that wait now are computed
+
+
+class Predictor:
+    """Predicts the times of requests.
+
+    Args:
+        cost: the complete cost model of the workers, which are equal.
+        demand: their work.
+        limits: the limits.
+        groups: of each worker, the streams.
+
+    Attributes:
+        unreachable: names of the limits that no number of workers keeps, with the reason.
+    """
+
+    def __init__(
+        self, cost: CostModel, demand: Demand, limits: TimeLimits, groups: Sequence[StreamGroup]
+    ) -> None:
+        assert cost.decode is not None
+        assert cost.prefill is not None
+        self._cost = cost
+        self._decode = cost.decode
+        self._prefill = cost.prefill
+        self._demand = demand
+        alone_s = self._alone_s()
+        token_s = decode_step_s(self._decode, 1, demand.context_of_stream)
+        self._limits = TimeLimits(
+            _reachable(limits.ttft_s, alone_s), _reachable(limits.itl_s, token_s)
+        )
+        self.unreachable: list[str] = []
+        if alone_s > limits.ttft_s:
+            self.unreachable.append(
+                f"a prompt of {demand.prompt_tokens:.0f} tokens takes {1000 * alone_s:.0f} ms on an"
+                f" idle worker, and the TTFT limit is {1000 * limits.ttft_s:g} ms"
+            )
+        if token_s > limits.itl_s:
+            self.unreachable.append(
+                f"a token takes {1000 * token_s:.1f} ms on an idle worker, and the ITL limit is"
+                f" {1000 * limits.itl_s:g} ms"
+            )
+        # What the streams of now generate in a second.
+        num_prefill = sum(group.beside_prompts for group in groups)
+        self._tokens_per_s = 0.0
+        for streams, beside_prompts in groups:
+            gap_s = self._mean_gap_s(num_prefill if beside_prompts else 0, streams)
+            self._tokens_per_s += streams / gap_s
+
+    def predict(self, counts: RoleCounts) -> PredictedTimes:
+        """Return what is predicted for these numbers, of which some do each kind of work."""
+        streams = self._streams(counts)
+        ttft_s = self._ttft_s(counts.num_prefill, streams if counts.both else 0.0)
+        gap_s = self._gap_s(counts, streams)
+        return PredictedTimes(
+            ttft_s,
+            gap_s,
+            ttft_s / self._limits.ttft_s,
+            max(gap_s / self._limits.itl_s, self._full_part(streams)),
+        )
+
+    def wanted(self) -> RoleCounts:
+        """Return how many workers of fixed roles this work needs to keep the limits."""
+
+        def ttft_part(count: int) -> float:
+            return self.predict(RoleCounts(count, _MAX_WANTED)).ttft_part
+
+        def decode_part(count: int) -> float:
+            return self.predict(RoleCounts(_MAX_WANTED, count)).decode_part
+
+        return RoleCounts(_fewest(ttft_part), _fewest(decode_part))
+
+    def _alone_s(self) -> float:
+        """Return the time of a prompt on an idle worker."""
+        tokens = self._demand.prompt_tokens
+        in_step = min(tokens, self._cost.step_tokens)
+        if not in_step:
+            return 0.0
+        return tokens / in_step * self._prompt_step_s(in_step, 0.0)
+
+    def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
+        """Return the steps with prompts of workers that share them. None: there are no prompts.
+
+        Prompts that arrive during a step are in the next one together. So longer steps have more
+        tokens, and more tokens take longer.
+
+        Args:
+            num_workers: how many share the prompts.
+            streams: that each of them generates.
+        """
+        demand = self._demand
+        if not demand.prompt_tokens:
+            return None
+        most = self._cost.step_tokens
+        if streams:
+            most = tokens_beside_streams(most)
+        tokens_per_s = demand.prompts_per_s * demand.prompt_tokens / num_workers
+        fewest = min(demand.prompt_tokens, most)
+        tokens = fewest
+        for _ in range(_MAX_ROUNDS):
+            before = tokens
+            arrived = tokens_per_s * self._prompt_step_s(tokens, streams)
+            tokens = min(most, max(fewest, arrived))
+            if abs(tokens - before) <= 0.01 * before:
+                break
+        step_s = self._prompt_step_s(tokens, streams)
+        full_s = self._prompt_step_s(most, streams)
+        return PromptSteps(
+            step_s=step_s,
+            own_s=max(1.0, demand.prompt_tokens / tokens) * step_s,
+            busy=min(_MAX_BUSY, tokens_per_s * step_s / tokens),
+            load=tokens_per_s * full_s / most,
+            waiting_s=demand.queued_tokens / num_workers * full_s / most,
+        )
+
+    def _prompt_step_s(self, tokens: float, streams: float) -> float:
+        """Return the time of a step with some prompt tokens beside some streams."""
+        demand = self._demand
+        pairs = tokens * demand.prompt_tokens / 2
+        context = streams * demand.context_of_stream
+        return prefill_step_s(self._prefill, streams, context, tokens, pairs)
+
+    def _ttft_s(self, num_workers: int, streams: float) -> float:
+        steps = self._prompt_steps(num_workers, streams)
+        if steps is None:
+            return 0.0
+        stable = min(steps.load, _MAX_BUSY)
+        served_s = max(steps.own_s, steps.step_s)
+        queue_s = _P90_OF_MEAN * served_s * stable / (2 * (1 - stable))
+        running_s = steps.busy * steps.step_s
+        grown_s = (steps.load - stable) * _GROWS_FOR_S
+        # The queue includes what runs and waits now.
+        return steps.own_s + max(queue_s, running_s, steps.waiting_s) + grown_s
+
+    def _gap_s(self, counts: RoleCounts, streams: float) -> float:
+        """Return the longest time between two tokens."""
+        if not streams:
+            return 0.0
+        gap_s = self._step_s(streams)
+        steps = self._prompt_steps(counts.num_prefill, streams) if counts.both else None
+        if steps is not None and steps.busy:
+            gap_s = max(gap_s, steps.step_s)
+        return gap_s
+
+    def _mean_gap_s(self, num_prefill: int, streams: float) -> float:
+        """Return the mean time between two tokens.
+
+        Args:
+            num_prefill: workers that share the prompts with this one. 0: it computes none.
+            streams: of this worker.
+        """
+        step_s = self._step_s(streams)
+        steps = self._prompt_steps(num_prefill, streams) if num_prefill else None
+        if steps is None:
+            return step_s
+        return 1 / (steps.busy / max(steps.step_s, step_s) + (1 - steps.busy) / step_s)
+
+    def _step_s(self, streams: float) -> float:
+        context = streams * self._demand.context_of_stream
+        return decode_step_s(self._decode, streams, context)
+
+    def _streams(self, counts: RoleCounts) -> float:
+        """Return how many streams each worker has if the same tokens per second are generated.
+
+        Longer steps have more streams (Little's law).
+        """
+        demand = self._demand
+        num_workers = counts.num_decode
+        most = _MAX_GROWTH * demand.streams
+        streams = demand.streams / num_workers
+        for _ in range(_MAX_ROUNDS):
+            before = streams
+            gap_s = self._mean_gap_s(counts.num_prefill if counts.both else 0, streams)
+            streams = min(most, self._tokens_per_s * gap_s / num_workers)
+            if abs(streams - before) <= 0.01 * before:
+                break
+        return streams
+
+    def _full_part(self, streams: float) -> float:
+        """Return how full the batch or the KV cache of a worker is with some streams."""
+        demand = self._demand
+        parts = [0.0]
+        if demand.max_streams:
+            parts.append(streams / demand.max_streams)
+        if demand.kv_tokens:
+            parts.append(streams * demand.context_of_stream / demand.kv_tokens)
+        return max(parts)
+
+
+def _reachable(limit_s: float, idle_s: float) -> float:
+    """Return a limit that workers can keep, from what an idle one takes."""
+    return limit_s if idle_s <= HEADROOM * limit_s else _REACHABLE * idle_s
+
+
+def _fewest(part: Callable[[int], float]) -> int:
+    """Return the fewest workers with which a part, which falls with them, has headroom."""
+    low = 1
+    high = _MAX_WANTED
+    while low < high:
+        middle = (low + high) // 2
+        if part(middle) <= HEADROOM:
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,300 @@
+"""What a planner decides for a pool of workers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.planner.decide import (
+    DECODE_ONLY,
+    DRAINING,
+    HOLD_S,
+    MIN_INTERVAL_S,
+    PREFILL_ONLY,
+    Decision,
+    DecisionOutcome,
+    History,
+    Observation,
+    WorkerState,
+    decide,
+)
+from dynamo_trtllm.planner.predict import RoleCounts, TimeLimits
+from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
+from tests.kit.cases import each_case
+
+# A prompt of 8000 tokens takes 0.4 s, and a decode step 5 ms and 1 ms per stream.
+COST = MockArgs(
+    step_s=0.005,
+    prefill_token_s=0.00005,
+    decode_request_s=0.001,
+    prefill_tokens_per_step=8000,
+).cost_prior
+LIMITS = TimeLimits(ttft_s=2.0, itl_s=0.05)
+CONTEXT = 1000  # tokens of a stream
+
+
+def worker(
+    number: int, shares: Shares = ALL_WORK, streams: int = 0, queued_tokens: int = 0
+) -> WorkerState:
+    return WorkerState(
+        number,
+        shares,
+        is_elastic=True,
+        streams=streams,
+        context_tokens=CONTEXT * streams,
+        queued_tokens=queued_tokens,
+        is_fresh=True,
+    )
+
+
+def split(num_prefill: int, num_decode: int, streams: int, queued_tokens: int) -> list[WorkerState]:
+    """Return workers of which some get each kind of calls, with work for each of them."""
+    workers = [worker(number, PREFILL_ONLY, 0, queued_tokens) for number in range(num_prefill)]
+    decode_numbers = range(num_prefill, num_prefill + num_decode)
+    return workers + [worker(number, DECODE_ONLY, streams) for number in decode_numbers]
+
+
+def observed(
+    workers: Sequence[WorkerState],
+    prompts_per_s: float = 0.0,
+    at_s: float = 100.0,
+    cost: CostModel | None = COST,
+    prompt_tokens: int = 8000,
+) -> Observation:
+    return Observation(at_s, workers, cost, prompts_per_s, prompt_tokens, 256, 1_000_000)
+
+
+def settled(observation: Observation, limits: TimeLimits = LIMITS) -> Decision:
+    """Return what is decided if what is observed stays for a while."""
+    history = History()
+    for at_s in (0.0, HOLD_S / 2, HOLD_S):
+        decision, history = decide(observation._replace(at_s=at_s), limits, history)
+    return decision
+
+
+def test_workers_turn_to_prefill_if_prompts_queue() -> None:
+    """As in dynamo#10528: prefill is saturated, and decode is idle."""
+    decision = settled(observed(split(1, 3, 2, 40_000), prompts_per_s=5.0))
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert decision.counts == RoleCounts(prefill=3, decode=1)
+    assert len(decision.changes) == 2
+    assert set(decision.changes.values()) == {DRAINING}
+    assert decision.before is not None
+    assert decision.after is not None
+    assert decision.after.ttft_s < LIMITS.ttft_s < decision.before.ttft_s
+    assert "prefill is short" in decision.reason
+
+
+def test_workers_turn_to_decode_if_gaps_are_long() -> None:
+    decision = settled(observed(split(3, 1, 90, 0), prompts_per_s=0.5))
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert decision.counts.decode > 1
+    assert set(decision.changes.values()) == {DECODE_ONLY}
+    assert decision.after is not None
+    assert decision.after.gap_s < LIMITS.itl_s
+    assert "decode is short" in decision.reason
+
+
+def test_full_kv_caches_need_more_decode_workers() -> None:
+    full = observed(split(3, 1, 20, 0), prompts_per_s=0.5)._replace(kv_tokens=20_000)
+    assert settled(full).counts.decode > 1
+
+
+def test_decode_gets_as_few_workers_as_keep_its_limit() -> None:
+    """All get both kinds of calls, and prompts make long gaps. One worker is enough for all."""
+    workers = [worker(number, streams=1) for number in range(4)]
+    decision = settled(observed(workers, prompts_per_s=2.0))
+    assert decision.counts == RoleCounts(prefill=3, decode=1)
+
+
+def test_the_worker_with_the_fewest_streams_turns_to_prefill() -> None:
+    workers = [
+        worker(0, PREFILL_ONLY, queued_tokens=60_000),
+        worker(1, DECODE_ONLY, streams=5),
+        worker(2, DECODE_ONLY, streams=1),
+        worker(3, DECODE_ONLY, streams=9),
+    ]
+    changes = settled(observed(workers, prompts_per_s=4.0)).changes
+    assert changes == {2: DRAINING}
+
+
+def test_a_worker_takes_all_prompts_when_its_streams_have_ended() -> None:
+    workers = [
+        worker(0, PREFILL_ONLY),
+        worker(1, DRAINING, streams=1),
+        worker(2, DRAINING),
+        worker(3, DECODE_ONLY, streams=5),
+    ]
+    # The last change was just now.
+    decision, _ = decide(observed(workers, 1.0), LIMITS, History(changed_at_s=100.0))
+    assert decision.outcome is DecisionOutcome.DRAINED
+    assert decision.changes == {2: PREFILL_ONLY}
+
+
+def test_one_worker_computes_prompts_while_others_drain() -> None:
+    """The one with the fewest streams."""
+    workers = [worker(number, DECODE_ONLY, streams=3 - number) for number in range(3)]
+    decision, _ = decide(observed(workers, prompts_per_s=6.0), LIMITS, History())
+    assert decision.changes == {1: DRAINING, 2: PREFILL_ONLY}
+    left = [worker(0, DECODE_ONLY, 3), worker(1, DRAINING, 2)]
+    decision, _ = decide(observed(left, prompts_per_s=1.0), LIMITS, History(changed_at_s=100.0))
+    assert decision.changes == {1: PREFILL_ONLY}
+
+
+def test_steady_load_changes_nothing_in_ten_minutes() -> None:
+    """Arrivals vary, and two splits would keep the limits."""
+    random = Random(1)
+    history = History()
+    outcomes = set()
+    for second in range(600):
+        streams = round(random.gauss(15, 4))
+        queued = int(8000 * max(0.0, random.gauss(0.5, 1)))
+        workers = split(2, 2, max(0, streams), queued)
+        rate = max(0.1, random.gauss(3, 0.5))
+        decision, history = decide(observed(workers, rate, at_s=second), LIMITS, history)
+        outcomes.add(decision.outcome)
+    assert DecisionOutcome.CHANGE not in outcomes
+    assert DecisionOutcome.FITS in outcomes
+
+
+def test_a_change_is_made_only_if_it_stays_better() -> None:
+    busy = observed(split(1, 3, 2, 40_000), prompts_per_s=5.0)
+    calm = observed(split(1, 3, 2, 0), prompts_per_s=0.1)
+    history = History()
+    outcomes = []
+    for second, observation in enumerate((busy, busy, calm, busy, busy, busy)):
+        decision, history = decide(observation._replace(at_s=second), LIMITS, history)
+        outcomes.append(decision.outcome)
+    waiting, change = DecisionOutcome.WAITING, DecisionOutcome.CHANGE
+    assert outcomes == [waiting, waiting, DecisionOutcome.FITS, waiting, waiting, change]
+
+
+def test_changes_are_not_made_one_after_the_other() -> None:
+    """Whatever is decided, the other kind of call is short at once."""
+    history = History()
+    changed_at = []
+    for second in range(60):
+        is_prefill_short = len(changed_at) % 2 == 0
+        workers = split(1, 3, 2, 40_000) if is_prefill_short else split(3, 1, 90, 0)
+        rate = 5.0 if is_prefill_short else 0.5
+        decision, history = decide(observed(workers, rate, at_s=second), LIMITS, history)
+        if decision.changes:
+            changed_at.append(second)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(changed_at)]
+    assert gaps
+    assert min(gaps) >= MIN_INTERVAL_S
+
+
+def test_a_lost_role_is_filled_at_once() -> None:
+    """The only decode worker has left."""
+    decision, _ = decide(
+        observed(split(3, 0, 0, 0), prompts_per_s=1.0), LIMITS, History(changed_at_s=99.0)
+    )
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert decision.counts.num_decode >= 1
+    assert decision.counts.num_prefill >= 1
+    assert "decode" in decision.reason
+
+
+def test_overload_shares_the_workers_out_evenly() -> None:
+    """No split keeps a limit, so neither role gets all of them."""
+    decision = settled(observed(split(1, 3, 120, 400_000), prompts_per_s=20.0))
+    assert decision.counts.num_prefill >= 1
+    assert decision.counts.num_decode >= 1
+
+
+def without_loads() -> Observation:
+    workers = [worker(number)._replace(is_fresh=False) for number in range(4)]
+    return observed(workers)
+
+
+@each_case(
+    ("observation", "outcome"),
+    [
+        (observed([]), DecisionOutcome.NO_ELASTIC_WORKERS),
+        (observed([worker(1)._replace(is_elastic=False)]), DecisionOutcome.NO_ELASTIC_WORKERS),
+        (observed([worker(1, streams=200)]), DecisionOutcome.ONE_WORKER),
+        (without_loads(), DecisionOutcome.NO_LOADS),
+        (observed([worker(1), worker(2)], cost=None), DecisionOutcome.NO_COST_MODEL),
+        (observed([worker(1), worker(2)], cost=CostModel()), DecisionOutcome.NO_COST_MODEL),
+        (observed([worker(1), worker(2)]), DecisionOutcome.FITS),  # no work
+    ],
+)
+def test_no_change_has_a_named_outcome(observation: Observation, outcome: DecisionOutcome) -> None:
+    decision = settled(observation)
+    assert decision.outcome is outcome
+    assert not decision.changes
+    assert decision.reason
+
+
+def test_a_worker_with_an_old_load_keeps_its_shares() -> None:
+    workers = split(1, 3, 2, 40_000)
+    workers[3] = workers[3]._replace(is_fresh=False)
+    decision = settled(observed(workers, prompts_per_s=5.0))
+    assert decision.changes
+    assert workers[3].id not in decision.changes
+    assert sum(decision.counts) == 3
+
+
+def test_workers_of_fixed_roles_count_and_stay() -> None:
+    workers = split(1, 3, 2, 40_000)
+    workers[1] = workers[1]._replace(is_elastic=False)
+    decision = settled(observed(workers, prompts_per_s=5.0))
+    assert decision.counts == RoleCounts(prefill=3, decode=1)
+    assert set(decision.changes) == {2, 3}
+
+
+@each_case("limits", [TimeLimits(0.1, 0.05), TimeLimits(2.0, 0.001)])
+def test_an_unreachable_limit_is_named(limits: TimeLimits) -> None:
+    decision = settled(observed(split(2, 2, 10, 8000), prompts_per_s=2.0), limits)
+    assert len(decision.unreachable) == 1
+    assert "on an idle worker" in decision.unreachable[0]
+    # It does not take all workers from the other role.
+    assert decision.counts.num_prefill == 2
+
+
+@each_case("limit_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_that_is_no_number_above_0_is_an_error(limit_s: float) -> None:
+    for limits in (TimeLimits(limit_s, 0.05), TimeLimits(2.0, limit_s)):
+        with pytest.raises(ConfigError, match="must be a number above 0"):
+            decide(observed([worker(1), worker(2)]), limits, History())
+
+
+def test_wanted_workers_grow_with_the_load() -> None:
+    low = settled(observed(split(2, 2, 10, 0), prompts_per_s=2.0)).wanted
+    high = settled(observed(split(2, 2, 100, 0), prompts_per_s=40.0)).wanted
+    assert low is not None
+    assert high is not None
+    assert high.prefill >= 16  # a prompt takes 0.4 s
+    assert low.prefill < high.prefill
+    assert low.decode < high.decode
+
+
+def test_decisions_are_equal_for_equal_observations() -> None:
+    observation = observed(split(1, 3, 2, 40_000), prompts_per_s=5.0)
+    assert msgspec.structs.asdict(settled(observation)) == msgspec.structs.asdict(
+        settled(observation)
+    )
+
+
+def test_streams_that_are_absent_at_a_moment_count() -> None:
+    """A worker with few requests has none at many moments."""
+    idle = [worker(number)._replace(mean_streams=0.5, mean_context=500.0) for number in range(4)]
+    decision = settled(observed(idle, prompts_per_s=1.0))
+    assert "decode is short" in decision.reason
+
+
+def test_small_prompts_do_not_wait_for_full_steps() -> None:
+    """A step takes 25 ms with a prompt of 400 tokens, and 405 ms if it is full."""
+    workers = split(1, 1, 2, 0)
+    decision = settled(observed(workers, prompts_per_s=16.0, prompt_tokens=400))
+    assert decision.before is not None
+    assert decision.before.ttft_s < 0.1

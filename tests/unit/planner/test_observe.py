@@ -1,0 +1,137 @@
+"""What a planner observes from the reports of workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.planner.decide import DecisionOutcome, Observation
+from dynamo_trtllm.planner.observe import WINDOW_S, Observer
+from dynamo_trtllm.planner.planner import Planner, changes_of, reason_of
+from dynamo_trtllm.planner.predict import TimeLimits
+from dynamo_trtllm.protocol.messages import LoadReport, Role
+from tests.kit.instances import elastic_instance, make_instance
+
+COST = MockArgs(prefill_token_s=0.0001, decode_request_s=0.001).cost_prior
+
+
+def report(
+    instance_id: int, number: int, *, streams: int = 0, queued: int = 0, prompts: int = 0
+) -> LoadReport:
+    """Return a report of a worker that has computed prompts of 1000 tokens."""
+    return LoadReport(
+        instance_id=instance_id,
+        number=number,
+        running=streams,
+        waiting=0,
+        queued_prefill_tokens=queued,
+        kv_blocks_used=0,
+        kv_blocks_total=100,
+        context_tokens=100 * streams,
+        cost=COST,
+        aggregated_running=streams,
+        aggregated_tokens=100 * streams,
+        computed_prompts=prompts,
+        computed_tokens=1000 * prompts,
+    )
+
+
+class Watched:
+    """Two elastic workers, and what is observed of them."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView()
+        for instance_id in (1, 2):
+            self.view.add(elastic_instance(instance_id))
+        self.observer = Observer(self.view, 0.0)
+
+    def at(self, now: float) -> Observation:
+        (observation,) = self.observer.observations(now).values()
+        return observation
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    watched = Watched()
+    for second in range(31):
+        # Four prompts a second, but for the last half of the window.
+        prompts = 4 * min(second, 25)
+        watched.observer.on_report(report(1, second + 1, prompts=prompts), float(second))
+    observation = watched.at(30.0)
+    assert observation.prompt_tokens == 1000
+    assert observation.prompts_per_s == 20 / WINDOW_S
+
+
+def test_prompts_that_wait_have_come_too() -> None:
+    watched = Watched()
+    watched.observer.on_report(report(1, 1), 0.0)
+    watched.observer.on_report(report(1, 2, prompts=10, queued=30_000), 10.0)
+    assert watched.at(10.0).prompts_per_s == 4.0
+
+
+def test_streams_of_elastic_workers_are_those_that_generate() -> None:
+    watched = Watched()
+    running = msgspec.structs.replace(report(1, 1, streams=3), running=8)
+    watched.observer.on_report(running, 0.0)
+    assert [worker.streams for worker in watched.at(0.0).workers] == [3, 0]
+
+
+def test_a_worker_is_fresh_only_after_a_report() -> None:
+    watched = Watched()
+    watched.observer.on_report(report(1, 1), 0.0)
+    assert [worker.is_fresh for worker in watched.at(0.0).workers] == [True, False]
+    assert not any(worker.is_fresh for worker in watched.at(60.0).workers)
+    watched.observer.on_report(report(2, 1), 60.0)
+    watched.view.remove(1)
+    watched.observer.remove(1)
+    assert [worker.id for worker in watched.at(60.0).workers] == [2]
+
+
+def test_an_older_report_changes_nothing() -> None:
+    watched = Watched()
+    watched.observer.on_report(report(1, 2, streams=3), 0.0)
+    watched.observer.on_report(report(1, 1, streams=9), 0.1)
+    assert watched.at(0.1).workers[0].streams == 3
+
+
+def test_pools_without_elastic_workers_are_not_observed() -> None:
+    view = ClusterView()
+    view.add(make_instance(1, role=Role.PREFILL))
+    view.add(make_instance(2, role=Role.DECODE))
+    assert Observer(view, 0.0).observations(0.0) == {}
+
+
+def test_fixed_roles_are_part_of_a_pool() -> None:
+    watched = Watched()
+    prefill = make_instance(3, role=Role.PREFILL)
+    watched.view.add(prefill)
+    (fixed,) = (worker for worker in watched.at(0.0).workers if worker.id == 3)
+    assert not fixed.is_elastic
+    assert fixed.shares.decode == 0
+
+
+def test_planner_changes_the_shares_of_a_pool() -> None:
+    watched = Watched()
+    planner = Planner(watched.observer, TimeLimits(ttft_s=2.0, itl_s=0.02))
+    decisions = {}
+    for second in range(8):
+        for instance_id in (1, 2):
+            watched.observer.on_report(
+                report(instance_id, second + 1, streams=2, queued=4000, prompts=4 * second),
+                float(second),
+            )
+        decisions = planner.decisions(float(second))
+        if changes_of(decisions):
+            break
+    (decision,) = decisions.values()
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert len(changes_of(decisions)) == 2
+    assert reason_of(decisions).startswith("tiny: decode is short")
+
+
+def test_streams_of_the_last_seconds_have_a_mean() -> None:
+    watched = Watched()
+    for second, streams in enumerate((4, 0, 4, 0)):
+        watched.observer.on_report(report(1, second + 1, streams=streams), float(second))
+    (first, _) = watched.at(4.0).workers
+    assert (first.streams, first.mean_streams, first.mean_context) == (0, 2.0, 200.0)
