@@ -106,12 +106,12 @@ def deployment(topology: WorkerCounts, mode: str, slo: Slo) -> SimulatedDeployme
     return simulated_deployment(checked_deployment(data, str(topology)), [constants], "h200")
 
 
-def schedule(seconds: float, seed: int) -> list[Arrival]:
+def schedule(seconds: float, seed: int, parts: Sequence[Part] = SCHEDULE) -> list[Arrival]:
     """Return the requests of all parts, each of which takes some seconds."""
     source = Random(seed)
     arrivals: list[Arrival] = []
-    for number, part in enumerate(SCHEDULE):
-        times_s = [number * seconds + at_s for at_s in _times(part.rate, seconds, source)]
+    for number, part in enumerate(parts):
+        times_s = [number * seconds + at_s for at_s in poisson_times(part.rate, seconds, source)]
         # Prompts of different parts have nothing in common.
         offset = len(arrivals)
         arrivals += [
@@ -121,7 +121,7 @@ def schedule(seconds: float, seed: int) -> list[Arrival]:
     return arrivals
 
 
-def _times(rate: float, seconds: float, source: Random) -> Iterator[float]:
+def poisson_times(rate: float, seconds: float, source: Random) -> Iterator[float]:
     """Yield random times of requests within some seconds."""
     at_s = source.expovariate(rate)
     while at_s < seconds:

@@ -32,6 +32,9 @@ from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindows
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
+from dynamo_trtllm.planner.observe import Observer
+from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of
+from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
 from dynamo_trtllm.protocol.messages import (
@@ -40,7 +43,9 @@ from dynamo_trtllm.protocol.messages import (
     LoadReport,
     Sampling,
     SamplingDefaults,
+    decode,
 )
+from dynamo_trtllm.protocol.shares import Shares
 from dynamo_trtllm.protocol.streams import StreamEvent
 from dynamo_trtllm.simulate.direct_plane import DirectPlane
 from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
@@ -66,6 +71,7 @@ class SimulatedDeployment:
     num_gpus: int  # of all workers; without GPUs, the number of workers
     # What a request takes outside the engines: HTTP, tokenization and messages.
     frontend_s: float = 0.0
+    planner: TimeLimits | None = None  # of a planner. None: the shares of elastic workers stay
 
 
 def simulate(
@@ -115,7 +121,7 @@ async def _simulate(
             requests = await cluster.run(arrivals)
         else:
             requests = await cluster.run_closed_loop(arrivals, concurrency)
-        return Outcome(requests, deployment.num_gpus)
+        return Outcome(requests, deployment.num_gpus, cluster.num_share_changes)
 
 
 class SimulatedCluster:
@@ -149,6 +155,7 @@ class SimulatedCluster:
         self._published: dict[str, tuple[MemoryBackend, Sequence[MemoryRegion]]] = {}
         self._numbers = itertools.count(1)
         self.context_tokens = 0  # known when it has started
+        self.num_share_changes = 0
 
     async def start(self) -> None:
         """Start all workers, and the background work of the frontend."""
@@ -157,6 +164,8 @@ class SimulatedCluster:
             self._in_background(work, name)
         for number, config in enumerate(self._deployment.workers, start=1):
             await self._start_worker(number, config)
+        if self._deployment.planner is not None:
+            self._in_background(self._plan(self._deployment.planner), "planner")
         # Let the background work see all workers.
         await asyncio.sleep(0.0)
         contexts = [instance.card.context_length for instance in self._view.instances()]
@@ -236,7 +245,7 @@ class SimulatedCluster:
             clocks=self._clocks,
         )
         self._plane.client.add(service)
-        if self._router.placement is not None:
+        if self._router.placement is not None or self._deployment.planner is not None:
             # The arguments of the mock engine say what a real worker learns.
             cost = CostFit(info.cost_prior).model
 
@@ -247,6 +256,30 @@ class SimulatedCluster:
             loads = broadcast_load(load, service.called, broadcast)
             self._in_background(loads, f"load-reports-{number}")
         self._view.add(instance)
+
+    async def _plan(self, limits: TimeLimits) -> None:
+        """Set the shares of elastic workers as a planner does, until cancelled."""
+        now = self._clocks.monotonic
+        observer = Observer(self._view, now())
+        planner = Planner(observer, limits)
+
+        def take(data: bytes, _subject: str) -> None:
+            observer.on_report(decode(data, LoadReport), now())
+
+        shares: dict[int, Shares] = {}
+        namespace = self._deployment.frontend.namespace
+        unsubscribe = await self._plane.subscribe(load_subject(namespace), take)
+        try:
+            while True:
+                await asyncio.sleep(PLAN_EVERY_S)
+                decisions = planner.decisions(now())
+                changes = changes_of(decisions)
+                if changes:
+                    self.num_share_changes += 1
+                    shares |= changes
+                    self._view.set_shares(dict(shares))
+        finally:
+            await unsubscribe()
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = self._tasks.start(work, name)

@@ -101,11 +101,15 @@ class Outcome:
     Args:
         requests: in the order of their arrival.
         num_gpus: GPUs of all workers.
+        num_share_changes: how often a planner has changed shares.
     """
 
-    def __init__(self, requests: Sequence[SimulatedRequest], num_gpus: int) -> None:
+    def __init__(
+        self, requests: Sequence[SimulatedRequest], num_gpus: int, num_share_changes: int = 0
+    ) -> None:
         self.requests = requests
         self.num_gpus = num_gpus
+        self.num_share_changes = num_share_changes
         self.good = [request for request in requests if request.is_ok]
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.simulate.cluster import (
@@ -15,7 +17,7 @@ from dynamo_trtllm.simulate.cluster import (
     simulate,
     simulate_closed_loop,
 )
-from dynamo_trtllm.simulate.outcomes import Slo
+from dynamo_trtllm.simulate.outcomes import Slo, quantile
 from dynamo_trtllm.simulate.workload import Arrival, Shape, arrivals_at, poisson_arrivals
 
 STEP_S = 0.01
@@ -256,3 +258,20 @@ def test_elastic_workers_with_even_shares_complete_all_requests() -> None:
             poisson_arrivals(Shape(500, 11), 20.0, 60, 1),
         )
         assert [request.output_tokens for request in outcome.requests] == [11] * 60
+
+
+def test_planner_ends_a_burst_of_prompts() -> None:
+    """As in dynamo#10528: prefill is saturated, and decode idles."""
+    elastic = [
+        worker(Role.ELASTIC).model_copy(update={"decode_share": 0.0}),
+        *[worker(Role.ELASTIC).model_copy(update={"prefill_share": 0.0})] * 3,
+    ]
+    # One worker computes nine prompts a second.
+    arrivals = poisson_arrivals(Shape(1000, 11), 15.0, 450, 1)
+    fixed = deployment(*elastic, router_mode="least-loaded")
+    assert simulate(fixed, arrivals).is_saturated
+    planned = simulate(replace(fixed, planner=TimeLimits(ttft_s=1.0, itl_s=0.1)), arrivals)
+    assert planned.num_share_changes in (1, 2)  # a change, and when the streams have ended
+    late = [one.ttft_s for one in planned.requests if one.arrived_s >= arrivals[0].at_s + 10.0]
+    assert quantile(late, 0.99) < 1.0
+    assert all(request.is_ok for request in planned.requests)
