@@ -306,7 +306,7 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
         read_instance,
         shown_key,
     )
-    from dynamo_trtllm.cluster.discovery.share_records import is_share_key
+    from dynamo_trtllm.cluster.discovery.share_records import is_planner_key, is_share_key
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
     async with aclosing(EtcdStore(config)) as store:
@@ -316,7 +316,7 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
             paths = [key.removeprefix(f"{PREFIX}/") for key in everything.records]
             return report, {path.partition("/")[0] for path in paths}
     for key, record in sorted(snapshot.records.items()):
-        if is_share_key(key):
+        if is_share_key(key) or is_planner_key(key):
             continue
         try:
             instance = read_instance(key, record)

@@ -8,7 +8,8 @@ These are all subjects that this project uses, and nothing else is allowed:
 | _INBOX_frontend.> | workers: token streams, replies, heartbeats | frontends |
 | _INBOX_worker.> | frontends: replies to heartbeats; a worker to itself | workers |
 | _INBOX_tool.> | workers and frontends: recordings; a tool to itself | tools |
-| NAMESPACE.load, NAMESPACE.kv_events | workers | frontends |
+| NAMESPACE.load | workers | frontends, and tools: the planner |
+| NAMESPACE.kv_events | workers | frontends |
 | NAMESPACE.frontend_usage | frontends | frontends |
 | NAMESPACE.frontend_samples | frontends | frontends |
 | NAMESPACE.recordings | tools and frontends: queries | workers and frontends |
@@ -175,7 +176,9 @@ def _tool(namespaces: Sequence[str]) -> ClusterUser:
         ]
     return ClusterUser(
         name=ClusterRole.TOOL,
-        nats=NatsPermissions(publish=publish, subscribe=[_TOOLS]),
+        nats=NatsPermissions(
+            publish=publish, subscribe=[_TOOLS, *(load_subject(name) for name in namespaces)]
+        ),
         etcd=EtcdPermissions(
             read=[f"{PREFIX}/"],  # `status` lists the namespaces that there are
             read_write=[namespace_prefix(namespace) for namespace in namespaces],

@@ -29,7 +29,7 @@ from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.cluster.discovery.memory import InstanceRecords, MemoryDiscovery
 from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.cluster.discovery.share_changes import change_shares
-from dynamo_trtllm.cluster.discovery.share_records import share_key
+from dynamo_trtllm.cluster.discovery.share_records import planner_key, share_key
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, encode
@@ -391,3 +391,34 @@ async def test_replaced_writer_changes_nothing(world: World) -> None:
     old = await change_shares(discovery, world.namespace, shares, present={1}, epoch=1)
     assert old is None
     assert (await discovery.read_shares(world.namespace)).table == newer
+
+
+async def test_one_planner_leads_until_it_ends(world: World) -> None:
+    first, second = world.join(), world.join()
+    leading = await first.lead_planners(world.namespace, "first")
+    assert leading is not None
+    assert await second.lead_planners(world.namespace, "second") is None
+    assert await leading.renew()
+    await leading.aclose()
+    assert not await leading.renew()
+    next_one = await second.lead_planners(world.namespace, "second")
+    assert next_one is not None
+    assert next_one.epoch > leading.epoch
+
+
+async def test_leader_whose_key_is_gone_does_not_lead(world: World) -> None:
+    discovery = world.join()
+    leading = await discovery.lead_planners(world.namespace, "first")
+    assert leading is not None
+    await world.write(planner_key(world.namespace), None)
+    assert not await leading.renew()
+
+
+async def test_watchers_pass_over_the_key_of_the_planner(world: World) -> None:
+    watching = world.join()
+    async with aclosing(instance_events(watching, world.namespace)) as events:
+        assert await take(events, 1) == [Synced()]
+        leading = await world.join().lead_planners(world.namespace, "first")
+        assert leading is not None
+        await leading.aclose()
+        await check_quiet(events)

@@ -81,6 +81,27 @@ class Registration(Protocol):
         """Deregister. If the store is unavailable, the lease expires instead. Idempotent."""
 
 
+class Leadership(Protocol):
+    """That this process is the only one of its kind that acts for a namespace.
+
+    It ends if it is not renewed in time.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """A number that is higher than that of every leader before this one."""
+
+    async def renew(self) -> bool:
+        """Stay the leader. Return False if another process may lead by now.
+
+        Raises:
+            Unreachable: the store does not answer.
+        """
+
+    async def aclose(self) -> None:
+        """Let another process lead. If the store is unavailable, the time ends it. Idempotent."""
+
+
 class Discovery(Protocol):
     """A connection to the store of registered instances."""
 
@@ -122,6 +143,20 @@ class Discovery(Protocol):
         Raises:
             ConfigError: frontends would reject the table.
             Unreachable: the store does not answer. The table may have been written.
+        """
+
+    async def lead_planners(self, namespace: str, name: str) -> Leadership | None:
+        """Become the planner that sets the shares of a namespace.
+
+        Args:
+            namespace: the namespace.
+            name: of this process, for people who read the record.
+
+        Returns:
+            None: another planner leads.
+
+        Raises:
+            Unreachable: the store does not answer.
         """
 
     async def aclose(self) -> None:

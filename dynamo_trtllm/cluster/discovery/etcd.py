@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredShares, Synced
 from dynamo_trtllm.cluster.discovery.etcd_store import (
+    CLOSE_TIMEOUT_S,
     Change,
     EtcdStore,
+    Lease,
     LeaseKeeper,
     Snapshot,
     backoff,
@@ -30,6 +32,7 @@ from dynamo_trtllm.cluster.discovery.etcd_store import (
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
 from dynamo_trtllm.cluster.discovery.share_records import (
+    planner_key,
     share_key,
     stored_shares,
     written_share_table,
@@ -52,6 +55,35 @@ LOG_EVERY_S = 5.0
 _ETCD = "etcd"  # name in the flight recorder
 
 T = TypeVar("T")
+
+
+class EtcdLeadership:
+    """A `Leadership`: a key that expires with a lease.
+
+    The revision of etcd with which the key was written is the epoch.
+    """
+
+    def __init__(self, store: EtcdStore, key: str, lease: Lease, epoch: int) -> None:
+        self._store = store
+        self._key = key
+        self._lease: Lease | None = lease
+        self.epoch = epoch
+
+    async def renew(self) -> bool:
+        """See `Leadership.renew`."""
+        if self._lease is None or not await self._store.keep_alive(self._lease):
+            return False
+        return await self._store.revision_of(self._key) == self.epoch
+
+    async def aclose(self) -> None:
+        """See `Leadership.aclose`."""
+        lease = self._lease
+        self._lease = None
+        if lease is None:
+            return
+        with suppress(Unreachable, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._store.revoke(lease)
 
 
 @dataclass(eq=False)
@@ -206,6 +238,19 @@ class EtcdDiscovery:
         """See `Discovery.write_shares`."""
         record = written_share_table(table)
         return await self._store.put_if_unchanged(share_key(namespace), record, version)
+
+    async def lead_planners(self, namespace: str, name: str) -> EtcdLeadership | None:
+        """See `Discovery.lead_planners`."""
+        key = planner_key(namespace)
+        # A lease for each attempt would be many.
+        if await self._store.revision_of(key):
+            return None
+        lease = await self._store.grant(self.lease_ttl_s)
+        epoch = await self._store.create(key, name.encode(), lease)
+        if epoch is None:
+            await self._store.revoke(lease)
+            return None
+        return EtcdLeadership(self._store, key, lease, epoch)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(registration.aclose() for registration in self._registrations))

@@ -161,6 +161,17 @@ class EtcdStore:
         reply = await self.connection.call("txn", request)
         return bool(reply.succeeded)
 
+    async def create(self, key: str, record: bytes, lease: Lease) -> int | None:
+        """Write a record that expires with the lease, if its key does not exist.
+
+        Return the revision of etcd with which it was written; None if the key exists.
+        """
+        absent = api.Compare(target=api.Compare.MOD, key=key_bytes(key), mod_revision=0)
+        put = api.PutRequest(key=key_bytes(key), value=record, lease=lease.id)
+        request = api.TxnRequest(compare=[absent], success=[api.RequestOp(request_put=put)])
+        reply = await self.connection.call("txn", request)
+        return int(reply.header.revision) if reply.succeeded else None
+
     async def revision_of(self, key: str) -> int:
         """Return the revision of etcd with which a key was last written; 0 if it does not exist."""
         request = api.RangeRequest(key=key_bytes(key), keys_only=True)

@@ -24,7 +24,11 @@ from dynamo_trtllm.cluster.discovery.records import (
     read_instance,
     shown_key,
 )
-from dynamo_trtllm.cluster.discovery.share_records import is_share_key, read_share_table
+from dynamo_trtllm.cluster.discovery.share_records import (
+    is_planner_key,
+    is_share_key,
+    read_share_table,
+)
 from dynamo_trtllm.protocol.messages import Instance
 
 log = logging.getLogger(__name__)
@@ -129,6 +133,8 @@ class InstanceCache:
         self._missing.pop(key, None)
         if is_share_key(key):
             self._put_shares(key, record, changes)
+            return
+        if is_planner_key(key):
             return
         self._num_writes += 1
         if self._records.get(key) == record:

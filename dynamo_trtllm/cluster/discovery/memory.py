@@ -16,6 +16,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredSha
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, written
 from dynamo_trtllm.cluster.discovery.share_records import (
+    planner_key,
     share_key,
     stored_shares,
     written_share_table,
@@ -139,6 +140,28 @@ class MemoryRegistration:
             self._records.delete(key)
 
 
+class MemoryLeadership:
+    """A `Leadership` in `InstanceRecords`. Nothing ends it but `aclose`.
+
+    How often its key was written is the epoch.
+    """
+
+    def __init__(self, records: InstanceRecords, key: str, epoch: int) -> None:
+        self._records = records
+        self._key = key
+        self.epoch = epoch
+
+    async def renew(self) -> bool:
+        """See `Leadership.renew`."""
+        _, version = self._records.read(self._key)
+        return version == self.epoch
+
+    async def aclose(self) -> None:
+        """See `Leadership.aclose`."""
+        if await self.renew():
+            self._records.delete(self._key)
+
+
 class MemoryDiscovery:
     """A `Discovery` in `InstanceRecords`.
 
@@ -194,6 +217,14 @@ class MemoryDiscovery:
         """See `Discovery.write_shares`."""
         record = written_share_table(table)
         return self._records.put_if_unchanged(share_key(namespace), record, version)
+
+    async def lead_planners(self, namespace: str, name: str) -> MemoryLeadership | None:
+        """See `Discovery.lead_planners`."""
+        key = planner_key(namespace)
+        if not self._records.put_if_unchanged(key, name.encode(), 0):
+            return None
+        _, epoch = self._records.read(key)
+        return MemoryLeadership(self._records, key, epoch)
 
     async def aclose(self) -> None:
         self._closed = True

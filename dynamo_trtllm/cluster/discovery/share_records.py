@@ -1,7 +1,7 @@
-"""Encode the share table of a namespace and its key, and validate it.
+"""Encode the share table of a namespace, and validate it; name its key and that of the planner.
 
-Its key is among those of the instances of the namespace, so that one watch has both, and the same
-users may read them. Frontends of earlier versions log once that they reject it.
+These keys are among those of the instances of the namespace, so that one watch has both, and the
+same users may read them. Frontends of earlier versions log once that they reject them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, ShareTable
 
 # No key of an instance has this form, because it has fewer parts.
 _NAME: Final = "shares"
+_PLANNER: Final = "planner"
 _PARTS: Final = len(PREFIX.split("/")) + 2
 
 
@@ -32,6 +33,16 @@ def share_key(namespace: str) -> str:
 def is_share_key(key: str) -> bool:
     """Return whether a key under the prefix of a namespace is that of its share table."""
     return key.endswith(f"/{_NAME}") and key.count("/") == _PARTS - 1
+
+
+def planner_key(namespace: str) -> str:
+    """Return the etcd key that the planner of a namespace has while it leads."""
+    return f"{namespace_prefix(namespace)}{_PLANNER}"
+
+
+def is_planner_key(key: str) -> bool:
+    """Return whether a key under the prefix of a namespace is that of its planner."""
+    return key.endswith(f"/{_PLANNER}") and key.count("/") == _PARTS - 1
 
 
 def read_share_table(record: bytes) -> ShareTable:
