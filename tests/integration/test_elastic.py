@@ -4,103 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_trtllm import Role, Worker, WorkerConfig
-from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
-from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
-from dynamo_trtllm.cluster.discovery.share_changes import change_shares
-from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
-from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.shares import Shares
-from dynamo_trtllm.support.background import BackgroundTasks
-from tests.kit.generator_streams import routed_stream
+from tests.kit.elastic_workers import OUTPUT_TOKENS, elastic
 from tests.kit.tiny_models import save_tiny_gpt_oss
 from tests.kit.waiting import SOON_S
 
-PROMPT_TOKENS = 100  # 4 blocks of 32
-OUTPUT_TOKENS = 8
 SPLIT = Shares(1.0, 0.0), Shares(0.0, 1.0)
 EVEN = Shares(1.0, 1.0), Shares(1.0, 1.0)
-
-
-class Elastic:
-    """Elastic workers, and a router as a frontend has it, without limits of its own."""
-
-    def __init__(self, router: RequestRouter, discovery: Discovery, workers: list[Worker]) -> None:
-        self._router = router
-        self._discovery = discovery
-        self.ids = [worker.instance_id for worker in workers]
-        self._numbers = itertools.count()
-
-    async def share(self, shares: Sequence[Shares]) -> None:
-        changes = dict(zip(self.ids, shares, strict=True))
-        assert await change_shares(self._discovery, "dynamo", changes, present=self.ids)
-        while self._router.view.model("tiny").shares != changes:
-            await self._router.view.changed.wait()
-
-    async def ask(self, seed: int) -> tuple[list[int], ChoiceTimeline]:
-        """Return the tokens of a greedy request."""
-        request = GenerateRequest(
-            request_id=f"r{next(self._numbers)}",
-            model="tiny",
-            token_ids=token_ids(
-                20 + (seed * 31 + index * 7) % 200 for index in range(PROMPT_TOKENS)
-            ),
-            sampling=Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + SOON_S,
-        )
-        timeline = ChoiceTimeline()
-        async with aclosing(routed_stream(self._router, request, timeline)) as stream:
-            return [token async for chunk in stream for token in chunk.token_ids], timeline
-
-
-@asynccontextmanager
-async def elastic(folder: Path, engine: str, **settings: Any) -> AsyncIterator[Elastic]:
-    name = secrets.token_hex(4)
-    config = WorkerConfig(
-        model_path=str(folder),
-        served_model_name="tiny",
-        engine=engine,
-        disaggregation_mode=Role.ELASTIC,
-        nats_server=f"inproc://{name}",
-        etcd_endpoints=f"memory://{name}",
-        warm_up_budget_s=0,
-        **settings,
-    )
-    tasks = BackgroundTasks()
-    async with AsyncExitStack() as stack:
-        workers = [Worker(config) for _ in range(2)]
-        for worker in workers:
-            await stack.enter_async_context(worker)
-            await worker.ready()
-        plane = await connect_plane(config, PlaneLimits(), tasks, lambda: None)
-        stack.push_async_callback(plane.aclose)
-        discovery = open_discovery(config, tasks)
-        stack.push_async_callback(discovery.aclose)
-        view = ClusterView()
-        models = ModelRegistry(view, discovery, plane, "dynamo")
-        stack.push_async_callback(models.aclose)
-        watch = tasks.start(models.watch(), "watch")
-        stack.push_async_callback(tasks.cancel, watch)
-        router = RequestRouter(view, plane, RouterOptions())
-        stack.push_async_callback(router.aclose)
-        async with asyncio.timeout(SOON_S):
-            while len(view.instances()) < 2:  # noqa: ASYNC110  # the view has no event for this
-                await asyncio.sleep(0.01)
-        yield Elastic(router, discovery, workers)
 
 
 @pytest.fixture(scope="module")
