@@ -27,6 +27,7 @@ from dynamo_trtllm.config.commands import (
     LaunchConfig,
     LogsConfig,
     PlanConfig,
+    PlannerConfig,
     PreflightConfig,
     ProfileConfig,
     RolesConfig,
@@ -81,6 +82,7 @@ PROGRAMS = (
     Program("Logs", "logs", LogsConfig),
     Program("Stop", "stop", StopConfig),
     Program("Explain", "explain", ExplainConfig),
+    Program("Planner", "planner", PlannerConfig, "dynamo_trtllm.planner"),
     Program("Shares of elastic workers", "shares", SharesConfig),
     Program(
         "Clear a namespace",

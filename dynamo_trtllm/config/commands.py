@@ -34,6 +34,7 @@ from dynamo_trtllm.config.config_base import (
 from dynamo_trtllm.config.engine_names import BUILT_IN
 from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
 from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig as PlannerConfig
 from dynamo_trtllm.config.roles import RolesConfig as RolesConfig
 from dynamo_trtllm.config.shares import SharesConfig as SharesConfig
 from dynamo_trtllm.config.simulation import PlanConfig as PlanConfig

@@ -104,7 +104,7 @@ MAX_KEYS = 256  # API keys that have a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
-Process = Literal["frontend", "worker"]
+Process = Literal["frontend", "worker", "planner"]
 
 _BUCKETS = {
     "seconds": (
@@ -496,3 +496,32 @@ class WorkerMetrics(ProcessMetrics):
             else:
                 self._metrics[name].set(value)
         return super().render()
+
+
+class PlannerMetrics(ProcessMetrics):
+    """Metrics of a planner."""
+
+    def __init__(self) -> None:
+        super().__init__("planner")
+
+    def set_leader(self, *, is_leader: bool) -> None:
+        """Set whether this planner sets the shares."""
+        self._metrics["planner_is_leader"].set(is_leader)
+
+    def decided(self, model: str, outcome: str) -> None:
+        """Count a decision."""
+        self.child("planner_decisions_total", model, outcome).inc()
+
+    def set_workers(
+        self, model: str, workers: Mapping[str, int], wanted: Mapping[str, int]
+    ) -> None:
+        """Set the numbers of workers by role: those that there are, and those that are needed."""
+        for role, count in workers.items():
+            self.child("planner_workers", model, role).set(count)
+        for role, count in wanted.items():
+            self.child("planner_wanted_workers", model, role).set(count)
+
+    def set_predicted(self, model: str, ttft_s: float, itl_s: float) -> None:
+        """Set the times that are predicted with the shares of now."""
+        self.child("planner_predicted_seconds", model, "ttft").set(ttft_s)
+        self.child("planner_predicted_seconds", model, "itl").set(itl_s)

@@ -1,0 +1,31 @@
+"""Run a planner from the command line (`dynamo-trtllm planner`)."""
+
+from __future__ import annotations
+
+import uvloop
+
+from dynamo_trtllm.config.load import command, warn_of_ignored_variables
+from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.outputs import OUTPUTS
+from dynamo_trtllm.planner.process import PlannerProcess
+
+
+@command(PlannerConfig, "python -m dynamo_trtllm.planner")
+def main(config: PlannerConfig) -> None:
+    """Run the planner.
+
+    Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure.
+    """
+    OUTPUTS.start("planner", config.log_format)
+    observe_logging.setup(config.log_level, "planner", config.log_format)
+    warn_of_ignored_variables(config)
+    uvloop.run(_run(config))
+
+
+async def _run(config: PlannerConfig) -> None:
+    await PlannerProcess(config).serve_with_signals()
+
+
+if __name__ == "__main__":
+    main()

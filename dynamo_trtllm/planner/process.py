@@ -1,0 +1,256 @@
+"""Run a planner as a process: observe the workers, and write their shares while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, aclosing
+from typing import Final
+
+from dynamo_trtllm.access.access_control import AccessControl
+from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Discovery,
+    Leadership,
+    Rejected,
+    Removed,
+    SharesChanged,
+    Synced,
+)
+from dynamo_trtllm.cluster.discovery.share_changes import change_shares
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
+from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.observability.metrics import PlannerMetrics
+from dynamo_trtllm.planner.decide import Decision, DecisionOutcome
+from dynamo_trtllm.planner.observe import Observer, PoolKey
+from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of, reason_of
+from dynamo_trtllm.planner.predict import TimeLimits
+from dynamo_trtllm.protocol.errors import DynamoError, Unreachable
+from dynamo_trtllm.protocol.messages import LoadReport
+from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
+from dynamo_trtllm.support.lifecycle import Lifecycle
+from dynamo_trtllm.support.network.addresses import http_url
+from dynamo_trtllm.support.tls import server_certificate
+from dynamo_trtllm.worker.health import Health, health_app, health_server
+
+log = logging.getLogger(__name__)
+
+# Limit of each call to etcd. What is decided is old after it.
+_CALL_S: Final = 3.0
+# Time after which another planner leads if this one does not renew its lease.
+LEASE_S: Final = 5.0
+
+
+class PlannerProcess(Lifecycle):
+    """A planner, with its connections and its system port.
+
+    Args:
+        config: its settings.
+    """
+
+    def __init__(self, config: PlannerConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._limits = TimeLimits(config.slo_ttft_ms / 1000, config.slo_itl_ms / 1000)
+        self._metrics = PlannerMetrics()
+        self._health = Health()
+        self._tasks = BackgroundTasks(self._background_failed)
+        self._view = ClusterView()
+        self._leadership: Leadership | None = None
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self._last: dict[PoolKey, Decision] = {}  # decisions that were logged last
+        self._system_port: int | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The URL of health and metrics. None without a system port, or before it listens."""
+        if self._system_port is None:
+            return None
+        return http_url(self._config.system_host, self._system_port, "")
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this planner sets the shares."""
+        return self._leadership is not None
+
+    async def serve_with_signals(self) -> None:
+        """Serve until SIGTERM, SIGINT or `stop()`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        await self.serve()
+
+    def _background_failed(self, reason: str) -> None:
+        self._health.failure = reason
+
+    async def _serve(self) -> None:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            await self._serve_health(stack)
+            plane = await connect_plane(
+                config, PlaneLimits(), self._tasks, self._metrics.message_unreadable
+            )
+            stack.push_async_callback(plane.aclose)
+            self._health.unreached = plane.rejection
+            discovery = open_discovery(config, self._tasks, lease_ttl_s=LEASE_S)
+            stack.push_async_callback(discovery.aclose)
+            stack.push_async_callback(self._resign)
+            observer = Observer(self._view, loop.time())
+            await self._follow(discovery, plane, observer, stack)
+            self._health.phase = "serving"
+            self._note_ready()
+            log.info("planning the shares of namespace %s", config.namespace)
+            planning = self._tasks.start(self._plan(discovery, observer), "planner")
+            stack.push_async_callback(self._tasks.cancel, planning)
+            await wait_for_first(self._stop_event.wait(), self._tasks.until_failed())
+
+    async def _serve_health(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        access = AccessControl(config)
+        if config.api_keys_file is not None:
+            following = self._tasks.start(access.follow_file(), "api-keys")
+            stack.push_async_callback(self._tasks.cancel, following)
+        certificate = server_certificate(config.tls_files)
+        if certificate is not None:
+            following = self._tasks.start(certificate.follow_files(), "tls-certificate")
+            stack.push_async_callback(self._tasks.cancel, following)
+        app = health_app(self._health, self._metrics.render, None, access.check_status)
+        server = health_server(
+            config.system_host, config.system_port, app, self._tasks, certificate
+        )
+        self._system_port = await stack.enter_async_context(server)
+
+    async def _follow(
+        self,
+        discovery: Discovery,
+        plane: RequestPlane,
+        observer: Observer,
+        stack: AsyncExitStack,
+    ) -> None:
+        """Follow the workers and their loads until `stack` is closed. Return when all are known."""
+        loop = asyncio.get_running_loop()
+
+        def take(report: LoadReport) -> None:
+            observer.on_report(report, loop.time())
+
+        stack.push_async_callback(await plane.client.watch_loads(self._config.namespace, take))
+        synced = asyncio.Event()
+        watching = self._tasks.start(self._watch(discovery, observer, synced), "watch")
+        stack.push_async_callback(self._tasks.cancel, watching)
+        await wait_for_first(synced.wait(), self._stop_event.wait(), self._tasks.until_failed())
+
+    async def _watch(self, discovery: Discovery, observer: Observer, synced: asyncio.Event) -> None:
+        async with aclosing(discovery.watch(self._config.namespace)) as events:
+            async for event in events:
+                match event:
+                    case Added(instance):
+                        self._view.add(instance)
+                    case Removed(instance_id):
+                        self._view.remove(instance_id)
+                        observer.remove(instance_id)
+                    case SharesChanged(table):
+                        self._view.set_shares({} if table is None else table.workers)
+                    case Rejected(key, str(reason)):
+                        log.warning("record %s is rejected: %s", key, reason)
+                    case Synced():
+                        synced.set()
+
+    async def _plan(self, discovery: Discovery, observer: Observer) -> None:
+        """Decide once a second while this planner leads, until cancelled."""
+        planner = Planner(observer, self._limits)
+        while True:
+            await asyncio.sleep(PLAN_EVERY_S)
+            if not self._config.advise and not await self._leads(discovery):
+                # Another planner changes the shares meanwhile.
+                planner = Planner(observer, self._limits)
+                continue
+            decisions = planner.decisions(asyncio.get_running_loop().time())
+            self._report(decisions)
+            if self._config.advise or not changes_of(decisions):
+                continue
+            if not await self._change(discovery, decisions):
+                planner = Planner(observer, self._limits)
+
+    async def _leads(self, discovery: Discovery) -> bool:
+        """Renew or try to get the leadership. Return whether this planner leads."""
+        had = self._leadership
+        is_sure = True
+        try:
+            async with asyncio.timeout(_CALL_S):
+                if had is not None and not await had.renew():
+                    log.warning("another planner may lead by now: this one waits")
+                    await self._resign()
+                if self._leadership is None:
+                    self._leadership = await discovery.lead_planners(
+                        self._config.namespace, self._name
+                    )
+        except (Unreachable, TimeoutError) as exc:
+            is_sure = False
+            log.warning("etcd does not answer, and the shares stay: %s", str(exc) or "no answer")
+        lead = self._leadership
+        if lead is not None and lead is not had:
+            log.info(
+                "this planner leads namespace %s, epoch %d", self._config.namespace, lead.epoch
+            )
+        self._metrics.set_leader(is_leader=lead is not None and is_sure)
+        return lead is not None and is_sure
+
+    async def _resign(self) -> None:
+        leadership = self._leadership
+        self._leadership = None
+        if leadership is not None:
+            await leadership.aclose()
+
+    async def _change(self, discovery: Discovery, decisions: Mapping[PoolKey, Decision]) -> bool:
+        """Write the changed shares. Return False if that was not possible."""
+        leadership = self._leadership
+        assert leadership is not None
+        try:
+            async with asyncio.timeout(_CALL_S):
+                table = await change_shares(
+                    discovery,
+                    self._config.namespace,
+                    changes_of(decisions),
+                    present=self._view.ids(),
+                    epoch=leadership.epoch,
+                    reason=reason_of(decisions),
+                )
+        except (DynamoError, TimeoutError) as exc:
+            log.warning("the shares could not be changed: %s", str(exc) or "etcd does not answer")
+            return False
+        if table is None:
+            log.warning("a planner of a higher epoch has changed the shares: this one waits")
+            await self._resign()
+            return False
+        return True
+
+    def _report(self, decisions: Mapping[PoolKey, Decision]) -> None:
+        """Log decisions that differ from the last ones, and set the metrics."""
+        for key, decision in decisions.items():
+            last = self._last.get(key)
+            is_new = last is None or last.outcome is not decision.outcome
+            if decision.outcome is DecisionOutcome.CHANGE or is_new:
+                verb = "would change" if self._config.advise and decision.changes else "decided"
+                log.info("%s: %s %s: %s", key.model, verb, decision.outcome, decision.reason)
+            if decision.unreachable and (last is None or not last.unreachable):
+                log.warning("%s: %s", key.model, "; ".join(decision.unreachable))
+            self._set_metrics(key.model, decision)
+        self._last = dict(decisions)
+
+    def _set_metrics(self, model: str, decision: Decision) -> None:
+        metrics = self._metrics
+        metrics.decided(model, decision.outcome)
+        wanted = {}
+        if decision.wanted is not None:
+            wanted = {"prefill": decision.wanted.prefill, "decode": decision.wanted.decode}
+        metrics.set_workers(model, decision.present._asdict(), wanted)
+        if decision.before is not None:
+            metrics.set_predicted(model, decision.before.ttft_s, decision.before.gap_s)
