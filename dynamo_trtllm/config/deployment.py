@@ -25,6 +25,7 @@ from dynamo_trtllm.config.config_base import (
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.protocol.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -223,6 +224,12 @@ class WorkerSpec(Section):
         return self
 
 
+def _planner_flags(given: Any) -> Any:
+    """Return the flags of the planner by field name; False: it is off."""
+    # YAML 1.1 reads off as false.
+    return False if given in (False, "off") else _by_field(PlannerConfig, given)
+
+
 class DeploymentConfig(Section):
     """The deployment of one machine: services, frontend and workers."""
 
@@ -236,6 +243,14 @@ class DeploymentConfig(Section):
         default_factory=dict,
         description="Flags of `dynamo-trtllm frontend` without the leading dashes. null: no"
         " frontend is started.",
+    )
+    planner: Annotated[dict[str, Any] | Literal[False] | None, BeforeValidator(_planner_flags)] = (
+        Field(
+            default=None,
+            description="Flags of `dynamo-trtllm planner` without the leading dashes; or off: none"
+            " is started. Without it, one is started if there are elastic workers, and the frontend"
+            " has limits with slo-ttft-ms and slo-itl-ms, which are those of the planner, too.",
+        )
     )
     workers: list[WorkerSpec] = Field(min_length=1, description="Worker groups; at least one.")
     restart: RestartConfig = Field(

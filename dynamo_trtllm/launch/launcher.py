@@ -417,7 +417,7 @@ class Launcher:
         process.is_ready = True
         self._not_ready.discard(spec.name)
         self._notify_changed()
-        if spec.is_frontend:
+        if spec.worker is None:
             where = f"at {process.record.url}"
         else:
             process.record.instance_id = answer.instance_id

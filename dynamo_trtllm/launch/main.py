@@ -70,7 +70,7 @@ class ReadyDeployment(NamedTuple):
     @property
     def model(self) -> str:
         """Return the name of the first worker's model."""
-        return next(spec.model for spec in self.specs if not spec.is_frontend)
+        return next(spec.model for spec in self.specs if spec.worker is not None)
 
     @property
     def api_key(self) -> str:
@@ -260,7 +260,7 @@ def _name(record: LaunchRecord) -> list[tuple[str, str]]:
 
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
-    workers = [spec for spec in specs if not spec.is_frontend]
+    workers = [spec for spec in specs if spec.worker is not None]
     models = dict.fromkeys(spec.model for spec in workers)
     rows = [("models", ", ".join(models))]
     names_by_place: dict[tuple[str | None, str], list[str]] = {}

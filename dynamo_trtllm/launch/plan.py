@@ -19,6 +19,7 @@ from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
@@ -26,6 +27,9 @@ from dynamo_trtllm.support.network.addresses import LOOPBACK
 from dynamo_trtllm.support.tls_files import TlsFiles
 
 FRONTEND = "frontend"
+PLANNER = "planner"
+_LIMITS = ("slo_ttft_ms", "slo_itl_ms")
+_PLANNER_STOP_S = 10.0
 # An address may contain a password, so it is passed in the environment: command lines are public.
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
 # Settings that belong to other servers than those of the launcher, by the variable that sets them.
@@ -66,7 +70,7 @@ class ProcessSpec:
     port: int  # 0: the launcher chooses one at each start
     port_flag: str
     stop_timeout_s: float  # time from SIGTERM to SIGKILL
-    worker: WorkerConfig | None = None  # None for the frontend
+    worker: WorkerConfig | None = None  # None for the frontend and the planner
     api_key: str = field(default="", repr=False)  # one that the frontend accepts for all paths
     needs_api_key: bool = False
     tls_files: TlsFiles | None = None  # None: its HTTP port has no TLS
@@ -81,7 +85,7 @@ class ProcessSpec:
 
     @property
     def model(self) -> str:
-        """Return the model name that clients send; empty for the frontend."""
+        """Return the model name that clients send; empty if it is no worker."""
         return "" if self.worker is None else self.worker.model_name
 
     @property
@@ -118,6 +122,9 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
     for worker in deployment.workers:
         flags = common | worker.flags
         specs.extend(_worker(worker, number, flags, environ) for number in range(worker.count))
+    planner = _planner_flags(deployment)
+    if planner is not None:
+        specs.append(_planner(common | planner, environ))
     _check_ports(specs)
     return specs
 
@@ -207,6 +214,23 @@ def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
         needs_api_key=config.needs_api_key,
         **planned,
     )
+
+
+def _planner_flags(deployment: DeploymentConfig) -> Flags | None:
+    """Return the flags of the planner of a deployment; None: it starts none."""
+    if deployment.planner is False:
+        return None
+    frontend = deployment.frontend or {}
+    limits = {name: frontend[name] for name in _LIMITS if name in frontend}
+    if deployment.planner is not None:
+        return limits | deployment.planner
+    has_elastic = any(one.disaggregation_mode is Role.ELASTIC for one in deployment.workers)
+    return limits if has_elastic and len(limits) == len(_LIMITS) else None
+
+
+def _planner(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
+    _, planned = _planned(PLANNER, PlannerConfig, "system", flags, {}, environ)
+    return ProcessSpec(module="dynamo_trtllm.planner", stop_timeout_s=_PLANNER_STOP_S, **planned)
 
 
 def _worker(

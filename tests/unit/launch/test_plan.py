@@ -6,6 +6,7 @@ from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.launch.plan import is_open_to_all, processes, reachable, with_settings
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
@@ -208,3 +209,51 @@ def test_processes_with_flags_name_the_model_for_clients(flags, name):
 )
 def test_reachable_returns_an_address_to_connect_to(listening, wanted):
     assert reachable(listening) == wanted
+
+
+LIMITS = {"slo_ttft_ms": 2000, "slo_itl_ms": 100}
+
+
+@pytest.mark.parametrize(
+    ("role", "limits", "planner", "is_started"),
+    [
+        ("elastic", LIMITS, {}, True),
+        ("elastic", LIMITS, {"planner": "off"}, False),
+        ("elastic", LIMITS, {"planner": False}, False),
+        ("elastic", {}, {}, False),
+        ("elastic", {}, {"planner": LIMITS}, True),
+        ("decode", LIMITS, {}, False),
+    ],
+)
+def test_elastic_workers_with_limits_get_a_planner(role, limits, planner, is_started):
+    frontend = {"http_port": 0, **({"router_mode": "slo"} if limits else {}), **limits}
+    made = DeploymentConfig.model_validate(
+        {
+            "namespace": "ns",
+            "frontend": frontend,
+            "workers": [
+                {
+                    "name": "w",
+                    "disaggregation_mode": role,
+                    "flags": {"model_path": "/models/m", "engine": "mock"},
+                }
+            ],
+            **planner,
+        }
+    )
+    specs = processes(made)
+    assert [spec.name for spec in specs] == ["frontend", "w", *["planner"] * is_started]
+    if is_started:
+        read = load(PlannerConfig, prog="p", argv=specs[-1].arguments(0), environ=specs[-1].env)
+        assert (read.slo_ttft_ms, read.slo_itl_ms, read.namespace) == (2000, 100, "ns")
+
+
+def test_planner_without_limits_is_rejected():
+    made = DeploymentConfig.model_validate(
+        {
+            "workers": [{"name": "w", "disaggregation_mode": "elastic", "flags": {}}],
+            "planner": {"slo_ttft_ms": 2000},
+        }
+    )
+    with pytest.raises(ConfigError, match="slo-itl-ms"):
+        processes(made.model_copy(update={"workers": []}))
