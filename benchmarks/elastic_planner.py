@@ -2,9 +2,9 @@
 
     python -m benchmarks.elastic_planner
 
-The load has four parts of --seconds each, with other lengths of prompts and answers. The rate of
-each part is 0.8 of the highest one at which a fixed topology keeps the limits for 90% of its
-requests (--find-rates searches it). Four workers are simulated with constants of gpt-oss-120b on
+The load has four parts of --seconds each, with other lengths of prompts and answers, at --rates.
+--find-rates prints 0.8 of the highest rates at which a fixed topology keeps the limits for 90% of
+the requests of a part. Four workers are simulated with constants of gpt-oss-120b on
 H200 with vLLM (docs/simulate.md). Each row is a topology and a router mode, over --seeds
 simulations:
 
@@ -12,7 +12,7 @@ simulations:
   goodput       such requests per second and GPU
   changes       of shares, per simulation
 
-TimeLimits are a first token within 2 s, and with --limits mean a mean time between tokens of 25 ms,
+Limits are a first token within 2 s, and with --limits mean a mean time between tokens of 25 ms,
 with --limits worst no time between tokens above 100 ms.
 """
 
@@ -25,7 +25,7 @@ from random import Random
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
-from benchmarks.slo_paths import FIXED, Part, poisson_times, schedule
+from benchmarks.slo_paths import FIXED, SCHEDULE, Part, poisson_times, schedule
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.planner.predict import TimeLimits
@@ -44,12 +44,7 @@ _LIMITS: Final = {
     "mean": (Slo(ttft_s=_TTFT_S, mean_gap_s=0.025), 0.025),
     "worst": (Slo(ttft_s=_TTFT_S, worst_gap_s=0.1), 0.1),
 }
-SHAPES: Final = (Shape(8192, 128), Shape(1024, 512), Shape(512, 2048), Shape(8192, 1024))
-# Requests per second of each shape: see --find-rates.
-RATES: Final = {
-    "mean": (8.0, 40.0, 16.0, 6.0),
-    "worst": (8.0, 40.0, 16.0, 6.0),
-}
+SHAPES: Final = tuple(part.shape for part in SCHEDULE)
 _PART_OF_BEST: Final = 0.8
 _KEPT: Final = 0.9  # share of the requests that keep the limits at the best rate
 _MAX_RATE: Final = 128.0
@@ -73,6 +68,13 @@ def main() -> None:
     parser.add_argument("--limits", choices=list(_LIMITS), default="worst")
     parser.add_argument("--mode", choices=("least-loaded", "kv", "slo"), default="slo")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each part")
+    parser.add_argument(
+        "--rates",
+        nargs=len(SHAPES),
+        type=float,
+        default=[part.rate for part in SCHEDULE],
+        help="requests per second of each part; default: those of slo_paths",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="number of simulations of a row")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--rows", nargs="+", help="the rows to print, such as 2P2D; default: all")
@@ -120,7 +122,7 @@ def compare(arguments: argparse.Namespace) -> None:
     variants = {name: Variant(topology, arguments.mode) for name, topology in FIXED.items()}
     variants["4E"] = Variant(None, arguments.mode)
     variants["4E+planner"] = Variant(None, arguments.mode, has_planner=True)
-    parts = list(map(Part, SHAPES, RATES[arguments.limits]))
+    parts = list(map(Part, SHAPES, arguments.rates))
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     heads = ["topology", "good", *(f"good {shape}" for shape in SHAPES), "goodput", "changes"]
     print(format_table([heads]).rstrip())
