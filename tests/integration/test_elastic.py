@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.shares import Shares
-from tests.kit.elastic_workers import OUTPUT_TOKENS, elastic
+from tests.integration.elastic_workers import OUTPUT_TOKENS, elastic
 from tests.kit.tiny_models import save_tiny_gpt_oss
 from tests.kit.waiting import SOON_S
 

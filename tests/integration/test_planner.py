@@ -15,7 +15,7 @@ import pytest
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
-from tests.kit.elastic_workers import OUTPUT_TOKENS, Elastic, elastic
+from tests.integration.elastic_workers import OUTPUT_TOKENS, Elastic, elastic
 from tests.kit.servers import TestServer
 from tests.kit.tiny_models import save_tiny_gpt_oss
 from tests.kit.waiting import SOON_S
