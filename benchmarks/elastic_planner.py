@@ -25,7 +25,6 @@ from random import Random
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
-from benchmarks.slo_paths import FIXED, SCHEDULE, Part, poisson_times, schedule
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.planner.predict import TimeLimits
@@ -36,6 +35,8 @@ from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.topologies import Comparison, WorkerCounts
 from dynamo_trtllm.simulate.workload import Shape, arrivals_at
+
+from .slo_paths import FIXED, SCHEDULE, Part, poisson_times, schedule
 
 _MODEL: Final = "gpt-oss-120b"
 _NUM_GPUS: Final = 4

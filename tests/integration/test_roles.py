@@ -153,7 +153,7 @@ MAY_SUBSCRIBE = {
         "dynamo.recordings",
     },
     OWN_USER: {OWN_REQUEST, TO_OWN, "dynamo.recordings"},
-    "tool": {TO_TOOL},
+    "tool": {TO_TOOL, "dynamo.load"},
 }
 
 BACKEND_KEY = "v1/instances/dynamo/backend/generate/1"
