@@ -102,6 +102,8 @@ async def test_etcd_trouble_keeps_requests_and_registrations(
     start_pairs(chosen, running_workers)
     async with frontend_side(chosen, HOLD) as side:
         await side.until_instances(2)
+        # The decode worker has learned of the prefill worker, too.
+        assert len(await side.ask(4)) == 4
         async with asking(side) as answered:
             await trouble(etcd)  # type: ignore[misc]
             await asyncio.sleep(1.5)  # more than a lease, and what renewing takes
