@@ -28,6 +28,8 @@ _GROWS_FOR_S: Final = 10.0
 _MAX_ROUNDS: Final = 30
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # workers of a role
+# The fit of a mock engine may have steps that take no time. Shorter ones are taken as this long.
+_SHORTEST_STEP_S: Final = 1e-6
 
 
 class RoleCounts(NamedTuple):
@@ -233,7 +235,8 @@ class Predictor:
         demand = self._demand
         pairs = tokens * demand.prompt_tokens / 2
         context = streams * demand.context_of_stream
-        return prefill_step_s(self._prefill, streams, context, tokens, pairs)
+        step_s = prefill_step_s(self._prefill, streams, context, tokens, pairs)
+        return max(step_s, _SHORTEST_STEP_S)
 
     def _ttft_s(self, num_workers: int, streams: float) -> float:
         steps = self._prompt_steps(num_workers, streams)
@@ -272,7 +275,7 @@ class Predictor:
 
     def _step_s(self, streams: float) -> float:
         context = streams * self._demand.context_of_stream
-        return decode_step_s(self._decode, streams, context)
+        return max(decode_step_s(self._decode, streams, context), _SHORTEST_STEP_S)
 
     def _streams(self, counts: RoleCounts) -> float:
         """Return how many streams each worker has if the same tokens per second are generated.

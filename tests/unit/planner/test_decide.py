@@ -25,7 +25,7 @@ from dynamo_trtllm.planner.decide import (
     decide,
 )
 from dynamo_trtllm.planner.predict import RoleCounts, TimeLimits
-from dynamo_trtllm.protocol.cost_model import CostModel
+from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 from tests.kit.cases import each_case
@@ -298,3 +298,24 @@ def test_small_prompts_do_not_wait_for_full_steps() -> None:
     decision = settled(observed(workers, prompts_per_s=16.0, prompt_tokens=400))
     assert decision.before is not None
     assert decision.before.ttft_s < 0.1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "streams", "outcome"),
+    [
+        (0.0, 0, DecisionOutcome.FITS),
+        (0.0, 3, DecisionOutcome.FITS),
+        (1e6, 0, DecisionOutcome.NOTHING_BETTER),
+        (1e6, 3, DecisionOutcome.CHANGE),
+    ],
+)
+def test_any_time_that_workers_report_has_an_outcome(
+    seconds: float, streams: int, outcome: DecisionOutcome
+) -> None:
+    cost = CostModel(
+        decode=linear_decode_fit(seconds),
+        prefill=linear_prefill_fit(seconds, seconds),
+        step_tokens=1000,
+    )
+    workers = [worker(number, streams=streams) for number in range(3)]
+    assert settled(observed(workers, prompts_per_s=5.0, cost=cost)).outcome is outcome
