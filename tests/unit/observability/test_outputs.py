@@ -268,7 +268,8 @@ def test_process_with_dead_or_stopped_relay_restarts_it(sent: signal.Signals) ->
         b"WARNING w observability.outputs: the output relay ended with status -9 and was started"
         b" again (restart 1)" in restarted
     )
-    assert b"about 0 lines are lost" in restarted
+    # The relay may have been stopped after it wrote a line and before it counted the line as written.
+    assert re.search(rb"about [01] lines are lost", restarted)
     assert b"INFO w x: later\n" in rest
     assert b"of a child\n" in rest
 
