@@ -290,7 +290,7 @@ class SimulatedCluster:
         if self._deployment.frontend_s:
             await asyncio.sleep(self._deployment.frontend_s)
         within_s = self._deployment.frontend.request_timeout_s
-        places = self._windows.window(self._model).request(1, arrival.input_tokens)
+        places = self._windows.window(self._model).places_for(1, arrival.input_tokens)
         claim = Claim(
             client=_CLIENT, num_choices=1, prompt_tokens=arrival.input_tokens, places=places
         )

@@ -25,7 +25,7 @@ async def test_tokens_and_shares_reach_other_frontends(bench: PlanePair) -> None
     here, there = frontends
     window = there.start_windows.window("m")
     before = window.usages[0].limit
-    places = here.start_windows.window("m").request(1, 1)
+    places = here.start_windows.window("m").places_for(1, 1)
     await acquire(here.choice_permits, 1, "a", places=places)
     waiting = asyncio.create_task(acquire(here.choice_permits, 1, "b", places=places))
     here.has_requests.set()

@@ -413,13 +413,13 @@ class Scheduler:
         }
         self._non_finite = recent | {client_request(seq.request): now}
 
-    def _emit(self, seq: TorchSequence, choice: SampledToken | None) -> None:
-        if choice is None:
+    def _emit(self, seq: TorchSequence, token: SampledToken | None) -> None:
+        if token is None:
             self._end_non_finite(seq)
             return
-        seq.output_ids.append(choice.token_id)
+        seq.output_ids.append(token.token_id)
         if seq.logits_processor is not None:
-            seq.logits_processor.accept_token(choice.token_id)
+            seq.logits_processor.accept_token(token.token_id)
             failure = seq.logits_processor.failure
             if failure is not None:
                 log.warning(
@@ -429,9 +429,9 @@ class Scheduler:
                 self._events.append(partial(seq.emit, rejected))
                 self._drop(seq)
                 return
-        ids = token_ids([choice.token_id])
+        ids = token_ids([token.token_id])
         reason = seq.finish_reason()
-        logprobs = (choice.logprob,) if choice.logprob is not None else ()
+        logprobs = (token.logprob,) if token.logprob is not None else ()
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
             seq.first = Chunk(token_ids=ids, logprobs=logprobs)

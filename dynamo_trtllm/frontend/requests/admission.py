@@ -214,7 +214,7 @@ class RequestAdmission:
         # Lower values come first. Without an API key, a client may not place itself before others.
         key_priority = 0 if tenant is None else tenant.key.priority
         rank = max(request.priority, key_priority)
-        places = window.request(num_choices, plan.longest_prompt, rank)
+        places = window.places_for(num_choices, plan.longest_prompt, rank)
         claim = Claim(
             client=self._client,
             num_choices=num_choices,

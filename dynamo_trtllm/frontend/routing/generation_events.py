@@ -108,8 +108,8 @@ class FlowDriver(Protocol):
     def is_death_explained(self, worker: Instance) -> bool:
         """Return whether another request was given up that has probably ended a worker."""
 
-    def record_settled(self) -> None:
-        """Record that a suspect has settled, so that others may be tried on its worker."""
+    def end_trial(self) -> None:
+        """Free the workers of a suspect for others, because it has settled."""
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
         """Record that a call failed.

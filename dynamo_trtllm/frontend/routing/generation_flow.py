@@ -161,7 +161,7 @@ class GenerationFlow:
         # It has probably ended its last worker: see `suspects`.
         self.is_prime_suspect = False
         # As a prime suspect, it waits for workers that run no other suspect.
-        self.awaits_turn = False
+        self.awaits_trial = False
 
     def handle(self, event: FlowEvent) -> StreamEvent | None:
         """Call the driver as an event demands.
@@ -181,9 +181,9 @@ class GenerationFlow:
                 self._begin_attempt(self._fixed_selection)
             case Signal.START | Signal.WORKERS_CHANGED:
                 return self._select()
-            case Signal.WAIT_TIMED_OUT if self.awaits_turn:
+            case Signal.WAIT_TIMED_OUT if self.awaits_trial:
                 # The request now runs beside other suspects.
-                self.awaits_turn = False
+                self.awaits_trial = False
                 return self._select()
             case Signal.WAIT_TIMED_OUT:
                 self._wait_timed_out = True
@@ -225,9 +225,9 @@ class GenerationFlow:
         Without workers, wait for others. If none comes, try pairs that were never probed
         (`is_last_resort`), and then all instances again, also those that have failed (a round).
         """
-        if self.awaits_turn and not self._timeline.suspicion.unexplained_deaths():
+        if self.awaits_trial and not self._timeline.suspicion.unexplained_deaths():
             # Another request was the cause.
-            self.awaits_turn = False
+            self.awaits_trial = False
         selected = self._driver.select(
             self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
         )
@@ -259,7 +259,7 @@ class GenerationFlow:
         """
         retries = self._options.retries
         hold_s = self._options.hold_s
-        if self.awaits_turn:
+        if self.awaits_trial:
             return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
@@ -348,7 +348,7 @@ class GenerationFlow:
             self._timeline.decode_stats = chunk.stats
         if attempt.tokens_to_settle and self.progress().call_tokens >= attempt.tokens_to_settle:
             attempt.tokens_to_settle = 0
-            self._driver.record_settled()
+            self._driver.end_trial()
         if not attempt.has_begun:
             # The first chunk shows that the KV has arrived.
             attempt.has_begun = True
@@ -483,7 +483,7 @@ class GenerationFlow:
         has_just_begun = self.progress().call_tokens < SETTLED_TOKENS
         is_charged_again = len(deaths) > 1
         self.is_prime_suspect = is_charged_again or (is_charged_with_this and has_just_begun)
-        self.awaits_turn = self.is_prime_suspect
+        self.awaits_trial = self.is_prime_suspect
         if given_up is not None:
             given_up.__cause__ = error
         return given_up

@@ -94,7 +94,7 @@ class PairBreakers:
                 self._index(pair)
                 self._update(pair)
 
-    def admit(self, view: ModelView) -> None:
+    def allow_unprobed(self, view: ModelView) -> None:
         """Let requests test the new pairs of a model, because their probes take long."""
         for pair in self._withheld.intersection(pairs_of(view)):
             self._withheld.discard(pair)
@@ -387,7 +387,7 @@ class FleetHealth:
         """Return the ids of the workers to avoid for a while, if there are others."""
         return self._cooldown.ids(now)
 
-    def record_unreachable(self, instance_id: int, error: DynamoError, now: float) -> None:
+    def record_failed_call(self, instance_id: int, error: DynamoError, now: float) -> None:
         """Avoid a worker for a while if it did not accept a call, or has died.
 
         Its pairs count as not working if it did not accept the call, or lost its connection.

@@ -240,7 +240,7 @@ class PairProbes:
             if called is None:
                 called = timeline.prefill_instance
             if called is not None:
-                self.router.health.record_unreachable(called, exc, time.monotonic())
+                self.router.health.record_failed_call(called, exc, time.monotonic())
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")

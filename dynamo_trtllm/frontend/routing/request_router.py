@@ -250,13 +250,13 @@ class RoutedRequest(Stream):
             self._round_robin_index = self._router.selector.new_round_robin_index(request.model)
         # The workers of the last attempt or selection do not run this request any more.
         self._end_placed()
-        self._end_trial()
+        self.end_trial()
         self._router.suspects.end(self._tracked_call)
         try:
             self._router.suspects.check(request)
             if is_last_resort:
                 # Requests may use the model's new pairs, which were not probed yet.
-                self._router.breakers.admit(self._router.view.model(request.model))
+                self._router.breakers.allow_unprobed(self._router.view.model(request.model))
             selection = self._select_workers(excluded, avoid, is_first=attempt == 0)
         except DynamoError as exc:
             # Its frames refer to this stream, and the flow may keep the error.
@@ -280,7 +280,7 @@ class RoutedRequest(Stream):
         """
         router = self._router
         suspicion = self._timeline.suspicion
-        if self._flow.awaits_turn:
+        if self._flow.awaits_trial:
             # Workers on which other suspects are tried are not free for this one.
             excluded |= router.suspects.workers_of_other_trials(suspicion)
         selector = router.selector
@@ -388,11 +388,14 @@ class RoutedRequest(Stream):
     def is_death_explained(self, worker: Instance) -> bool:
         return self._router.suspects.is_explained(worker.id)
 
-    def record_settled(self) -> None:
-        self._end_trial()
+    def end_trial(self) -> None:
+        if self._tracked_call.trial_workers:
+            self._router.suspects.end_trial(self._tracked_call)
+            # Other suspects may wait for these workers.
+            self._router.view.notify_changed()
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
-        self._router.health.record_unreachable(worker.id, error, self._router.clocks.monotonic())
+        self._router.health.record_failed_call(worker.id, error, self._router.clocks.monotonic())
         self._router.suspects.end(self._tracked_call)
         request = self._flow.request
         goes_on = next_step is not None
@@ -411,12 +414,6 @@ class RoutedRequest(Stream):
         if self._placed is not None:
             self._placed.end(is_done=is_done)
             self._placed = None
-
-    def _end_trial(self) -> None:
-        if self._tracked_call.trial_workers:
-            self._router.suspects.end_trial(self._tracked_call)
-            # Other suspects may wait for these workers.
-            self._router.view.notify_changed()
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
         name = f"request-{self._flow.request.request_id}"
@@ -471,7 +468,7 @@ class RoutedRequest(Stream):
         if is_done:
             self._router.suspects.completed(self._flow.request)
         self._router.suspects.end(self._tracked_call)
-        self._end_trial()
+        self.end_trial()
         is_cancelled = last is None
         if is_cancelled:
             # The flow may pass the call to the KV collector. Then `_stop` finds no call.

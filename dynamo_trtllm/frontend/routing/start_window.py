@@ -324,7 +324,7 @@ class StartWindow:
         self._prompt_tokens = 0.0
         self._cached_tokens = 0.0
 
-    def request(self, num_choices: int, prompt_tokens: int, rank: int = 0) -> RequestPlaces:
+    def places_for(self, num_choices: int, prompt_tokens: int, rank: int = 0) -> RequestPlaces:
         """Return the places of a request, which takes none yet.
 
         Args:

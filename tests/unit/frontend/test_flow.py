@@ -279,11 +279,11 @@ def test_request_charged_with_two_late_deaths_awaits_its_turn() -> None:
     played.on(Signal.START, ALONE)
     played.timeline.suspicion.deaths = {Death(8, set(), set(), set()): late}
     played.on(WorkerDied("gone"), ALONE)
-    is_turn_awaited = [played.flow.awaits_turn]
+    awaits_trial = [played.flow.awaits_trial]
     played.timeline.suspicion.deaths[Death(9, set(), set(), set())] = late
     played.on(WorkerDied("gone"), ALONE)
-    is_turn_awaited.append(played.flow.awaits_turn)
-    assert is_turn_awaited == [False, True]
+    awaits_trial.append(played.flow.awaits_trial)
+    assert awaits_trial == [False, True]
 
 
 def test_flow_rejected_decode_call_moves_the_same_kv() -> None:

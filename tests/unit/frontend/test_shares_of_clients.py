@@ -104,7 +104,7 @@ class Simulation:
         await left(*self.tasks)
 
     def _send(self, client: Client, tokens: int) -> None:
-        places = self.windows.window(self.model).request(1, tokens)
+        places = self.windows.window(self.model).places_for(1, tokens)
         request = Request(client.name, tokens, self.clock.now, places)
 
         async def run() -> None:

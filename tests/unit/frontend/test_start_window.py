@@ -83,7 +83,7 @@ class Frontend:
         if worker is None:
             worker = PREFILL if len(self.tasks) % 2 else OTHER_PREFILL
         window = self.windows.window(self.worker(PREFILL).card.name)
-        places = window.request(num_choices, prompt_tokens)
+        places = window.places_for(num_choices, prompt_tokens)
 
         async def run() -> None:
             await acquire(self.limiter, num_choices, client, 60.0, places)
@@ -189,7 +189,7 @@ async def test_share_of_a_client_reaches_the_worker() -> None:
     prefill = await cluster.add(PREFILL, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(DECODE, Role.DECODE, FINISHED)
     window = StartWindow("tiny", cluster.router.view, lambda: None)
-    places = window.request(1, 3)
+    places = window.places_for(1, 3)
     places.begin(ClientShare.BELOW)
     timeline = ChoiceTimeline()
     timeline.place = places.take()
@@ -205,7 +205,7 @@ async def test_worker_gets_no_priority_above_the_rank(priority: int, expected: i
     )
     decode = await cluster.add(DECODE, Role.DECODE, FINISHED, supported_features=("priority",))
     window = StartWindow("tiny", cluster.router.view, lambda: None)
-    places = window.request(1, 3, rank=-2)
+    places = window.places_for(1, 3, rank=-2)
     places.begin(ClientShare.EVEN)
     timeline = ChoiceTimeline()
     timeline.place = places.take()
@@ -368,7 +368,7 @@ async def test_start_window_of_ended_request_starts_the_next() -> None:
 async def test_start_window_of_full_model_spares_another() -> None:
     frontend = Frontend()
     await frontend.send_until_one_waits("a")
-    places = frontend.windows.window("other").request(1, 1)
+    places = frontend.windows.window("other").places_for(1, 1)
     await asyncio.wait_for(acquire(frontend.limiter, 1, "a", 60.0, places), 10)
     assert frontend.limiter.queued == 1
     await frontend.close()
@@ -379,12 +379,12 @@ async def test_request_does_not_overtake_another_model() -> None:
     frontend.limiter = ConcurrencyLimiter(30, max_queued=10)
     for _ in range(20):
         await frontend.send("a", 1)
-    large = frontend.windows.window("other").request(20, 1)
+    large = frontend.windows.window("other").places_for(20, 1)
     waiting = asyncio.create_task(acquire(frontend.limiter, 20, "b", 60.0, large))
     await wait_until_loaded()
     await frontend.send("c", 1)
     frontend.limiter.release(5, "a")
-    small = frontend.windows.window("third").request(1, 1)
+    small = frontend.windows.window("third").places_for(1, 1)
     later = asyncio.create_task(acquire(frontend.limiter, 1, "d", 60.0, small))
     await wait_until_loaded()
     assert (frontend.limiter.queued, frontend.limiter.in_use) == (3, 15)
@@ -415,7 +415,7 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     decoded = [InternalError("a bug")] if fails else [FINISHED[0], held, *FINISHED[1:]]
     decode = await cluster.add(DECODE, Role.DECODE, decoded)
     window = StartWindow("tiny", cluster.router.view, lambda: None)
-    places = window.request(1, 3)
+    places = window.places_for(1, 3)
     places.begin(ClientShare.EVEN)
     timeline = ChoiceTimeline()
     timeline.place = places.take()

@@ -37,7 +37,7 @@ class Process:
         """Send a request. The first one begins, and the others wait."""
 
         async def run() -> None:
-            places = self.window.request(1, tokens)
+            places = self.window.places_for(1, tokens)
             await acquire(
                 self.limits.choice_permits, 1, client, places=places, prompt_tokens=tokens
             )
