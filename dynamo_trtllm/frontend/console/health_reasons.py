@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.routing.pair_breakers import PairState
 
 SILENT_S: Final = 5.0  # without a token of a running stream, or without a sample of a frontend
 _FULL_KV: Final = 0.95
+_BRIEF_S: Final = 5.0  # a worker that is slow for less is only called slow
 _LEFT_S: Final = 600.0  # for how long a worker that left is missed
 _MAX_OF_A_KIND: Final = 5
 _MAX_CODES: Final = 3
@@ -75,7 +76,10 @@ def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:
                 ),
             )
         if worker.slow_ratio is not None:
-            yield HealthReason("warning", _sentence(f"{name} is slow: {_slowness(worker)}"))
+            is_new = worker.slow_s < _BRIEF_S
+            # It may have been slow before a console was open.
+            state = "is slow" if is_new else f"has been slow for at least {_span(worker.slow_s)}"
+            yield HealthReason("warning", _sentence(f"{name} {state}: {_slowness(worker)}"))
         if worker.kv_blocks_total and worker.kv_blocks_used is not None:
             used = worker.kv_blocks_used / worker.kv_blocks_total
             if used >= _FULL_KV:
@@ -150,9 +154,11 @@ def of_requests(
 
 
 def _ago(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s ago"
-    return f"{seconds / 60:.0f} min ago"
+    return f"{_span(max(0.0, seconds))} ago"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _sentence(text: str) -> str:

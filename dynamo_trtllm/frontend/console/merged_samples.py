@@ -70,6 +70,7 @@ class MergedSamples:
     _new: list[FrontendSample] = field(default_factory=list, init=False)  # since the last snapshot
     _loads: dict[int, LoadReport] = field(default_factory=dict, init=False)
     _times: RecentTimes = field(default_factory=RecentTimes, init=False)
+    _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)  # by worker
     _requests: deque[RequestRow] = field(init=False)
     _points: deque[ConsolePoint] = field(init=False)
     _codes: deque[Mapping[str, int]] = field(init=False)  # of the points of the last minute
@@ -85,6 +86,7 @@ class MergedSamples:
         self._new.clear()
         self._codes.clear()
         self._times = RecentTimes()
+        self._slow_since_s.clear()
         rows = self._latest()
         self._requests.clear()
         self._take_history(rows)
@@ -255,9 +257,18 @@ class MergedSamples:
 
     def _worker_rows(self, instances: Sequence[Instance]) -> list[ConsoleWorker]:
         slow = self._slow_workers(instances)
+        now_s = self._clock()
+        self._slow_since_s = {one: self._slow_since_s.get(one, now_s) for one in slow}
         order = list(Role)
         in_order = sorted(instances, key=lambda one: (one.card.name, order.index(one.role), one.id))
-        rows = [self._worker_row(instance, slow.get(instance.id)) for instance in in_order]
+        rows = [
+            self._worker_row(
+                instance,
+                slow_ratio=slow.get(instance.id),
+                slow_s=now_s - self._slow_since_s.get(instance.id, now_s),
+            )
+            for instance in in_order
+        ]
         # Of thousands of workers, those that need attention are listed.
         if len(rows) > MAX_LISTED:
             rows.sort(key=lambda row: (-row.silent_s, row.slow_ratio is None))
@@ -277,7 +288,9 @@ class MergedSamples:
                 slow |= slow_ratios(prompts, least_s=0.0)
         return slow
 
-    def _worker_row(self, instance: Instance, slow_ratio: float | None) -> ConsoleWorker:
+    def _worker_row(
+        self, instance: Instance, *, slow_ratio: float | None, slow_s: float
+    ) -> ConsoleWorker:
         load = self._loads.get(instance.id)
         times = self._times.workers.get(instance.id)
         token_s = self._times.token_s(instance.id)
@@ -297,6 +310,7 @@ class MergedSamples:
             token_ms=None if token_s is None else token_s * 1e3,
             prompt_token_ms=None if prompt_token_s is None else prompt_token_s * 1e3,
             slow_ratio=slow_ratio,
+            slow_s=slow_s,
             silent_s=0.0 if times is None else times.silent_s,
         )
 

@@ -345,6 +345,31 @@ async def test_snapshot_names_the_slow_decode_worker() -> None:
     ]
 
 
+async def test_snapshot_says_for_how_long_a_worker_has_been_slow() -> None:
+    served = front()
+    served.catalog.up = [make_instance(number) for number in (1, 2, 3)]
+    merged = feed_of(served)._merged
+    begun_s = time.monotonic()
+
+    def reason_after(seconds: float, slow_step_s: float) -> str:
+        workers = tuple(
+            WorkerProgress(number, 1, 10_000, 10_000 * step_s, 100, 0.0)
+            for number, step_s in ((1, 0.01), (2, 0.01), (3, slow_step_s))
+        )
+        merged._clock = lambda: begun_s + seconds
+        shown = snapshot_of(served, sample(workers=workers))
+        (text,) = [one["text"] for one in shown["reasons"] if "slow" in one["text"]] or [""]
+        return str(text)
+
+    assert reason_after(0.0, 0.03).startswith("Decode worker 3 is slow: ")
+    assert reason_after(40.0, 0.03).startswith("Decode worker 3 has been slow for at least 40 s: ")
+    assert reason_after(240.0, 0.03).startswith("Decode worker 3 has been slow for at least 4 min")
+    for second in range(241, 300):
+        if not reason_after(second, 0.01):
+            break
+    assert reason_after(300.0, 0.03).startswith("Decode worker 3 is slow: ")
+
+
 async def test_snapshot_names_a_worker_that_sends_no_tokens() -> None:
     served = front()
     served.catalog.up = [make_instance(1)]
