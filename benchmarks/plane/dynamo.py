@@ -16,7 +16,7 @@ from dynamo_trtllm.models.expand import write_tokenizer
 from dynamo_trtllm.models.vocabulary import default_cache_dir
 
 from .points import STEP_S
-from .stack import HOST, MODEL
+from .stack import HOST, MODEL, Certificate
 
 VERSION = "1.6.1"
 # Installed without dependencies: one of them can't be installed from PyPI, and neither frontend nor
@@ -109,6 +109,7 @@ class Dynamo:
     """
 
     api_key = ""
+    certificate: Certificate | None = None
     num_consoles = 0
     framing_tokens = 0  # its mock engine makes arbitrary tokens
 
@@ -126,7 +127,7 @@ class Dynamo:
             "DYN_TCP_RPC_HOST": HOST,
         }
 
-    def frontend(self, port: int) -> Sequence[str]:
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
         where = ("--http-host", HOST, "--http-port", str(port), "--router-mode", "round-robin")
         return ("-m", "dynamo.frontend", *where, "--tokenizer", self._tokenizer, *_planes())
 

@@ -22,7 +22,8 @@ import orjson
 from dynamo_trtllm.support.network.addresses import free_ports
 from dynamo_trtllm.support.subprocesses import scratch_folder
 
-from . import dynamo, measure, report
+from . import dynamo, measure, report, uvicorn_recipe
+from .certificate import make_certificate
 from .measure import Run
 from .ours import LimitedKey, Ours, write_key
 from .points import COMPARED, POINTS, Point, by_engines, select
@@ -134,6 +135,20 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="measure a frontend with N open consoles as well",
     )
+    parser.add_argument(
+        "--with-tls",
+        action="store_true",
+        help=(
+            "measure a frontend with TLS as well, and uvicorn, installed from PyPI, with TLS and"
+            " without: it makes the tokens itself, without prompts, routing and workers"
+        ),
+    )
+    parser.add_argument(
+        "--uvicorn-folder",
+        type=Path,
+        default=uvicorn_recipe.default_folder(),
+        help="folder to install uvicorn into",
+    )
 
 
 def main() -> None:
@@ -145,11 +160,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with scratch_folder("dynamo-plane-key-") as folder:
-        _measure(args, _sides(args, folder))
+        try:
+            sides = _sides(args, folder)
+        except NotReady as exc:
+            raise SystemExit(str(exc)) from exc
+        _measure(args, sides)
 
 
 def _sides(args: argparse.Namespace, folder: Path) -> list[Recipe]:
-    """Return what to measure. A file of API keys is written into the folder."""
+    """Return what to measure. API keys and a certificate are written into the folder.
+
+    Raises:
+        NotReady: no certificate could be made.
+    """
     keys: list[LimitedKey | None] = [None]
     if args.with_key:
         keys.append(write_key(folder))
@@ -160,6 +183,12 @@ def _sides(args: argparse.Namespace, folder: Path) -> list[Recipe]:
     ]
     if args.with_consoles:
         sides.append(Ours(uses_mock=args.mock_engine, num_consoles=args.with_consoles))
+    if args.with_tls:
+        certificate = make_certificate(folder)
+        uvicorn_recipe.install(args.uvicorn_folder)
+        sides.append(Ours(uses_mock=args.mock_engine, certificate=certificate))
+        sides.append(uvicorn_recipe.Uvicorn(args.uvicorn_folder, None))
+        sides.append(uvicorn_recipe.Uvicorn(args.uvicorn_folder, certificate))
     if args.beside is not None:
         sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
     if args.what == "against-dynamo":

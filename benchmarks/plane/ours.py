@@ -13,7 +13,7 @@ from dynamo_trtllm.access.api_keys import ApiKey, digest_of, new_key
 from dynamo_trtllm.access.keys_file import add_key
 
 from .points import IDLE_STEP_S
-from .stack import HOST, MODEL
+from .stack import HOST, MODEL, Certificate
 
 _KV_BLOCKS = 1 << 20
 _SLOTS = 4096
@@ -61,6 +61,7 @@ class Ours:
         num_frontends: int = 1,
         key: LimitedKey | None = None,
         num_consoles: int = 0,
+        certificate: Certificate | None = None,
     ) -> None:
         """Use this checkout.
 
@@ -70,6 +71,7 @@ class Ours:
             num_frontends: number of frontend processes.
             key: API key that clients of the frontend need; None: they need none.
             num_consoles: open consoles, which get an event each second.
+            certificate: TLS of the frontend; None: it has none.
         """
         self._worker_module = "dynamo_trtllm" if uses_mock else f"{__package__}.runner_worker"
         self.name = "ours" if checkout is None else "beside"
@@ -82,6 +84,9 @@ class Ours:
         self.num_consoles = num_consoles
         if num_consoles:
             self.name += f" with {num_consoles} consoles"
+        self.certificate = certificate
+        if certificate is not None:
+            self.name += " with TLS"
         self._num_frontends = num_frontends
         self._key = key
         self._checkout = checkout
@@ -93,10 +98,13 @@ class Ours:
         # `python -m` looks in the working directory first, which may be this checkout
         return servers | {"PYTHONPATH": str(self._checkout), "PYTHONSAFEPATH": "1"}
 
-    def frontend(self, port: int) -> Sequence[str]:
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
         flags: list[str] = ["--workers", str(self._num_frontends)]
         if self._key is not None:
             flags += ["--api-keys-file", str(self._key.path)]
+        if self.certificate is not None:
+            flags += ["--tls-cert-file", str(self.certificate.certificate)]
+            flags += ["--tls-key-file", str(self.certificate.key)]
         return (
             "-m",
             "dynamo_trtllm.frontend",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -16,7 +17,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from itertools import product
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import orjson
 import psutil
@@ -37,6 +38,13 @@ _IDLE_CORES = 0.2
 _PAUSE_S = 0.5
 
 
+class Certificate(NamedTuple):
+    """The files of a certificate that signs itself: clients trust it as their only CA."""
+
+    certificate: Path
+    key: Path
+
+
 class NotReady(Exception):
     """A process exited, or a chat request got no answer."""
 
@@ -48,18 +56,19 @@ class Recipe(Protocol):
     python: str
     framing_tokens: int  # tokens per answer that become no text
     api_key: str  # for the clients; "": they need none
+    certificate: Certificate | None  # TLS of the frontend; None: it has none
     num_consoles: int  # open pages of the console of our frontend
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
         """Return environment variables for all processes."""
         ...
 
-    def frontend(self, port: int) -> Sequence[str]:
-        """Return the arguments of `python` for the frontend."""
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
+        """Return the arguments of `python` for the frontend of workers with this step time."""
         ...
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
-        """Return the arguments of `python` for a worker with this step time."""
+        """Return the arguments of `python` for a worker with this step time; none: no worker."""
         ...
 
 
@@ -70,7 +79,12 @@ class Stack:
         self.name = recipe.name
         self.framing_tokens = recipe.framing_tokens
         self.client_env = os.environ | {VARIABLE: recipe.api_key}
-        self.url = f"http://{HOST}:{port}"
+        scheme = "http"
+        if recipe.certificate is not None:
+            scheme = "https"
+            # The clients trust this certificate and no other.
+            self.client_env |= {"SSL_CERT_FILE": str(recipe.certificate.certificate)}
+        self.url = f"{scheme}://{HOST}:{port}"
         self._recipe = recipe
         self._port = port
         self._engines = engines
@@ -103,10 +117,13 @@ class Stack:
         env |= self._recipe.env(
             f"http://{self._servers['etcd'].address}", self._servers["nats"].address
         )
-        commands = {"frontend": self._recipe.frontend(self._port)}
+        pace_s = self._engines.pace_s
+        commands = {"frontend": self._recipe.frontend(self._port, pace_s)}
         for role, number in product(("prefill", "decode"), range(self._engines.pairs)):
             name = f"{role}-{number + 1}" if number else role
-            commands[name] = self._recipe.worker(role, self._engines.pace_s)
+            worker = self._recipe.worker(role, pace_s)
+            if worker:
+                commands[name] = worker
         self._exit.callback(self._stop)
         for name, arguments in commands.items():
             log = self._exit.enter_context((folder / f"{name}.log").open("wb"))
@@ -134,12 +151,18 @@ class Stack:
             headers["Content-Type"] = "application/json"
             request = urllib.request.Request(f"{self.url}/v1/chat/completions", body, headers)
             try:
-                with urllib.request.urlopen(request, timeout=130):
+                with urllib.request.urlopen(request, timeout=130, context=self._tls()):
                     return
             except OSError:
                 time.sleep(0.1)
         tails = "\n".join(f"{name}: {_tail(folder / f'{name}.log')}" for name in self._processes)
         raise NotReady(f"{self.name}: no chat request succeeded within {_READY_S:g} s\n{tails}")
+
+    def _tls(self) -> ssl.SSLContext | None:
+        """Return the context with which this process trusts the frontend; None: it has no TLS."""
+        if self._recipe.certificate is None:
+            return None
+        return ssl.create_default_context(cafile=str(self._recipe.certificate.certificate))
 
     def _open_console(self) -> None:
         """Read the events of the console until the frontend ends, in a thread of its own."""
