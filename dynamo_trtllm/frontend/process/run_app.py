@@ -340,8 +340,9 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
 
 # Per GC generation, in allocations or collections of the younger generation. A collection of the
 # middle one stops all streams: with up to 500,000 objects it took 150 to 200 ms while many choices
-# started, and with 100,000 still 50 ms on a busy machine, so it has at most 50,000.
-THRESHOLDS = (10_000, 5, 1_000)
+# started, with 100,000 50 ms on a busy machine, and with 50,000 33 ms of CPU time for a body of
+# 40,000 blocks. So it has at most 25,000: 16 ms. All collections together take as long as before.
+THRESHOLDS = (5_000, 5, 2_000)
 
 
 def tune_gc() -> None:
