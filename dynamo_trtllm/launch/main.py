@@ -50,6 +50,7 @@ PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sen
 _PROMPTS = {"smollm2": "What is the capital of France?"}
 MAX_TOKENS = 200
 _API_KEY = f"{ENV_PREFIX}API_KEY"
+_KEY_HEADER = f'-H "Authorization: Bearer ${_API_KEY}"'  # for the shell
 _KEY_NOTE = (
     "Other machines can connect, so clients need this API key, which is new with each start:"
 )
@@ -271,11 +272,14 @@ def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, s
         rows.append(("workers", f"{', '.join(names)} ({engine or DEFAULT_ENGINE}, {device})"))
     if url is None:
         return rows
+    header = ""
+    if any(spec.needs_api_key for spec in specs):
+        header = f" {_KEY_HEADER}"
     return [
         ("URL", f"{url}/v1"),
         *rows,
         ("chat", f"{CONSOLE} chat --url {url}"),
-        ("curl", f"curl {url}/v1/models"),
+        ("curl", f"curl {url}/v1/models{header}"),
         ("logs", f"{CONSOLE} logs --follow"),
         ("API", f"{url}/docs"),
     ]
@@ -400,7 +404,7 @@ def sample_report(
 def next_step(frontend: str, model: str, *, needs_api_key: bool = False) -> str:
     """Return a curl command for a streaming request, to copy into a shell."""
     body = sample_request(model) | {"stream": True}
-    header = f'-H "Authorization: Bearer ${_API_KEY}" ' if needs_api_key else ""
+    header = f"{_KEY_HEADER} " if needs_api_key else ""
     return (
         "\nTry a streaming request:\n"
         f"curl -N {frontend}{CHAT_PATH} {header}-H 'Content-Type: application/json'"

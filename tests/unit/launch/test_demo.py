@@ -166,6 +166,15 @@ def test_summary_shows_address_models_and_workers() -> None:
     ]
 
 
+def test_summary_has_the_key_in_its_curl_command() -> None:
+    workers = [{"name": "a", "disaggregation_mode": "prefill_and_decode", "flags": {"model": "m"}}]
+    data = {"frontend": {"api-key": "sk-secret-of-the-test"}, "workers": workers}
+    rows = dict(main._summary(processes(checked_deployment(data, "d")), "http://localhost:80"))
+    header = '-H "Authorization: Bearer $DYN_TRTLLM_API_KEY"'
+    assert rows["curl"] == f"curl http://localhost:80/v1/models {header}"
+    assert "sk-secret" not in str(rows)
+
+
 @pytest.mark.parametrize("once", [True, False])
 async def test_run_stopped_before_serving_has_failed(monkeypatch, once):
     monkeypatch.setattr(main, "Launcher", Supervised)
