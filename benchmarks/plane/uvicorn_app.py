@@ -66,7 +66,7 @@ async def answer(clock: Clock, receive: Receive, send: Send) -> None:
 
 async def _send_event(send: Send, fields: dict[str, Any]) -> None:
     fixed = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-    data = b"data: " + json.dumps(fixed | fields).encode() + b"\n\n"
+    data = b"data: " + json.dumps(fixed | fields, separators=(",", ":")).encode() + b"\n\n"
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
@@ -93,7 +93,11 @@ def main() -> None:
     clock = Clock(args.step_s)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await answer(clock, receive, send)
+        if scope["method"] == "POST":
+            await answer(clock, receive, send)
+        else:  # it has no metrics and no other page
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
 
     uvicorn.run(
         app,
