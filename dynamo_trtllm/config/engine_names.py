@@ -48,6 +48,8 @@ class BuiltInEngine:
     component: str = "tensorrt_llm"
     default_role: Role = Role.AGGREGATED
     reads_gguf: bool = False
+    # One of these must be in the folder of a model. (): the library reads more formats than these.
+    weight_files: tuple[str, ...] = ()
     # The decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
     # exit, so they must end before a killed prefill worker gets its GPU memory back:
     # https://github.com/openucx/ucx/issues/11753. UCX_CUDA_IPC_CACHE=n does not change this: on two
@@ -71,6 +73,12 @@ BUILT_IN: Final[Mapping[str, BuiltInEngine]] = {
             reads_model=True, uses_kv_transfer_host=True, uses_kv_transfer_bind_host=True
         ),
         reads_gguf=True,
+        weight_files=(
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+        ),
     ),
     # The mock engine takes only the name of the model from the path.
     "mock": BuiltInEngine(

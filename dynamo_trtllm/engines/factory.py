@@ -289,10 +289,13 @@ def check_prerequisites(
     if not engine.traits.reads_model:
         # The engine needs no weights and no GPU.
         return
+    values = {**given, **override_layer(config).values}
     folder = locate(config.model_path)
     if folder is not None:
-        check_model_files(folder, reads_gguf=engine.reads_gguf)
-    device = override_layer(config).values.get("device", given.get("device"))
+        has_dummy_weights = values.get("load_format") == "dummy"
+        weight_files = () if has_dummy_weights else engine.weight_files
+        check_model_files(folder, reads_gguf=engine.reads_gguf, weight_files=weight_files)
+    device = values.get("device")
     is_torch_on_cpu = name == "torch" and device == "cpu"
     is_vllm_on_cpu = name == "vllm" and _has_cpu_vllm()
     if not (is_torch_on_cpu or is_vllm_on_cpu):

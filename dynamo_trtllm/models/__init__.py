@@ -62,9 +62,9 @@ def locate(model: str) -> Path | None:
                 f"to download it: hf download {model} --local-dir {name}, then --model {name}; or"
                 " pass a folder"
             )
+        state = "is no folder" if os.path.exists(folder) else "does not exist"
         raise ConfigError(
-            f"model folder {model} does not exist; {fix} or a bundled model name:"
-            f" {', '.join(BUNDLED)}"
+            f"model folder {model} {state}; {fix} or a bundled model name: {', '.join(BUNDLED)}"
         )
     return folder
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,13 @@ def _require_folder(folder: Path) -> None:
         )
 
 
-def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
+def check_model_files(folder: Path, *, reads_gguf: bool, weight_files: Sequence[str] = ()) -> None:
     """Check that a folder contains the files that an engine and a frontend need.
 
     Args:
         folder: model folder.
         reads_gguf: the engine loads GGUF files.
+        weight_files: one of these must be there, unless the model is a GGUF file; (): none.
 
     Raises:
         ConfigError: names the missing or unsupported file.
@@ -140,6 +141,14 @@ def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
         raise ConfigError(
             f"Model folder {folder} has no {TOKENIZER}, which frontends need to render prompts."
             " Download it too.",
+            field="model_path",
+        )
+    if weight_files and not any((folder / name).is_file() for name in weight_files):
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        seen = f"; {others[0]} has another name" if others else ""
+        raise ConfigError(
+            f"Model folder {folder} has none of {', '.join(weight_files)}{seen}. Download the"
+            " weights, or rename them.",
             field="model_path",
         )
 

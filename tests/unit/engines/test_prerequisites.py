@@ -57,6 +57,12 @@ def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> 
         ({"config.json": "{"}, "torch", "config.json can't be read"),
         ({"config.json": {}}, "vllm", "model_type is missing"),
         ({"config.json": {"model_type": "llama"}}, "torch", "has no tokenizer.json"),
+        ({"config.json": {"model_type": "gpt_oss"}}, "torch", "has none of model.safetensors, "),
+        (
+            {"config.json": {"model_type": "gpt_oss"}, "weights.safetensors": ""},
+            "torch",
+            "weights.safetensors has another name",
+        ),
     ],
 )
 def test_model_folder_when_it_lacks_a_file_then_it_is_named(
@@ -70,14 +76,31 @@ def test_model_folder_when_it_lacks_a_file_then_it_is_named(
     [
         ({}, "mock"),
         ({"a.gguf": ""}, "torch"),
-        ({"config.json": {"model_type": "gpt_oss"}}, "torch"),
-        ({"config.json": {"model_type": "llama"}, "tokenizer.json": {}}, "torch"),
+        ({"config.json": {"model_type": "gpt_oss"}, "model.safetensors": ""}, "torch"),
+        ({"config.json": {"model_type": "gpt_oss"}, "model.safetensors.index.json": {}}, "torch"),
+        ({"config.json": {"model_type": "gpt_oss"}}, "vllm"),
+        (
+            {"config.json": {"model_type": "llama"}, "tokenizer.json": {}, "pytorch_model.bin": ""},
+            "torch",
+        ),
     ],
 )
 def test_model_folder_with_all_needed_files_is_accepted(
     folder: Makes, files: dict[str, Any], engine: Any
 ) -> None:
     check_prerequisites(WorkerConfig(model_path=folder(files), engine=engine), {}, locate)
+
+
+def test_dummy_weights_need_no_files(folder: Makes) -> None:
+    path = folder({"config.json": {"model_type": "gpt_oss"}})
+    args = {"load_format": "dummy"}
+    config = WorkerConfig(model_path=path, engine="torch", override_engine_args=args)
+    check_prerequisites(config, {}, locate)
+
+
+def test_path_of_a_file_is_no_folder(folder: Makes) -> None:
+    path = Path(folder({"config.json": {}})) / "config.json"
+    assert "is no folder" in refused(WorkerConfig(model_path=str(path), engine="torch"))
 
 
 def test_hugging_face_name_suggests_the_download_line() -> None:
