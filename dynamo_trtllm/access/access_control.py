@@ -37,6 +37,10 @@ _API: Final = frozenset({"api", "all"})  # scopes of keys that are for requests 
 _STATUS: Final = frozenset({"status", "all"})  # scopes of keys that show the state
 _BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
+_OTHER_MACHINE = (
+    "this worker shows its state only to programs of its own machine; start it with --api-keys-file"
+    " and send a key, or with --allow-anonymous"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,14 +112,15 @@ class AccessControl:
         """
         self.needs_api_key = config.needs_api_key
         self._needs_certificate = config.needs_certificate
-        self.has_console = False  # its page and the files of that need no key
+        self.has_console = False  # it serves the console, whose page and files need no key
         # The usage of keys; None: none has limits.
         self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
         self._from_settings: dict[bytes, Tenant] = {}
         for key in config.api_key:
             digest = digest_of(key)
-            # Its name is not the number of the key: stored responses belong to the name.
+            # Stored responses belong to the name. So it is not the place in the list, which may
+            # change.
             name = f"api-key-{digest.hex()[:8]}"
             named = ApiKey(name=name, sha256=digest.hex(), scope="all")
             self._from_settings[digest] = Tenant(named, None)
@@ -125,6 +130,7 @@ class AccessControl:
         self._watch: FileWatch[KeysFile] | None = None
         if config.api_keys_file is not None:
             self.usage = table or UsageTable()
+            # It reads the file now, and again when it changes.
             self._watch = FileWatch(
                 "API keys",
                 [config.api_keys_file],
@@ -199,7 +205,9 @@ class AccessControl:
                     " server; call this worker by an IP address or as localhost, or send an API key"
                 )
             self._check_certificate(request)
-            if self.needs_api_key or not self._needs_certificate:
+            if not self.needs_api_key and not self._needs_certificate:
+                raise InvalidApiKey(_OTHER_MACHINE)
+            if self.needs_api_key:
                 request.sender = self._authorized(request, _STATUS)
         except (InvalidApiKey, PermissionDenied) as error:
             self.count("access_denied_total", error.code)
@@ -287,6 +295,6 @@ def _key_of(request: HttpRequest) -> str:
     authorization = request.header(b"authorization")
     if authorization is None:
         return (request.header(b"x-api-key") or "").strip(_BLANKS)
-    # It counts also if it is empty or has another scheme.
+    # This header wins over x-api-key, even if it is empty or has another scheme.
     scheme, _, key = authorization.partition(" ")
     return key.strip(_BLANKS) if scheme.lower() == "bearer" else ""

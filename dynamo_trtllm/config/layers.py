@@ -174,7 +174,8 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        # All nodes so far and this level count, so a document that is too large is not read whole.
+        # The limits of size and depth are checked before a node is read, so a document that is too
+        # large is not read whole.
         _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)

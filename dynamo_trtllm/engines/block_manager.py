@@ -15,8 +15,8 @@ from typing import NamedTuple
 from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
 from dynamo_trtllm.protocol.messages import TokenIds
 
-# What a block is found by: the hash of the block before it, or the cache salt for the first block;
-# and the tokens of the block.
+# What a block is found by: the serial number of the block before it (its `hash` in KV events), or
+# the cache salt for the first block; and the tokens of the block.
 _Key = tuple[int | str | None, bytes]
 
 
@@ -40,8 +40,8 @@ class BlockTable:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []  # numbers of its blocks, in the order of its tokens
-        # Cached blocks with the same content as the first blocks of the request. If another request
-        # has stored a block with this content before, its number is not that in `numbers`.
+        # Cached blocks with the same content as the first blocks of the request. Where another
+        # request has stored that content before, the block's number is not the one in `numbers`.
         self.chain: list[CachedBlock] = []
         # The manager's `_num_changes` when it last had too few blocks for the request.
         self.refused_at = -1

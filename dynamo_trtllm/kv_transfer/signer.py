@@ -5,8 +5,8 @@ keys (`--kv-transfer-key-file`) sign them, so that no client of NATS without a k
 worker connect, allocate memory or read KV. Frontends need no key: they name the receivers, and pass
 the signed parameters on.
 
-A signature covers the parameters, which include the prefill instance and the expiry, the request,
-and the receivers. It is HMAC-SHA256 over the values in a fixed order.
+A signature covers the parameters (with the prefill instance and the expiry), the request and the
+receivers. It is HMAC-SHA256 over the values in a fixed order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TransferSigner:
     # --- prefill worker ---------------------------------------------------------------------------
 
     def check_prefill(self, request: GenerateRequest) -> None:
-        """Check that a prefill call names the receivers of its KV, if they are signed.
+        """Check that a prefill call names the receivers of its KV, if this worker has a key.
 
         Raises:
             TransferRejected: it names none.

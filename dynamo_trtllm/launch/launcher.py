@@ -144,20 +144,20 @@ def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
         dead: a process that has ended.
         specs: all processes of the deployment.
     """
-    if dead.role not in (Role.PREFILL, Role.ELASTIC) or not _may_be_mapped(dead):
+    if dead.role not in (Role.PREFILL, Role.ELASTIC) or not _shares_gpu_memory(dead):
         return []
     names = []
     for spec in specs:
         is_same = spec.engine == dead.engine and spec.model == dead.model
         is_partner = is_same and spec.name != dead.name
         reads_kv = spec.role in (Role.DECODE, Role.ELASTIC)
-        if not reads_kv or not is_partner or not _may_be_mapped(spec):
+        if not reads_kv or not is_partner or not _shares_gpu_memory(spec):
             continue
         names.append(spec.name)
     return names
 
 
-def _may_be_mapped(spec: ProcessSpec) -> bool:
+def _shares_gpu_memory(spec: ProcessSpec) -> bool:
     has_gpus = bool(spec.env.get(VISIBLE))
     return spec.engine in KEEP_MAPPED and has_gpus
 
@@ -185,7 +185,8 @@ class Launcher:
         # multiple of ready_timeout_s.
         self._limit_factors: dict[str, int] = {}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
-        # Names of processes that were ready. Others may have mapped memory of their last runs.
+        # Names of processes that were ready before: other processes may still map the memory of
+        # those runs.
         self._mapped_by_others: set[str] = set()
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(self.deployment.restart, self.output.say)
@@ -240,7 +241,7 @@ class Launcher:
             )
         while self._not_ready:
             await self._changed.wait()
-        # Requests of `on_ready` would keep the processes from stopping.
+        # A stop cancels `on_ready`, because its requests would keep the processes from stopping.
         if await wait_for_first(on_ready(self.record), self._supervisor.until_stopping()):
             self._supervisor.stop()
 
@@ -372,7 +373,8 @@ class Launcher:
                 # The dependent that was stopped last is not ready again yet.
                 stopping = []
             for process in stopping:
-                # No `await` comes before this, so that no other caller counts the process as ready.
+                # In the same step as the check above, so that no other caller counts the process as
+                # ready.
                 process.terminate()
             if stopping:
                 await asyncio.gather(*(process.stop() for process in stopping))

@@ -190,8 +190,8 @@ class Recorder:
     ) -> None:
         """Create the file of this process and record from now on. Call it on the event loop.
 
-        A second user in the process, such as an embedded worker, shares the file of the first. If
-        the file can't be created, a warning is logged and nothing is recorded.
+        A second user in the process, such as an embedded worker, shares what the first has: its
+        file, or none. If the file can't be created, a warning is logged and nothing is recorded.
 
         Args:
             folder: the folder for the files, on tmpfs; None: record nothing.

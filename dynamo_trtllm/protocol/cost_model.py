@@ -20,7 +20,7 @@ Features: TypeAlias = Sequence[float]
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
-# Each request uses one of 32 experts of a layer, as 4 of 128 in gpt-oss-120b.
+# The share of a layer's experts that a token does not use: 124 of 128 in gpt-oss-120b.
 _UNUSED_EXPERTS: Final = 1 - 1 / 32
 _PER_KI: Final = 1 / 1024
 _PER_MI: Final = 1 / (1 << 20)
@@ -285,7 +285,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def token_s(self) -> float:
         """Seconds per prompt token in a full step. 0: not known.
 
-        Without prefill steps, they are seconds per request in a decode step of 32 requests.
+        Without prefill steps, this is a guess: the seconds per request in a decode step of 32.
         """
         if self.prefill is not None and self.step_tokens:
             full_step = prefill_features(0, 0, self.step_tokens, 0.0)
@@ -435,7 +435,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_measured(self) -> bool:
-        """True if nothing is missing that an equal worker may have measured."""
+        """True if it lacks nothing that it could take from an equal worker."""
         return self.is_complete and self.has_computed_prompts
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:

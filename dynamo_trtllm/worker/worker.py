@@ -295,13 +295,14 @@ class Worker(Lifecycle):
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 if not self._health.failure:
                     self._health.failure = exc.message
+                # Calls that still run end with this error, and not as if the worker was stopped.
                 started.server.failure = exc.message
                 await self._drain(started)
                 raise
             except asyncio.CancelledError:
                 # `stop` was not called: something that ran in the event loop has raised
-                # SystemExit, maybe because of a request. Frontends should not take this for a
-                # drain, and try the request on one worker after the other.
+                # SystemExit, maybe because of a request. If frontends took this for a drain, they
+                # would try the request on one worker after the other.
                 if self._owns_process and not self._stop_event.is_set():
                     started.server.failure = "its event loop was stopped"
                 raise

@@ -162,6 +162,7 @@ class PlaneClient:
             del self._running[subject]
 
     def _send_cancel(self, subject: str, number: int, *, awaits_kv: bool) -> None:
+        # A stream that awaits KV may still send it in its last frame. It is not cancelled again.
         if not awaits_kv:
             remember(self._cancelled, number, subject)
         self._cancel(subject, number, awaits_kv=awaits_kv)
@@ -184,8 +185,9 @@ class PlaneClient:
 
         Args:
             subject: request-plane address of a worker's `generate`.
-            num_pings: longest number of pings without a reply. The first ping to a process that has
-                just ended may be lost, because the server closes its subscriptions a moment later.
+            num_pings: how many pings are sent at most while none is answered. The first ping to a
+                process that has just ended may be lost, because the NATS server closes its
+                subscriptions a moment later.
 
         Raises:
             WorkerDied: no process listens. Not raised if it hangs, or if this process has no
@@ -314,6 +316,7 @@ class PlaneClient:
 
         Cancel streams of the worker that this process no longer reads.
         """
+        # Frames that came before this report count.
         self._inbox.pass_on()
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
@@ -346,7 +349,7 @@ class PlaneClient:
         else:
             lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            # A stream without an acknowledgment ends with an error that says so.
+            # A stream without an acknowledgment (None) ends with an error that says so.
             if lost_own_connection or receiver.last_ping_before_ack is not None:
                 receiver.fail(lost)
 

@@ -201,7 +201,7 @@ class Watchdog:
         self._detector = detector
         self._end = end
         self._stop = threading.Event()
-        self._failure = ""  # the failure of the last look; "": it has not failed
+        self._failure = ""  # of the last look; "": it has not failed
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
 
     def start(self) -> None:
@@ -227,6 +227,8 @@ class Watchdog:
                 if failure != self._failure and not self._detector.is_over:
                     log.warning("the watchdog of the event loop could not look: %s", failure)
                 self._failure = failure
+            else:
+                self._failure = ""
             if self._detector.is_over:
                 return
             if reason:

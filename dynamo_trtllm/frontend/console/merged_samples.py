@@ -90,12 +90,13 @@ class MergedSamples:
         rows = self._latest()
         self._requests.clear()
         self._take_history(rows)
-        begun = self._points[-1].at + 1 if self._points else 0.0
-        self._points.extend(point for point in points_of(rows) if point.at >= begun)
+        first_new_at = self._points[-1].at + 1 if self._points else 0.0
+        self._points.extend(point for point in points_of(rows) if point.at >= first_new_at)
 
     def add(self, sample: FrontendSample) -> None:
         """Take a sample of any process."""
         self._processes[sample.process] = _Process(sample, self._clock())
+        # The first sample of a process has requests that ended before it.
         if sample.number == 1:
             self._take_history(sample.requests)
         self._new.append(sample)
@@ -137,6 +138,7 @@ class MergedSamples:
         self._requests.extend(rows)
         point = self._point(samples, rows)
         self._points.append(point)
+        # With the history of a new process, readers get the whole list.
         shown = rows if all(sample.number > 1 for sample in samples) else list(self._requests)
         return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
 
@@ -144,6 +146,7 @@ class MergedSamples:
         """Take requests that ended before the samples begin."""
         known = {row.id for row in self._requests}
         unknown = [row for row in rows if row.id not in known]
+        # No sample has counted the tokens of these.
         for row in unknown:
             self._times.add_request(row, with_tokens=True)
         merged = sorted([*self._requests, *unknown], key=lambda row: row.begun_at + row.total_s)

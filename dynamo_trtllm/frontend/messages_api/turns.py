@@ -260,6 +260,7 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
         elif thinking.budget_tokens is not None:
             chosen = _effort_of(thinking.budget_tokens)
     if chosen is not None and _EFFORT not in served.renderer.variables:
+        # Then reasoning is turned off by a variable of the template, or is not shown.
         is_turned_off = effort is None and thinking is not None and thinking.type == "disabled"
         ignored = () if is_turned_off else (field,)
         return None, ignored

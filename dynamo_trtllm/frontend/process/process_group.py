@@ -57,6 +57,7 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
             f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of"
             f" the {cores} CPU cores; one process per core is enough"
         )
+    # This fails if another frontend has the port, too, with which `bind` would share it.
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
     return bind(config.http_host, port, is_shared=True)
@@ -150,11 +151,11 @@ class ProcessGroup:
         if self._usage_file is not None:
             # The process receives this file before anything else.
             socket.send_fds(own_end, [b"\0"], [self._usage_file])
-        connected = asyncio.open_unix_connection(sock=own_end)
+        reader, writer = await asyncio.open_unix_connection(sock=own_end)
         on_ready = partial(self._on_process_ready, name)
         with (
             child_end,
-            closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe,
+            closing(ControlPipe(reader, writer, self._total_metrics, on_ready)) as pipe,
         ):
             # The child has an output relay of its own, and counts its dropped lines.
             streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}

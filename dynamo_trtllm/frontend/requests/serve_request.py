@@ -141,6 +141,7 @@ async def plan_request(
     timeline.enter("load")
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))
+    # A request and a key without a priority have nothing to compare.
     if tenant is not None and (call.priority or tenant.key.priority):
         call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
@@ -184,9 +185,10 @@ async def tokenize(
     stored_chars: int,
     num_choices: int = 1,
 ) -> V:
-    """Render and tokenize a request so that it delays no stream.
+    """Plan a request so that it delays no stream: render it, and tokenize it.
 
-    A small request is tokenized at once, a larger one in a turn, and a large one in a thread.
+    This is done at once for a small request, in a turn for a middle-sized one, and in a thread for
+    a large one.
 
     Args:
         prepare: the work, which may take long and is safe in a thread.
@@ -307,8 +309,8 @@ async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str |
 
     The error is returned and not raised, because the caller waits while it sends the error. In an
     `except` block, a cancellation of that wait would refer to the error as its context. The error
-    of a time limit refers to the task, and the task to the cancellation: a cycle, which would keep
-    the body in memory.
+    of a time limit would then hold, through its task, the cancellation that holds it. This cycle
+    would keep the body in memory.
 
     Raises ClientDisconnected.
     """

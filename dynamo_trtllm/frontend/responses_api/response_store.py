@@ -93,8 +93,8 @@ class _Write(NamedTuple):
 class ResponseStore:
     """The store of responses, which also assigns their ids.
 
-    A response is written in the background, so that a slow or unreachable store delays no other
-    one. It is readable here meanwhile. A failed write is logged and counted, and its response is
+    A response is written in the background, so that a slow or unreachable store delays no answer.
+    It is readable here meanwhile. A failed write is logged and counted, and its response is
     lost.
 
     Args:
@@ -146,9 +146,9 @@ class ResponseStore:
     async def _write(
         self, response_id: str, data: bytes, owner: str, before: _Write | None
     ) -> None:
+        if before is not None:  # writes of one response must not overtake each other
+            await asyncio.wait({before.task})
         async with asyncio.timeout(_WRITE_S):
-            if before is not None:  # writes of one response must not overtake each other
-                await asyncio.wait({before.task})
             await self.store.put(response_id, data, owner)
 
     def _written(self, response_id: str, write: _Write) -> None:

@@ -70,13 +70,13 @@ class _Attempt:
     prefill: Instance | None  # None: `decode` is an aggregated worker
     decode: Instance
     worker: Instance  # the last one that was called. A failure is attributed to it.
-    # The call without a phase, as an aggregated worker gets it. After the prefill, it is the decode
-    # call.
+    # What the next call to `decode` carries: first the request of an aggregated worker, and after
+    # the prefill that of the decode call, with KV transfer parameters.
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # Of a request that may have ended a worker (see `suspects`): the tokens after which this call
-    # is known not to end its worker in the same way. 0: it is known, or this is no such request.
+    # Of a suspect: the number of tokens of this call after which it has settled (see `suspects`).
+    # 0: it has settled, or is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
@@ -119,7 +119,7 @@ class GenerationFlow:
     Some prefill workers ignore that release, and free KV only when it is fetched. After a cancel,
     the driver lets a decode worker fetch that KV. After an error of the decode call, no worker
     fetches it again: the call may have fetched the KV, and another fetch might wait for KV that is
-    gone. The library's timeout frees it then.
+    gone. The timeout of the engine's library (vLLM, TensorRT-LLM) frees it then.
 
     Args:
         driver: does what the flow decides.
@@ -226,7 +226,7 @@ class GenerationFlow:
         (`is_last_resort`), and then all instances again, also those that have failed (a round).
         """
         if self.awaits_trial and not self._timeline.suspicion.unexplained_deaths():
-            # Another request was the cause.
+            # The deaths are explained by another request, or the worker works again.
             self.awaits_trial = False
         selected = self._driver.select(
             self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort
@@ -495,10 +495,10 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        # A call that its worker did not accept is not counted (see `RouterOptions`). After such a
-        # refusal, the last elastic worker that is left runs the whole request.
-        is_refused = isinstance(error, errors.KvTransfersFull)
-        was_accepted = not is_refused and not errors.is_not_accepted(error)
+        # A call that its worker did not accept is not counted (see `RouterOptions`). So every
+        # elastic worker may refuse it because of its KV, and then one runs the whole request.
+        is_kv_full = isinstance(error, errors.KvTransfersFull)
+        was_accepted = not is_kv_full and not errors.is_not_accepted(error)
         if not self._sent_ids:
             if was_accepted:
                 self._timeline.count_retry()
@@ -533,7 +533,7 @@ class GenerationFlow:
         ):
             return False
         if self.state is State.PREFILL:
-            # The collecting call needs no slot, and there may be nothing to collect.
+            # No decode call has taken the slot yet, and the collecting call takes none.
             self._free_slot(attempt)
         elif self.state is not State.DECODE:
             return False
@@ -571,7 +571,7 @@ class GenerationFlow:
 
 
 def _feature_with_state(sampling: Sampling) -> str | None:
-    """Return the name of a sampling feature with state that the tokens so far do not determine.
+    """Return the name of a sampling feature whose state is lost when output becomes prompt.
 
     None: the request has no such feature. The name is for error messages.
     """

@@ -8,35 +8,38 @@ Definitions:
 * point of a death: the progress of a charged request when the worker died, as the tokens of its
   call and as those of its answer. A query of death ends each worker at the same point.
 * suspect: a request with a charge that is not explained (rule 5) and not dropped (rules 1 and 8).
-* settled: a suspect has settled when its call has SETTLED_TOKENS tokens more than at the point.
+* settled: a suspect has settled when its call has SETTLED_TOKENS tokens more than at the point, or
+  MAX_UNSETTLED_TOKENS tokens. Then others may be tried on its worker.
 * prime suspect: a suspect whose call had fewer than SETTLED_TOKENS tokens, because most queries of
-  death end a worker soon after they begin; or a suspect with two such charges.
+  death end a worker soon after they begin; or any suspect with two charges that make it one.
 * new request: one that is no suspect, and whose call has fewer than SETTLED_TOKENS tokens.
 
 Rules:
 
-1. A charge is dropped when the suspect has settled.
+1. A charge counts until the call has SETTLED_TOKENS tokens more than at the point. It is dropped at
+   the next death.
 2. A prime suspect waits, for a bounded time, for workers on which all other suspects have settled.
    It is tried on these. All other requests migrate at once.
 3. When a worker dies with suspects, those are given up which the death singles out (the cases are
    in `_single_out`), so that they end no third worker.
 4. A death that singles out no request may have another cause than the one before. It is charged to
    all requests on the worker. A death that singles out some is charged to these and to new
-   requests: otherwise, a query of death that meets suspects of another one would end as many
-   workers as there are suspects, and not be charged.
-5. If all requests that are given up were at the point of an earlier death, this death and those
-   with which all of them are charged are explained.
-6. A request with explained charges only may still be another query of death. If it is at the point
-   of one as a new request, it is singled out like a suspect, unless a new request that has no
-   charge may be the cause.
+   requests. Otherwise a second query of death that is new among suspects of a first one would never
+   be charged: each death would give up one of the suspects instead.
+5. If all requests that are given up were at the point of an earlier death, this death is explained,
+   and so is each earlier death that is charged to every one of them.
+6. A request whose charges are all explained may still be another query of death. It is singled out
+   like a suspect if it is new and at the point of one of these deaths. But if a new request without
+   any charge runs there, too, that one may be the cause, and rule 6 does not apply.
 7. After a request was given up, requests with the same model, prompt and format are rejected for
-   REJECTED_S seconds, if its last death gave up no other request. Otherwise, most of those that
-   were given up are innocent. They are rejected only after one of them is given up again within
-   that time, and none was completed in between.
+   REJECTED_S seconds. If its last death gave up several requests, most of them are innocent: they
+   are rejected only after one of them is given up again within that time, and none was completed
+   in between.
 8. A charge is dropped when the worker works again: then it had only lost its connection.
 9. A request is given up when its MAX_DEATHS-th worker dies and it is at the point of an earlier
-   death, whatever explains these deaths: queries of death that overlap explain each other's. It may
-   be innocent, so it explains no death, and those like it are rejected as if others were given up.
+   death, even if these deaths are explained: overlapping queries of death explain each other's
+   deaths. It may be innocent, so it explains no death, and those like it are rejected as if its
+   last death had given up several.
 
 Example: worker 1 runs the requests A, B and C. A and B have begun, C has 50 tokens. Worker 1 dies,
 and all three are suspects. C migrates to worker 2 at once, and settles there after 58 tokens. A and
@@ -66,7 +69,7 @@ log = logging.getLogger(__name__)
 # A request whose prompt, format or first steps end workers does so before it has this many tokens.
 # Until then, other suspects wait, for a fraction of a second.
 SETTLED_TOKENS: Final = 8
-# A suspect that failed later settles now, so that others need not wait for seconds.
+# A suspect that failed later than this settles here, so that others need not wait for seconds.
 MAX_UNSETTLED_TOKENS: Final = 64
 # Long enough to restart workers with a large model before a repeated query of death ends two more
 # of them. Not longer, because the rejected request may be innocent.
@@ -110,25 +113,26 @@ class Death:
     ) -> None:
         self.instance_id = instance_id
         self.charged = charged  # the calls to which it is charged and that have not failed yet
-        # The prompts whose requests this death singles out. They are given up.
+        # The suspicions of the requests that this death singles out. They are given up.
         self.given_up = given_up
-        # The prompts whose requests are given up because they had MAX_DEATHS.
+        # The suspicions of the requests that are given up because they had MAX_DEATHS.
         self.exhausted = exhausted
         self.is_explained = False  # a request that was given up has probably caused it
         self.is_revoked = False  # the instance works again
 
 
 class Suspicion:
-    """The deaths with which prompts of a request are charged; nearly all requests have only one.
+    """The deaths with which one prompt of a request is charged, whose choices share this object.
 
-    The choices of these prompts share this object.
+    A request with very many prompts has one for several prompts, see `share_suspicions`.
     """
 
     __slots__ = ("deaths", "is_shared", "noted_keys", "num_prompts", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.deaths: dict[Death, RequestProgress] = {}
-        self.num_prompts = 0  # 0: the only prompt of its request
+        # As `share_suspicions` counts them; 0: this is for the only prompt of a request.
+        self.num_prompts = 0
         # The keys of its prompts that are noted as given up.
         self.noted_keys: set[Key] = set()
         self.is_shared = is_shared  # several choices have it
@@ -195,9 +199,9 @@ class TrackedCall:
         """Return whether the request is at the point at which it failed before."""
         now = self.progress()
         for before in self.suspicion.deaths.values():
-            is_same_call = abs(now.call_tokens - before.call_tokens) <= _LOST_TOKENS
-            is_same_answer = abs(now.answer_tokens - before.answer_tokens) <= _LOST_TOKENS
-            if is_same_call or is_same_answer:
+            is_at_call_point = abs(now.call_tokens - before.call_tokens) <= _LOST_TOKENS
+            is_at_answer_point = abs(now.answer_tokens - before.answer_tokens) <= _LOST_TOKENS
+            if is_at_call_point or is_at_answer_point:
                 return True
         return False
 
@@ -413,7 +417,7 @@ class Suspects:
             return prime_at_point
         # Case 2: other suspects at such a point, and new requests at the point of an explained one.
         candidates = suspects
-        # A new request without a charge may be the cause, so that the others are not given up.
+        # Where a new request without a charge may be the cause, other new ones are no candidates.
         if all(call.suspicion.deaths for call in new):
             candidates = suspects | new
         at_point = {call for call in candidates if call.is_at_earlier_death()}
@@ -422,7 +426,8 @@ class Suspects:
         # Case 3: all that are tried as prime suspects.
         if prime_suspects:
             return prime_suspects
-        # Case 4: the only suspect, if no new request may be the cause.
+        # Case 4: the only suspect, at whatever point, if no new request may be the cause. A third
+        # worker is not risked, although the request may be innocent.
         is_only_suspect = len({call.suspicion for call in suspects}) == 1 and not new
         return suspects if is_only_suspect else set()
 

@@ -144,8 +144,8 @@ class HarmonyParser:
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # Number of tokens in the header that are not output. Until the forced ones are parsed, it
-        # is at least as large as the header, so none of them is output.
+        # Number of tokens in the header that are not output. While the forced ones are parsed, it
+        # covers the whole header.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
@@ -211,10 +211,10 @@ class HarmonyParser:
             self._end_message()
 
     def _can_be_header(self) -> bool:
-        """Return False if the text before the first control token can't become a recipient, or is
-        not a header.
+        """Return whether the tokens so far may become a header.
 
-        Text with a new line, too many words or too many tokens is not a header.
+        Before the first control token, only a recipient may come. Text with a new line, too many
+        words or too many tokens is not a header.
         """
         newest = self._token_bytes(self._header[-1])
         is_too_long = len(self._header) > _MAX_HEADER_TOKENS or self._blanks > _MAX_HEADER_BLANKS

@@ -153,7 +153,7 @@ class Fetch:
     is_checked: bool
     _peer: RemoteAgent = field(init=False)
     _ready: int = field(init=False)  # number of regions that can be read
-    _moved_at: float = field(init=False)
+    _progress_at: float = field(init=False)
     _hashing: list[list[Future[int]]] = field(default_factory=list)  # the jobs, by region and block
 
     def steps(self) -> PollSteps:
@@ -170,7 +170,7 @@ class Fetch:
             self.peers.connected(self.offer) as self._peer,
             self.bindings.temporarily_registered(with_bytes),
         ):
-            self._moved_at = time.monotonic()
+            self._progress_at = time.monotonic()
             try:
                 yield from self._data()
                 yield from self._acknowledge()
@@ -246,7 +246,7 @@ class Fetch:
     def _complete(self, read: _RegionRead) -> None:
         if read.xfer is not None:
             read.xfer.agent.release_xfer_handle(read.xfer.handle)
-        self._moved_at = time.monotonic()
+        self._progress_at = time.monotonic()
         if self.is_checked:
             self._hashing.append(self.checksums.submit_all(self.to.regions[read.region_index]))
         if self.to.on_region is not None:
@@ -258,7 +258,7 @@ class Fetch:
         self._ready = min(validity.ready, len(self.to.regions))
         has_more = self._ready > before
         if has_more:
-            self._moved_at = time.monotonic()
+            self._progress_at = time.monotonic()
         return has_more
 
     def _acknowledge(self) -> PollSteps:
@@ -268,7 +268,7 @@ class Fetch:
             TransferFailed: the transfer was unpublished or its checksum differs, so the data is
                 invalid.
         """
-        self._moved_at = time.monotonic()
+        self._progress_at = time.monotonic()
         ours = yield from self._checksum()
         entry = yield from self._read_validity()
         # The checksum is 0 while the prefill worker is still computing it.
@@ -344,7 +344,7 @@ class Fetch:
                 f"KV transfer {self.transfer_id}: prefill worker {self._peer.name} did not answer"
                 " in time"
             )
-        return now - self._moved_at
+        return now - self._progress_at
 
     def _abort(self, xfers: list[_XferHandle]) -> PollSteps:
         """Abort reads by closing the connection, which is the only abort that UCX guarantees."""
