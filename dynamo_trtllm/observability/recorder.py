@@ -37,6 +37,8 @@ MAGIC: Final = b"DTRTRING"
 VERSION: Final = 2
 HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
+_INCOMPLETE: Final = ".new"  # the suffix of a file without its header
+_INCOMPLETE_S: Final = 60.0  # far longer than a header takes
 
 # The fields of `RecordingHeader` up to `namespace`, in this order.
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
@@ -138,7 +140,7 @@ class _Ring:
     def __init__(self, path: Path, header: bytes, num_slots: int) -> None:
         self._num_slots = num_slots
         size = HEADER_BYTES + num_slots * SLOT.size
-        new = path.with_suffix(".new")
+        new = path.with_suffix(_INCOMPLETE)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(new, flags, 0o600)
         try:
@@ -461,6 +463,12 @@ def remove_old(folder: Path) -> None:
         is_old = time.time() - ended_at >= KEPT_S
         if index >= num_kept or is_old:
             path.unlink(missing_ok=True)
+    # A process that was killed while it began leaves an incomplete file.
+    for path in folder.glob(f"*{_INCOMPLETE}"):
+        with contextlib.suppress(OSError):
+            is_left = time.time() - path.stat().st_mtime >= _INCOMPLETE_S
+            if is_left and path.is_file() and not is_locked(path):
+                path.unlink(missing_ok=True)
 
 
 def _num_files(folder: Path, share: float) -> int:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -219,6 +220,18 @@ def test_start_keeps_the_newest_recordings(
             recording(memory_path, partial(receive, f"{n + 1:016x}"))
     # 3 and the one that has just ended
     assert list(Recordings.read(memory_path).requests) == [3, 4, 5, 6]
+
+
+def test_start_removes_what_a_killed_process_has_begun(memory_path: Path) -> None:
+    left = memory_path / "left.new"
+    begun = memory_path / "begun.new"
+    for path in (left, begun):
+        path.touch()
+    an_hour_ago = time.time() - 3600
+    os.utime(left, (an_hour_ago, an_hour_ago))
+    recording(memory_path, lambda _: None)
+    assert not left.exists()
+    assert begun.exists()
 
 
 def test_start_in_unwritable_folder_warns_only(
