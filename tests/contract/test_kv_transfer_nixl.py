@@ -53,6 +53,35 @@ async def test_fetch_reconnects_to_a_peer_that_was_read_often(
     assert known == [1, 1, 0, 1, 1, 0, 1]
 
 
+async def test_overlapping_fetches_do_not_collect_memories_for_ever(
+    pair: tuple[NixlBackend, NixlBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "MAX_KNOWN_MEMORIES", 1)
+    holder, reader = pair
+    source = content("t", 8 * SIZE)
+    parts = split(source, [SIZE] * 8)  # each transfer has memory of its own
+    target = bytearray(8 * SIZE)
+    targets = split(target, [SIZE] * 8)
+
+    async def begin(number: int, *, ready: int) -> asyncio.Task[None]:
+        offer = await holder.publish(f"t{number}", [parts[number]], ready=ready)
+        to = Destination([targets[number]])
+        return asyncio.create_task(reader.read(f"t{number}", offer, to, timeout_s=SOON_S))
+
+    first = await begin(0, ready=0)  # it stays in progress
+    await (await begin(1, ready=1))
+    waiting = await begin(2, ready=1)
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    (peer,) = reader._peers._connected.values()
+    assert len(peer.known) == 2
+    holder.mark_ready("t0", 1)
+    await first
+    await waiting
+    assert not reader._peers._connected  # it is full with one memory, and idle
+    assert target[: 3 * SIZE] == source[: 3 * SIZE]
+
+
 async def test_offer_when_guards_run_out_then_fails_until_withdrawal(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:

@@ -39,8 +39,9 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 
-# A peer is removed once the metadata of this many of its memories was loaded, because NIXL frees
-# the metadata only with the whole peer.
+# NIXL frees the metadata of memory only with the whole peer. So an idle peer is removed once the
+# metadata of this many of its memories was loaded. With twice as many, no new fetch begins until it
+# is idle.
 MAX_KNOWN_MEMORIES = 1024
 
 
@@ -69,6 +70,14 @@ class RemoteAgents:
         """Return whether `connected` needs no connection and no metadata for this offer."""
         peer = self._connected.get(offer.agent)
         return peer is not None and (not offer.memory or offer.memory in peer.known)
+
+    def is_full(self, offer: NixlOffer) -> bool:
+        """Return whether a fetch has to wait until the other fetches from its agent have ended."""
+        with self._lock:
+            peer = self._connected.get(offer.agent)
+            if peer is None or not offer.memory or offer.memory in peer.known:
+                return False
+            return len(peer.known) >= 2 * MAX_KNOWN_MEMORIES
 
     @contextlib.contextmanager
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
@@ -158,11 +167,10 @@ class Fetch:
 
     def steps(self) -> PollSteps:
         """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
-        if time.monotonic() >= self.deadline:
-            raise TransferTimeout(
-                f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in"
-                " time"
-            )
+        self._check_deadline()
+        while self.peers.is_full(self.offer):
+            yield MAX_SLEEP_S
+            self._check_deadline()
         failure = f"KV transfer {self.transfer_id}: reading from its prefill worker failed"
         with_bytes = [region for region in self.to.regions if region.num_bytes > 0]
         with (
@@ -176,6 +184,14 @@ class Fetch:
                 yield from self._acknowledge()
             finally:
                 yield from self._end_hashing()
+
+    def _check_deadline(self) -> None:
+        """Raise TransferTimeout if the time of this fetch has passed before it began."""
+        if time.monotonic() >= self.deadline:
+            raise TransferTimeout(
+                f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in"
+                " time"
+            )
 
     def _data(self) -> PollSteps:
         """Read all regions in order.

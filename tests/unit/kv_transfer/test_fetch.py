@@ -42,7 +42,7 @@ def test_steps_time_first_region_after_the_connection(clock: Clock) -> None:
         yield SimpleNamespace(name="prefill", broken=False)
 
     bindings = MagicMock()
-    peers = MagicMock(connected=slowly_connected)
+    peers = MagicMock(connected=slowly_connected, is_full=lambda offer: False)
     bindings.translated.return_value = contextlib.nullcontext()
     bindings.agent.transfer.return_value = "PROC"
     bindings.agent.check_xfer_state.return_value = "PROC"
