@@ -28,6 +28,7 @@ from dynamo_trtllm.launch.running_deployments import (
 from dynamo_trtllm.observability.recorder import boot_id, check_owner, recorder_folder
 from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings, RequestRecording
 from dynamo_trtllm.observability.request_timeline import (
+    longest_intervals,
     outcome,
     timeline_notes,
     timeline_rows,
@@ -169,6 +170,7 @@ def timeline(request: RequestRecording) -> str:
     width = max(len(ms) for ms, _, _ in rows)
     table = format_table([(ms.rjust(width), process, event) for ms, process, event in rows])
     lines += table.splitlines()
+    lines += [f"longest: {interval}" for interval in longest_intervals(request)]
     lines += [f"note: {note}" for note in timeline_notes(request)]
     return "\n".join(lines) + "\n"
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.observability.event_text import HIDDEN, clock_error, describe
+from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import (
     ProcessRecording,
     ProcessState,
     RequestRecording,
     Step,
 )
+
+_MAX_LONGEST: Final = 3  # intervals
+_LEAST_SHARE: Final = 0.05  # of the time of the request
 
 
 class TimelineRow(NamedTuple):
@@ -31,6 +36,27 @@ def timeline_rows(request: RequestRecording) -> list[TimelineRow]:
             since_ms = (step.entry.ns - first_ns) / 1e6
             rows.append(TimelineRow(since_ms, step.process.title, describe(step.entry, request)))
     return rows
+
+
+def longest_intervals(request: RequestRecording) -> list[str]:
+    """Return where most of the time of a finished request went, the longest interval first.
+
+    Each is the time between two events, with the process of the second one. Empty: the request has
+    not finished.
+    """
+    if request.finished is None:
+        return []
+    not_shown = {*HIDDEN, RecordedEvent.PROGRESS}  # progress divides the time of one phase
+    steps = [step for step in request.steps if step.entry.event not in not_shown]
+    total_ns = steps[-1].entry.ns - steps[0].entry.ns
+    longest = sorted(pairwise(steps), key=lambda ends: ends[0].entry.ns - ends[1].entry.ns)
+    texts: list[str] = []
+    for begin, end in longest[:_MAX_LONGEST]:
+        took_ns = end.entry.ns - begin.entry.ns
+        if took_ns > _LEAST_SHARE * total_ns:
+            took = f"{took_ns / 1e6:.3f} ms ({took_ns / total_ns:.0%})"
+            texts.append(f"{took} {begin.entry.name} → {end.entry.name}, {end.process.title}")
+    return texts
 
 
 def timeline_notes(request: RequestRecording) -> list[str]:

@@ -327,6 +327,22 @@ def test_timeline_includes_killed_processes() -> None:
     assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
 
 
+def test_timeline_of_a_finished_request_names_the_longest_intervals() -> None:
+    begun_ns = minute_ago_ns()
+    finished = [*STREAMING, (1050, E.FINISHED, 200, 20, "stop")]
+    ended = [*GENERATED, (1045, E.CALL_ENDED, 20, 0, "stop")]
+    recordings = Recordings(
+        [
+            process("frontend", finished, begun_ns=begun_ns),
+            process("decode", ended, DECODE, begun_ns=begun_ns),
+        ]
+    )
+    lines = timeline(recordings.requests[KEY]).splitlines()
+    longest = [line for line in lines if line.startswith("longest: ")]
+    # Progress does not divide the time of the tokens.
+    assert longest == ["longest: 1005.000 ms (96%) first token → call ended, decode bbb"]
+
+
 def test_timeline_includes_lost_nats_connection() -> None:
     frontend = process("frontend", STREAMING)
     lost = Entry(frontend.entries[4].ns + 1, E.CONNECTION_LOST, 0, 0, 0, 0, 0, "nats")
