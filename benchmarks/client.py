@@ -30,6 +30,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 from .client_shards import AllRequestsFailed, measure_shards
 from .credentials import CERTIFICATE_VARIABLE, KEY_VARIABLE, VARIABLE, open_url
+from .interrupts import Interrupts
 from .load_client import Load, measure_load
 from .summary import table
 
@@ -173,9 +174,14 @@ def main() -> None:
     pids = {name: int(pid) for name, _, pid in (option.partition("=") for option in args.pid)}
     if args.processes > 1:
         try:
-            summary, records = measure_shards(
-                load, processes=args.processes, warmup=args.warmup, pids=pids
-            )
+            with Interrupts() as interrupts:
+                summary, records = measure_shards(
+                    load,
+                    processes=args.processes,
+                    warmup=args.warmup,
+                    pids=pids,
+                    interrupts=interrupts,
+                )
         except AllRequestsFailed as exc:
             raise SystemExit(f"{__package__}.client: {exc}") from exc
     else:

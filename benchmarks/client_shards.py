@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from multiprocessing.synchronize import Barrier
 
 import uvloop
 
+from .interrupts import Interrupts, held_back
 from .load_client import Load, ShardResult, run_shard, summarize_shards
 from .stream import RequestRecord
 from .summary import LoadSummary, ProcessMeter
@@ -34,7 +34,8 @@ class AllRequestsFailed(Exception):
 class LoadInterrupted(KeyboardInterrupt):
     """Ctrl-C ended the load. It has what was measured until then; requests in flight are left out.
 
-    Not an error of the load: who does not expect it sees the Ctrl-C.
+    Not an error of the load: who does not expect it sees the Ctrl-C. It has no records if the load
+    ended in its warm-up.
     """
 
     def __init__(self, summary: LoadSummary, records: list[RequestRecord]) -> None:
@@ -131,6 +132,7 @@ def measure_shards(
     warmup: int,
     pids: dict[str, int],
     on_progress: OnProgress | None = None,
+    interrupts: Interrupts | None = None,
 ) -> tuple[LoadSummary, list[RequestRecord]]:
     """Run the load in several client processes, after a warm-up.
 
@@ -140,6 +142,7 @@ def measure_shards(
         warmup: requests before the load, not measured.
         pids: processes whose CPU time is measured, by name.
         on_progress: called every PROGRESS_S from another thread.
+        interrupts: whose Ctrl-C ends the load early; None: nothing does.
 
     Returns:
         The summary, and the records of all requests by process, numbered from 1.
@@ -147,7 +150,7 @@ def measure_shards(
     Raises:
         EOFError: a client process failed.
         AllRequestsFailed: the first MAX_FAILURES requests failed for another reason than overload.
-        LoadInterrupted: Ctrl-C ended the load. A second one ends this process.
+        LoadInterrupted: Ctrl-C ended the load.
     """
     parts = split_load(load, processes)
     context = multiprocessing.get_context("spawn")
@@ -160,30 +163,35 @@ def measure_shards(
         mine, theirs = context.Pipe()
         args = (part, -(-warmup // len(parts)), warm, theirs, counters, index)
         child = context.Process(target=_run, args=args, daemon=True)
-        child.start()
+        # A terminal sends Ctrl-C to all processes. This one decides what it means for the client.
+        with held_back():
+            child.start()
         theirs.close()
         children.append(child)
         connections.append(mine)
-    is_interrupted = False
-    with _report_progress(counters, on_progress):
+    with ExitStack() as stack:
+        stack.enter_context(_report_progress(counters, on_progress))
+        if interrupts is not None:
+            stack.enter_context(interrupts.stopping(partial(_stop_all, connections)))
         warm.wait(load.timeout_s)
         meter.start()
-        try:
-            shards = [connection.recv() for connection in connections]
-        except KeyboardInterrupt:
-            is_interrupted = True
-            for connection in connections:
-                with suppress(OSError):  # its process has already sent its results, and ended
-                    connection.send(_STOP)
-            shards = [connection.recv() for connection in connections]
+        shards = [connection.recv() for connection in connections]
     for child in children:
         child.join()
     records = [record for shard in shards for record in shard.records]
-    if is_interrupted:
+    # A Ctrl-C after the last request has ended changes nothing here.
+    if any(shard.is_abandoned for shard in shards):
         raise LoadInterrupted(summarize_shards(shards, meter, osl=load.osl), _numbered(records))
     if any(shard.is_stopped for shard in shards):
         raise _all_failed(records)
     return summarize_shards(shards, meter, osl=load.osl), _numbered(records)
+
+
+def _stop_all(connections: Sequence[Connection[str, ShardResult]]) -> None:
+    """End the load of all client processes."""
+    for connection in connections:
+        with suppress(OSError):  # its process has already sent its results, and ended
+            connection.send(_STOP)
 
 
 def _all_failed(records: list[RequestRecord]) -> AllRequestsFailed:
@@ -208,8 +216,6 @@ def _run(
     counters: SharedCounters,
     index: int,
 ) -> None:
-    # A terminal sends Ctrl-C to all processes. The parent decides what it means for this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     should_continue = partial(counters.should_continue, index)
     parent.send(
         uvloop.run(run_shard(load, warmup, warm.wait, should_continue, stop_fd=parent.fileno()))

@@ -274,6 +274,7 @@ class ShardResult:
 
     records: list[RequestRecord]
     is_stopped: bool = False
+    is_abandoned: bool = False  # it was told to end early, before its end
     begun_s: float
     ended_s: float
     cpu_s: float
@@ -322,6 +323,7 @@ async def run_shard(
         return ShardResult(
             records=records,
             is_stopped=client.is_stopped,
+            is_abandoned=client.is_abandoned,
             begun_s=begun_s,
             ended_s=ended_s,
             cpu_s=cpu_s,

@@ -56,8 +56,8 @@ Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Switched(Ours):
     """This project with a switch in its processes."""
 
-    def frontend(self, port: int) -> Sequence[str]:
-        _, _, *flags = super().frontend(port)
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
+        _, _, *flags = super().frontend(port, pace_s)
         return ("-m", f"{__package__}.recorder", "frontend", *flags)
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:

@@ -86,8 +86,8 @@ class RoutedWorkers(Ours):
             counts[prompt_tokens, cached_tokens] += 1
         return counts
 
-    def frontend(self, port: int) -> Sequence[str]:
-        return (*super().frontend(port), "--router-mode", self._mode)
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
+        return (*super().frontend(port, pace_s), "--router-mode", self._mode)
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
         caches_prompts = role in self._roles
@@ -136,8 +136,8 @@ class RoutedDynamo(dynamo.Dynamo):
             decode_itl=steps,
         )
 
-    def frontend(self, port: int) -> Sequence[str]:
-        words = list(super().frontend(port))
+    def frontend(self, port: int, pace_s: float) -> Sequence[str]:
+        words = list(super().frontend(port, pace_s))
         _set_option(words, "--router-mode", self._mode)
         return words
 
@@ -345,7 +345,7 @@ def measure_indexes(arguments: argparse.Namespace) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         module = ("-m", f"{__package__}.routing_processes", "frontend")
         second = spawn(
-            [recipe.python, *module, *recipe.frontend(port)[2:]],
+            [recipe.python, *module, *recipe.frontend(port, STEP_S)[2:]],
             env=env | recipe.environment,
             stdout=DEVNULL,
             stderr=DEVNULL,

@@ -36,6 +36,7 @@ from dynamo_trtllm.support.charts import can_draw
 
 from ..client import choose_model
 from ..client_shards import AllRequestsFailed
+from ..interrupts import Interrupts
 from ..stream import RequestRecord
 from ..summary import table
 from . import PROG, aiperf, point
@@ -75,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         log.error("%s: %s", PROG, exc)
         raise SystemExit(2) from exc
     target = Target(url=url, model=model, timeout_s=args.timeout_s, goals_ms=goals_ms)
-    run, lines, is_complete = _run(args, shape, target)
+    with Interrupts() as interrupts:
+        run, lines, is_complete = _run(args, shape, target, interrupts)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
+    log.info("drawing the report")
     (folder / REPORT_FILE).write_text(
         draw(run, lines, earlier, shlex.join([*PROG.split(), *words]))
     )
@@ -116,7 +119,9 @@ def _load_report() -> Draw:
     return draw
 
 
-def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line], bool]:
+def _run(
+    args: argparse.Namespace, shape: Shape, target: Target, interrupts: Interrupts
+) -> tuple[Run, list[Line], bool]:
     """Measure all points. The last value is False if some were not, or not to their end."""
     run = Run(
         shape=shape,
@@ -133,28 +138,30 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
     for repetition in range(1, args.repetitions + 1):
         for level in shape.levels:
             log.info("%s, repetition %d of %d", level, repetition, args.repetitions)
-            is_interrupted = False
             try:
-                found, records = _measure(program, shape, target, level, repetition, args)
+                found, records = _measure(
+                    program, shape, target, level, repetition, args, interrupts
+                )
             except PointInterrupted as exc:
                 found, records = exc.point, exc.records
-                is_interrupted = True
-            except KeyboardInterrupt:  # outside the measured part
-                if not run.points:
-                    raise
-                log.error("interrupted. The report contains the earlier points.")
-                return run, lines, False
+            except KeyboardInterrupt:  # of aiperf, which keeps no results; or a second one
+                records = []
             except AllRequestsFailed as exc:
                 if not run.points:
                     raise SystemExit(f"{PROG}: {exc}") from exc
                 log.error("%s. The report contains the earlier points.", exc)
+                return run, lines, False
+            if not records:
+                if not run.points:
+                    raise SystemExit(f"{PROG}: interrupted before a request was measured")
+                log.error("interrupted. The report contains the earlier points.")
                 return run, lines, False
             log.info("%s", table(found.figures).rstrip())
             if found.good is not None:
                 log.info("%s", _goodput(found))
             run.points.append(found)
             lines += [Line(level=level, repetition=repetition, record=record) for record in records]
-            if is_interrupted:
+            if interrupts.is_set:
                 log.error("interrupted. The report contains what was measured until now.")
                 return run, lines, False
     return run, lines, True
@@ -167,14 +174,16 @@ def _measure(
     level: Level,
     repetition: int,
     args: argparse.Namespace,
+    interrupts: Interrupts,
 ) -> tuple[Point, list[RequestRecord]]:
     if program is None:
-        return point.measure(shape, target, level, repetition)
+        return point.measure(shape, target, level, repetition, interrupts)
     name = f"{shape.name}-{shape.level_name}-{level.value:g}-{repetition}"
     try:
-        return aiperf.measure(
-            program, shape, target, level, repetition, args.aiperf_dir / "artifacts" / name
-        )
+        with interrupts.raising():
+            return aiperf.measure(
+                program, shape, target, level, repetition, args.aiperf_dir / "artifacts" / name
+            )
     except (subprocess.CalledProcessError, ValueError) as exc:
         raise SystemExit(f"{PROG}: {exc}") from exc
 
@@ -244,9 +253,12 @@ def _described(shape: Shape) -> str:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from exc
     if value < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
     return value
 
 

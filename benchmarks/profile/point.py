@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .. import client_shards
+from ..interrupts import Interrupts
 from ..load_client import Load
 from ..stream import RequestRecord
 from ..summary import LoadSummary
@@ -77,9 +78,9 @@ class PointInterrupted(Exception):
 
 
 def measure(
-    shape: Shape, target: Target, level: Level, repetition: int
+    shape: Shape, target: Target, level: Level, repetition: int, interrupts: Interrupts
 ) -> tuple[Point, list[RequestRecord]]:
-    """Measure a point after a warm-up.
+    """Measure a point after a warm-up. A Ctrl-C of `interrupts` ends it early.
 
     Raises:
         EOFError: a client process failed.
@@ -109,6 +110,7 @@ def measure(
             warmup=warmup,
             pids={},
             on_progress=partial(_report, warmup + load.requests, time.monotonic()),
+            interrupts=interrupts,
         )
     except client_shards.LoadInterrupted as exc:
         raise PointInterrupted(point_of(exc.summary, exc.records), exc.records) from exc

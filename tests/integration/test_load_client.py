@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import client_shards
 from benchmarks.blocking import wait_for
+from benchmarks.interrupts import Interrupts
 from benchmarks.load_client import Client, Load
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import summarize
@@ -273,9 +274,14 @@ def test_measurement_interrupted_keeps_what_was_measured(monkeypatch: pytest.Mon
     url = wait_for(server.__aenter__())
     try:
         load = Load(url=url, model="m", requests=50, concurrency=2, osl=2)
-        with pytest.raises(client_shards.LoadInterrupted) as caught:
+        with Interrupts() as interrupts, pytest.raises(client_shards.LoadInterrupted) as caught:
             client_shards.measure_shards(
-                load, processes=2, warmup=0, pids={}, on_progress=on_progress
+                load,
+                processes=2,
+                warmup=0,
+                pids={},
+                on_progress=on_progress,
+                interrupts=interrupts,
             )
     finally:
         wait_for(server.__aexit__(None, None, None))
