@@ -37,7 +37,8 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
-_MAX_SHOWN = 20
+_MAX_SHOWN = 20  # requests
+_MAX_PROBLEMS = 3  # notes about recordings
 
 
 class NotExplained(Exception):
@@ -52,8 +53,11 @@ def main(config: ExplainConfig) -> int:
     something; 2 for a bad command line.
     """
     recordings = _read(config)
-    for problem in recordings.problems:
+    for problem in recordings.problems[:_MAX_PROBLEMS]:
         sys.stderr.write(f"note: {escape_controls(problem)}\n")
+    num_more = len(recordings.problems) - _MAX_PROBLEMS
+    if num_more > 0:
+        sys.stderr.write(f"note: {num_more} more notes are left out\n")
     requests = list(recordings.requests.values())
     if config.request is not None:
         requests = recordings.find(config.request)

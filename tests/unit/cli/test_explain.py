@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from dynamo_trtllm.cli import explain
 from dynamo_trtllm.cli.explain import of_deployment, timeline
 from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
@@ -325,6 +326,22 @@ def test_timeline_includes_killed_processes() -> None:
     ]
     assert lines[-3].endswith("kv fetch started: 9 bytes from aaa")
     assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
+
+
+def test_many_recordings_that_can_not_be_read_are_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recordings = Recordings([process("frontend", SENT)], [f"{n}.ring is old" for n in range(9)])
+    monkeypatch.setattr(explain, "_read", lambda config: recordings)
+    with pytest.raises(SystemExit):
+        explain.main([])
+    notes = capsys.readouterr().err.splitlines()
+    assert notes == [
+        "note: 0.ring is old",
+        "note: 1.ring is old",
+        "note: 2.ring is old",
+        "note: 6 more notes are left out",
+    ]
 
 
 def test_timeline_of_a_finished_request_names_the_longest_intervals() -> None:
