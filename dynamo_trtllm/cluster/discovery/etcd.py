@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredShares, Synced
 from dynamo_trtllm.cluster.discovery.etcd_store import (
-    CLOSE_TIMEOUT_S,
     Change,
     EtcdStore,
     Lease,
@@ -79,11 +78,8 @@ class EtcdLeadership:
         """See `Leadership.aclose`."""
         lease = self._lease
         self._lease = None
-        if lease is None:
-            return
-        with suppress(Unreachable, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._store.revoke(lease)
+        if lease is not None:
+            await self._store.release(lease)
 
 
 @dataclass(eq=False)
