@@ -79,6 +79,7 @@ class _Health(msgspec.Struct):
     instances: list[_HealthInstance]
     mismatched: list[object]
     message: str = ""
+    discovery_problem: str = ""
     pairs: list[_HealthPair] = []
 
 

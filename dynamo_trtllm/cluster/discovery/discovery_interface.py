@@ -105,6 +105,10 @@ class Leadership(Protocol):
 class Discovery(Protocol):
     """A connection to the store of registered instances."""
 
+    @property
+    def problem(self) -> str:
+        """Why watchers may lack the latest changes, as text; "": they do not."""
+
     async def register(self, instance: Instance) -> Registration:
         """Register an instance. Return once the record is visible to watchers.
 

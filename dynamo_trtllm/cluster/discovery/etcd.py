@@ -99,6 +99,7 @@ class EtcdDiscovery:
     def __post_init__(self) -> None:
         self._store = EtcdStore(self.config)
         self._registrations: list[LeaseKeeper] = []
+        self.problem = ""  # see `Discovery.problem`
 
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
@@ -205,6 +206,7 @@ class EtcdDiscovery:
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
+            self.problem = f"etcd is not reachable: {reason}"
             RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
@@ -220,6 +222,7 @@ class EtcdDiscovery:
                 log.debug("etcd watch of %s: %s", prefix, exc.message)
                 cache.restart_grace()
             else:
+                self.problem = ""
                 RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
                 log.info("etcd watch of %s resumed", prefix)
                 return snapshot

@@ -152,6 +152,10 @@ class ReadinessReport(TypedDict):
     rejected_records: Annotated[
         list[RejectedRecord], Field(description="Rejected etcd records and the reasons.")
     ]
+    discovery_problem: Annotated[
+        str,
+        Field(description="Why workers and shares may be out of date; empty: they are not."),
+    ]
 
 
 class InstanceTransport(TypedDict):

@@ -224,6 +224,7 @@ class ModelRegistry:
                 {"key": key, "reason": self._rejected[key]}
                 for key in sorted(self._rejected)[:limit]
             ],
+            discovery_problem=self._discovery.problem,
         )
 
     async def watch(self) -> None:
