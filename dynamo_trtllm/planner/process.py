@@ -219,13 +219,19 @@ class PlannerProcess(Lifecycle):
                     discovery,
                     self._config.namespace,
                     changes_of(decisions),
-                    present=self._view.ids(),
+                    present={one.id: one.shares for one in self._view.instances()},
                     epoch=leadership.epoch,
                     reason=reason_of(decisions),
+                    writer=f"planner {self._name}",
                 )
         except (DynamoError, TimeoutError) as exc:
-            log.warning("the shares could not be changed: %s", str(exc) or "etcd does not answer")
+            reason = str(exc) or "etcd does not answer"
+            # It tries again in seconds.
+            level = logging.DEBUG if reason == self._failure_to_change else logging.WARNING
+            log.log(level, "the shares could not be changed: %s", reason)
+            self._failure_to_change = reason
             return False
+        self._failure_to_change = ""
         if table is None:
             log.warning("a planner of a higher epoch has changed the shares: this one waits")
             await self._resign()
