@@ -180,6 +180,12 @@ class InstanceObject(TypedDict):
     decode_share: NotRequired[
         Annotated[float, Field(description="Share of an elastic worker of the decode work.")]
     ]
+    shares_since: NotRequired[
+        Annotated[
+            str | None,
+            Field(description="When its shares changed last; null: it registered with them."),
+        ]
+    ]
 
 
 class HealthObject(ReadinessReport):
