@@ -33,9 +33,15 @@ if TYPE_CHECKING:
     import psutil
 
 FRONTEND = "frontend"
+PLANNER = "planner"
 NAME_VARIABLE = "CHAOS_PROCESS"
 # text in command lines
-_COMMANDS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}
+_COMMANDS = {
+    "dynamo_trtllm.frontend": FRONTEND,
+    "dynamo_trtllm.planner": PLANNER,
+    "bin/etcd": "etcd",
+    "bin/nats-server": "nats",
+}
 _HELD = (
     "running",
     "waiting",

@@ -19,6 +19,7 @@ class FaultContext:
     hung_s: float  # longest silence of a request
     # the fault's own requests, added to the verdict
     records: list[RequestRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what it measured, for the verdict
 
     @property
     def network(self) -> Network:

@@ -1,4 +1,7 @@
-"""The deployment of a chaos run: two prefill and two decode workers, a frontend, etcd and NATS."""
+"""The deployment of a chaos run: two prefill and two decode workers, a frontend, etcd and NATS.
+
+Or three elastic workers, a planner, and a frontend with two processes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..deployment import FRONTEND, NAME_VARIABLE, LaunchedDeployment, NotReady
+from ..deployment import FRONTEND, NAME_VARIABLE, PLANNER, LaunchedDeployment, NotReady
 from ..servers import Server
 from .network import Network
 
-__all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
+__all__ = [
+    "FRONTEND",
+    "NUM_FRONTENDS",
+    "PLANNER",
+    "WORKERS",
+    "Deployment",
+    "NotReady",
+    "Options",
+    "role",
+]
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+_ELASTIC_WORKERS = ("elastic-1", "elastic-2", "elastic-3")
+# Of an elastic worker: few, so that transfers in both directions wait for each other's blocks.
+_ELASTIC_BLOCKS = 12
+NUM_FRONTENDS = 2  # processes of the frontend of elastic workers
+_NO_LIMIT_MS = 3_600_000.0  # the planner changes no shares that an operator has set
 _READY_S = 300.0  # the torch engine loads for minutes on a busy machine
 _STAND_IN = Path(__file__).parent / "stand_in"
 _FAKES = Path(__file__).parents[2] / "tests" / "fakes"
@@ -53,10 +70,13 @@ class Options:
     hold_s: float = 5.0
     is_launcher_victim: bool = False  # the launcher starts its own etcd and NATS, which end with it
     has_network: bool = False  # the frontend has its own NATS server behind a relay
+    is_elastic: bool = False  # three elastic workers with few KV blocks, a planner, two frontends
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Return the worker names: two per role, or one if no worker has to replace another."""
+        if self.is_elastic:
+            return _ELASTIC_WORKERS
         return WORKERS[::2] if self.is_launcher_victim else WORKERS
 
     @property
@@ -103,15 +123,21 @@ class Deployment(LaunchedDeployment):
 
     def description(self) -> dict[str, Any]:
         options = self.options
+        frontend: dict[str, Any] = {
+            "http-host": "127.0.0.1",
+            "http-port": self.http_port,
+            "stall-timeout-s": options.stall_timeout_s,
+            "hold-for-roles-s": options.hold_s,
+        }
+        planner: dict[str, float] | Literal["off"] = "off"
+        if options.is_elastic:
+            frontend["workers"] = NUM_FRONTENDS
+            planner = {"slo-ttft-ms": _NO_LIMIT_MS, "slo-itl-ms": _NO_LIMIT_MS}
         return {
             "namespace": self.namespace,
             "services": self.services(),
-            "frontend": {
-                "http-host": "127.0.0.1",
-                "http-port": self.http_port,
-                "stall-timeout-s": options.stall_timeout_s,
-                "hold-for-roles-s": options.hold_s,
-            },
+            "frontend": frontend,
+            "planner": planner,
             "workers": [self._worker(name, number) for number, name in enumerate(options.workers)],
             "restart": {"max_restarts": 1000, "window_s": 1},
             "ready_timeout_s": _READY_S,
@@ -122,7 +148,7 @@ class Deployment(LaunchedDeployment):
         flags = {
             "model": options.model,
             "engine": options.engine,
-            "override-engine-args": ENGINE_ARGS[options.engine],
+            "override-engine-args": self._engine_args(),
             "lease-ttl-s": options.lease_ttl_s,
             "stall-timeout-s": options.worker_stall_timeout_s,
             "kv-transfer-ttl-s": options.kv_transfer_ttl_s,
@@ -141,6 +167,10 @@ class Deployment(LaunchedDeployment):
         if self.network is not None:
             env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}
+
+    def _engine_args(self) -> dict[str, Any]:
+        more = {"kv_cache_blocks": _ELASTIC_BLOCKS} if self.options.is_elastic else {}
+        return ENGINE_ARGS[self.options.engine] | more
 
 
 def _worker_path(engine: str) -> str:

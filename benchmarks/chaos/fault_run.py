@@ -93,6 +93,7 @@ class FaultRunner:
             engine=fault.engine or self._options.engine,
             is_launcher_victim=fault.is_launcher,
             has_network=fault.has_network,
+            is_elastic=fault.is_elastic,
             hold_s=self._options.hold_s if fault.hold_s is None else fault.hold_s,
         )
         if self._deployment is None or fault.is_launcher or self._deployment.options != options:
@@ -136,6 +137,7 @@ async def run_fault(
     records = await _apply_under_load(fault, config, context)
     expected = Expected(texts=texts, osl=osl, hung_s=hung_s, frontend_dies=fault.kills_frontend)
     verdict = evaluate(fault.name, records, expected)
+    verdict.notes += context.notes
     if fault.is_launcher:
         return _launcher_verdict(verdict)
     await asyncio.to_thread(deployment.wait_ready, _RECOVERY_S)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dynamo_trtllm.cluster.request_plane.frames import Frame
 
-from . import attackers, query_of_death
+from . import attackers, elastic, query_of_death
 from .context import FaultContext
 from .deployment import FRONTEND, WORKERS, Options
 from .network import MessageDropper, is_first, is_last
@@ -38,6 +38,7 @@ class Fault:
     is_launcher: bool = False  # only leftovers are checked
     engine: Literal["torch"] | None = None  # needs this engine; None: any
     has_network: bool = False  # acts on the network between frontend and workers
+    is_elastic: bool = False  # needs elastic workers
     # how long requests wait for a role without workers; None: as configured
     hold_s: float | None = None
     # stall timeout of the other side; if set, answers outlast the fault
@@ -340,6 +341,24 @@ def _connection_attacks() -> list[Fault]:
     ]
 
 
+def _elastic_faults() -> list[Fault]:
+    fault = partial(Fault, is_elastic=True, spares_requests=True)
+    return [
+        fault(
+            name="kill-planner",
+            description="kill -9 of the planner that leads, with elastic workers: shares stay",
+            apply=elastic.kill_planner,
+        ),
+        fault(
+            name="change-roles",
+            description=(
+                "shares of elastic workers with 12 KV blocks that change four times a second"
+            ),
+            apply=elastic.change_roles,
+        ),
+    ]
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -394,6 +413,7 @@ FAULTS = {
             victims=WORKERS,
             hold_s=query_of_death.RESTARTED_S,
         ),
+        *_elastic_faults(),
         *_network_faults(),  # these and the faults of the launcher need their own deployments
         *_launcher_faults(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -22,13 +23,14 @@ from dynamo_trtllm.config.shares import ALL, parse_shares
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.launch.running_deployments import running_deployment
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.protocol.errors import Overloaded, Unreachable
+from dynamo_trtllm.protocol.errors import Overloaded, Unreachable, VersionMismatch
 from dynamo_trtllm.protocol.messages import Instance
-from dynamo_trtllm.protocol.shares import Shares, ShareTable
+from dynamo_trtllm.protocol.sanitize import escape_controls
+from dynamo_trtllm.protocol.shares import ShareChange, Shares, ShareTable
 from dynamo_trtllm.support.background import BackgroundTasks
 
 
-@command(SharesConfig, f"{CONSOLE} shares", Unreachable, Overloaded)
+@command(SharesConfig, f"{CONSOLE} shares", Unreachable, Overloaded, VersionMismatch)
 def main(config: SharesConfig) -> int:
     """Run the command.
 
@@ -56,7 +58,13 @@ async def _run(config: SharesConfig) -> int:
         if config.set_shares and not await _set(config, discovery, workers):
             return 1
         stored = await discovery.read_shares(config.namespace)
-    sys.stdout.write(_as_json(workers, stored) if config.json_output else _table(workers, stored))
+    if config.json_output:
+        text = _as_json(workers, stored)
+    elif config.history:
+        text = _history(stored)
+    else:
+        text = _table(workers, stored)
+    sys.stdout.write(text)
     if stored.problem:
         _note(
             f"the record {share_key(config.namespace)} is invalid, and frontends use the shares"
@@ -67,7 +75,7 @@ async def _run(config: SharesConfig) -> int:
 
 async def _set(config: SharesConfig, discovery: Discovery, workers: list[Instance]) -> bool:
     """Set the shares of the command line. Return False if a worker is not registered."""
-    present = {worker.id for worker in workers}
+    present = {worker.id: worker.shares for worker in workers}
     changes: dict[int, Shares] = {}
     for text in config.set_shares:
         setting = parse_shares(text)
@@ -82,7 +90,14 @@ async def _set(config: SharesConfig, discovery: Discovery, workers: list[Instanc
             )
             return False
         changes[instance_id] = setting.shares
-    await change_shares(discovery, config.namespace, changes, present=present, reason=config.reason)
+    await change_shares(
+        discovery,
+        config.namespace,
+        changes,
+        present=present,
+        reason=config.reason,
+        writer=f"shares on {socket.gethostname()}",
+    )
     return True
 
 
@@ -109,9 +124,39 @@ def _table(workers: list[Instance], stored: StoredShares) -> str:
     text = format_table(rows)
     if table is None:
         return text
-    at = datetime.fromtimestamp(table.written_at, UTC).isoformat(timespec="seconds")
-    why = f": {table.reason}" if table.reason else ""
+    why = f": {escape_controls(table.reason)}" if table.reason else ""
+    at = _time(table.written_at)
     return f"{text}revision {table.revision} of epoch {table.epoch}, {at}{why}\n"
+
+
+def _history(stored: StoredShares) -> str:
+    """Return the latest changes as text: one block each, the newest last."""
+    table = stored.table
+    if table is None or not table.history:
+        return "no change of shares is known\n"
+    return "\n".join(map(_change, table.history))
+
+
+def _change(change: ShareChange) -> str:
+    lines = [
+        f"revision {change.revision} of epoch {change.epoch}, {_time(change.written_at)},"
+        f" by {escape_controls(change.writer) or 'an unknown process'}"
+    ]
+    if change.reason:
+        lines.append(f"  {escape_controls(change.reason)}")
+    for instance_id, after in change.after.items():
+        before = change.before.get(instance_id)
+        was = "" if before is None else f"{_pair(before)} -> "
+        lines.append(f"  worker {instance_id:x}: {was}{_pair(after)}")
+    return "\n".join(lines) + "\n"
+
+
+def _pair(shares: Shares) -> str:
+    return f"{shares.prefill:g}/{shares.decode:g}"
+
+
+def _time(epoch_s: float) -> str:
+    return datetime.fromtimestamp(epoch_s, UTC).isoformat(timespec="seconds")
 
 
 def _as_json(workers: list[Instance], stored: StoredShares) -> str:
@@ -129,8 +174,28 @@ def _as_json(workers: list[Instance], stored: StoredShares) -> str:
             }
             for worker in workers
         ],
+        "history": [_change_object(change) for change in table.history] if table else [],
     }
     return f"{json.dumps(value)}\n"
+
+
+def _change_object(change: ShareChange) -> dict[str, Any]:
+    workers = [
+        {
+            "id": f"{instance_id:x}",
+            "before": _pair(change.before.get(instance_id, after)),
+            "after": _pair(after),
+        }
+        for instance_id, after in change.after.items()
+    ]
+    return {
+        "epoch": change.epoch,
+        "revision": change.revision,
+        "written_at": _time(change.written_at),
+        "writer": change.writer,
+        "reason": change.reason,
+        "workers": workers,
+    }
 
 
 def _note(text: str) -> None:

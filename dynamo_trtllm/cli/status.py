@@ -79,6 +79,7 @@ class _Health(msgspec.Struct):
     instances: list[_HealthInstance]
     mismatched: list[object]
     message: str = ""
+    discovery_problem: str = ""
     pairs: list[_HealthPair] = []
 
 
@@ -88,6 +89,10 @@ class _HealthInstance(msgspec.Struct):
     role: str
     model: str
     engine: str
+    # Of an elastic worker.
+    prefill_share: float | None = None
+    decode_share: float | None = None
+    shares_since: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -343,15 +348,23 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
     """Add the workers that only the frontend knows, without the `ended` ones, and its problems."""
-    known = ended | {process.instance_id for process in report.processes}
+    known = {process.instance_id: process for process in report.processes}
     for instance in health.instances:
-        if instance.id not in known:
-            report.processes.append(
-                _registered(instance.id, instance.role, instance.model, instance.engine)
-            )
+        if instance.id in ended:
+            continue
+        process = known.get(instance.id)
+        if process is None:
+            process = _registered(instance.id, instance.role, instance.model, instance.engine)
+            report.processes.append(process)
+        if instance.prefill_share is not None and instance.decode_share is not None:
+            process.prefill_share = instance.prefill_share
+            process.decode_share = instance.decode_share
+            process.shares_since = instance.shares_since
     if health.message:
         report.not_ready.append(health.message)
     report.problems += [str(line) for line in health.mismatched]
+    if health.discovery_problem:
+        report.problems.append(health.discovery_problem)
     for pair in health.pairs:
         if pair.state == _QUARANTINED:
             report.problems.append(

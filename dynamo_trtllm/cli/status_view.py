@@ -46,6 +46,10 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     instance_id: str = ""
     model: str = ""
     engine: str = ""
+    # Of an elastic worker: its shares, and when they changed last; None: it registered with them.
+    prefill_share: float | None = None
+    decode_share: float | None = None
+    shares_since: str | None = None
     # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
     # Of a frontend: numbers of first tokens by their largest TTFT in seconds, as in Prometheus.
@@ -121,12 +125,21 @@ def _rows(report: DeploymentReport, *, has_bars: bool = False) -> Iterator[tuple
     for process in report.processes:
         cells = (
             process.name,
-            process.role,
+            _role(process),
             _state(process),
             process.address or "-",
             _load(process, has_bars=has_bars),
         )
         yield tuple(map(escape_controls, cells))
+
+
+def _role(process: ProcessStatus) -> str:
+    """Return the role of a process, for an elastic worker with its shares of prefill and decode."""
+    if process.prefill_share is None:
+        return process.role
+    shares = f"{process.role} {process.prefill_share:g}/{process.decode_share:g}"
+    # The time of a day, which is enough for the eye. --json has the whole time.
+    return f"{shares} since {process.shares_since[11:19]}" if process.shares_since else shares
 
 
 def _state(process: ProcessStatus) -> str:

@@ -7,8 +7,9 @@ These are all subjects that this project uses, and nothing else is allowed:
 | NAMESPACE_COMPONENT.ENDPOINT-ID, and the same with `.control` | frontends | that worker |
 | _INBOX_frontend.> | workers: token streams, replies, heartbeats | frontends |
 | _INBOX_worker.> | frontends: replies to heartbeats; a worker to itself | workers |
+| _INBOX_planner.> | a planner to itself | planners |
 | _INBOX_tool.> | workers and frontends: recordings; a tool to itself | tools |
-| NAMESPACE.load | workers | frontends, and tools: the planner |
+| NAMESPACE.load | workers | frontends and planners |
 | NAMESPACE.kv_events | workers | frontends |
 | NAMESPACE.frontend_usage | frontends | frontends |
 | NAMESPACE.frontend_samples | frontends | frontends |
@@ -17,7 +18,8 @@ These are all subjects that this project uses, and nothing else is allowed:
 | $KV, $JS.API of the bucket of stored responses | frontends; tools: state, deletion | JetStream |
 
 In etcd, a worker writes the keys of its component and reads those of its namespace. A frontend
-reads the keys of its namespace. Tools read all keys, and write those of their namespaces.
+reads the keys of its namespace, and so does a planner, which writes the table of shares and the key
+of the planner that leads. Tools read all keys, and write those of their namespaces.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynamo_trtllm.cluster.discovery.records import PREFIX, namespace_prefix
+from dynamo_trtllm.cluster.discovery.share_records import planner_key, share_key
 from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.config_base import ClusterRole
 from dynamo_trtllm.observability.recording_server import recordings_subject, timelines_prefix
@@ -42,6 +45,7 @@ from dynamo_trtllm.protocol.kv_events import kv_events_subject
 COMPONENTS: Final = ("prefill", "tensorrt_llm", "backend")
 _FRONTENDS: Final = f"_INBOX_{ClusterRole.FRONTEND}.>"
 _WORKERS: Final = f"_INBOX_{ClusterRole.WORKER}.>"
+_PLANNERS: Final = f"_INBOX_{ClusterRole.PLANNER}.>"
 _TOOLS: Final = f"_INBOX_{ClusterRole.TOOL}.>"
 _NOT_IN_BUCKETS: Final = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -101,7 +105,7 @@ def cluster_users(
     for component in own_components:
         inbox = f"{worker_inbox_prefix(component)}.>"
         users.append(_worker(namespaces, worker_user(component), inbox, [component]))
-    users.append(_tool(namespaces))
+    users += [_planner(namespaces), _tool(namespaces)]
     return users
 
 
@@ -165,6 +169,22 @@ def _worker(
     )
 
 
+def _planner(namespaces: Sequence[str]) -> ClusterUser:
+    own_keys = []
+    for namespace in namespaces:
+        own_keys += [share_key(namespace), planner_key(namespace)]
+    return ClusterUser(
+        name=ClusterRole.PLANNER,
+        nats=NatsPermissions(
+            publish=[_PLANNERS],
+            subscribe=[_PLANNERS, *(load_subject(namespace) for namespace in namespaces)],
+        ),
+        etcd=EtcdPermissions(
+            read=[namespace_prefix(namespace) for namespace in namespaces], read_write=own_keys
+        ),
+    )
+
+
 def _tool(namespaces: Sequence[str]) -> ClusterUser:
     publish = [_TOOLS]
     for namespace in namespaces:
@@ -176,9 +196,7 @@ def _tool(namespaces: Sequence[str]) -> ClusterUser:
         ]
     return ClusterUser(
         name=ClusterRole.TOOL,
-        nats=NatsPermissions(
-            publish=publish, subscribe=[_TOOLS, *(load_subject(name) for name in namespaces)]
-        ),
+        nats=NatsPermissions(publish=publish, subscribe=[_TOOLS]),
         etcd=EtcdPermissions(
             read=[f"{PREFIX}/"],  # `status` lists the namespaces that there are
             read_write=[namespace_prefix(namespace) for namespace in namespaces],

@@ -146,13 +146,14 @@ class ClusterRole(StrEnum):
 
     FRONTEND = "frontend"
     WORKER = "worker"
+    PLANNER = "planner"
     TOOL = "tool"  # a command of an operator, such as `status`
 
 
 # In the path of a certificate, key or credentials file, so that the processes of all roles can have
 # the same settings.
 ROLE_IN_PATH: Final = "{role}"
-_ROLE_HELP = " {role} in its path stands for frontend, worker, or tool for other commands."
+_ROLE_HELP = " {role} in its path stands for frontend, worker, planner, or tool for other commands."
 
 
 # titles in --help, in this order

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.config.config_base import NonEmpty, Port, option
+from typing import ClassVar
+
+from dynamo_trtllm.config.config_base import ClusterRole, NonEmpty, Port, option
 from dynamo_trtllm.config.http_access import HttpAccessConfig
 from dynamo_trtllm.config.routing import SloMilliseconds
 
@@ -17,6 +19,8 @@ class PlannerConfig(HttpAccessConfig):
     ends. Without a planner, the shares stay as they are. exit status: 0 after a signal, 1 if etcd
     or NATS does not answer at the start, 2 for a bad command line
     """
+
+    cluster_role: ClassVar[ClusterRole] = ClusterRole.PLANNER
 
     slo_ttft_ms: SloMilliseconds = option(
         "this command", ..., help="Limit of the time to first token in milliseconds."

@@ -67,6 +67,7 @@ class SharesConfig(ConnectionConfig, DeploymentChoiceConfig):
       %(prog)s
       %(prog)s --set 6dba42=1/0 --set 7f01aa=0/1 --reason "long prompts"
       %(prog)s --set all=1/1
+      %(prog)s --history
     Several settings are one change, of which all frontends learn at once. Calls in flight finish
     where they are. A planner that runs may change the shares again.
     exit status: 0, 1 if etcd is unreachable, a worker is not registered, or there is no elastic
@@ -82,6 +83,12 @@ class SharesConfig(ConnectionConfig, DeploymentChoiceConfig):
     )
     reason: Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)] = option(
         "role", "set by an operator", help="Why they are set, for logs and `shares`."
+    )
+    history: bool = option(
+        "role",
+        False,
+        help="Show the latest changes, the newest last: when, by which process, why, with the times"
+        " that a planner predicted, and the shares before and after.",
     )
     json_output: bool = option(
         "process", False, aliases=("--json",), help="Print JSON instead of a table."

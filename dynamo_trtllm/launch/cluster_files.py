@@ -22,6 +22,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.http_access import ACCESS_FIELDS
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.launch.kubernetes import (
     ONE_NODE,
@@ -33,7 +34,7 @@ from dynamo_trtllm.launch.kubernetes import (
     quoted,
     template,
 )
-from dynamo_trtllm.launch.plan import devices_of
+from dynamo_trtllm.launch.plan import devices_of, planner_flags
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, reads_model
 from dynamo_trtllm.models import BUNDLED
 from dynamo_trtllm.models.hub import HubModel
@@ -163,6 +164,14 @@ class ClusterDeployment:
         self._check_files(FrontendConfig, values)
         return to_argv(FrontendConfig, values)
 
+    def planner_words(self) -> list[str]:
+        """Return the flags of the planner; empty: there is none."""
+        flags = planner_flags(self.deployment)
+        if flags is None:
+            return []
+        address = {"system_host": "0.0.0.0", "system_port": _SYSTEM_PORT}
+        return to_argv(PlannerConfig, flags | address)
+
     def worker_words(self, worker: WorkerSpec) -> list[str]:
         """Return the flags of workers of one role. Raises ConfigError."""
         own = {name: value for name, value in worker.flags.items() if name not in ACCESS_FIELDS}
@@ -229,6 +238,7 @@ def kubernetes_file(made: ClusterDeployment) -> str:
         namespace=made.config.namespace,
         frontend_image=made.frontend_image,
         frontend_words=made.frontend_words(),
+        planner_words=made.planner_words(),
         port=made.config.port,
         has_api_keys=bool(made.keys_file),
         workers=[_pods(made, worker, content) for worker in made.deployment.workers],
@@ -338,6 +348,15 @@ def compose_file(made: ClusterDeployment) -> str:
         for worker in made.deployment.workers
         for number in range(worker.count)
     ]
+    planner = made.planner_words()
+    if planner:
+        services.append(
+            template(
+                "compose-planner.yaml",
+                image=made.frontend_image,
+                args="".join(f"      - {quoted(_for_compose(word))}\n" for word in planner),
+            )
+        )
     text = template(
         "compose.yaml",
         namespace=made.config.namespace,

@@ -23,7 +23,9 @@ import uvloop
 
 from dynamo_trtllm.config.config_base import INPROC, MEMORY
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.process.frontend import Frontend
+from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.errors import ConfigError, Draining, EngineNotReady, install_hint
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import shown
@@ -41,6 +43,8 @@ def serve(
     prefill: int = 1,
     decode: int = 1,
     aggregated: int = 0,
+    elastic: int = 0,
+    planner: bool = True,
     worker_settings: Mapping[str, Any] | None = None,
     frontend_settings: Mapping[str, Any] | None = None,
 ) -> EmbeddedDeployment:
@@ -58,6 +62,9 @@ def serve(
         decode: number of decode workers.
         aggregated: number of workers that do both phases; with `prefill=0` and `decode=0`, there
             are no others.
+        elastic: number of workers whose shares of prefill and decode work can change.
+        planner: whether a planner sets these shares. It needs `slo_ttft_ms` and `slo_itl_ms` in
+            `frontend_settings`, with `router_mode="slo"`; without them, there is none.
         worker_settings: more fields of `WorkerConfig`, for every worker.
         frontend_settings: more fields of `FrontendConfig`. By default, the frontend accepts
             connections from this machine, on a free port.
@@ -68,30 +75,66 @@ def serve(
     Raises:
         ConfigError: a setting is wrong, or the torch engine is not installed.
     """
-    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
+    counts = {
+        Role.PREFILL: prefill,
+        Role.DECODE: decode,
+        Role.AGGREGATED: aggregated,
+        Role.ELASTIC: elastic,
+    }
     _check_counts(counts, engine)
     _check_model(model)
+    _check_engine(engine)
+    cluster = _own_cluster()
+    common = {"model_path": os.fspath(model), "engine": engine, **cluster}
+    configs = _worker_configs(counts, common, worker_settings)
+    frontend_config = _frontend_config(cluster, frontend_settings)
+    return EmbeddedDeployment(
+        [Worker(config) for config in configs],
+        Frontend(frontend_config),
+        configs[0].model_name,
+        planner=_planner(frontend_config, cluster) if planner and elastic else None,
+    )
+
+
+def _worker_configs(
+    counts: Mapping[Role, int], common: Mapping[str, Any], more: Mapping[str, Any] | None
+) -> list[WorkerConfig]:
+    """Return the settings of each worker. Raise ConfigError if one is wrong."""
+    _check_settings("worker_settings", more, [*common, "disaggregation_mode"])
+    settings = {**common, **(more or {})}
+    return [
+        WorkerConfig(disaggregation_mode=role, **settings)
+        for role, count in counts.items()
+        for _ in range(count)
+    ]
+
+
+def _frontend_config(cluster: Mapping[str, str], more: Mapping[str, Any] | None) -> FrontendConfig:
+    """Return the settings of the frontend. Raise ConfigError if one is wrong."""
+    _check_settings("frontend_settings", more, cluster)
+    # These may have another address.
+    settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
+    return FrontendConfig(**(settings | dict(more or {})))
+
+
+def _planner(frontend: FrontendConfig, cluster: Mapping[str, Any]) -> PlannerProcess | None:
+    """Return a planner with the limits of the frontend; None: it has no limits."""
+    if frontend.slo_ttft_ms is None or frontend.slo_itl_ms is None:
+        return None
+    config = PlannerConfig(
+        slo_ttft_ms=frontend.slo_ttft_ms, slo_itl_ms=frontend.slo_itl_ms, **cluster
+    )
+    return PlannerProcess(config)
+
+
+def _check_engine(engine: str) -> None:
+    """Raise ConfigError if the engine is not installed."""
     if engine == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError(
             f"serve() runs the torch engine, but torch is not installed; {install_hint('torch')},"
             ' or pass engine="mock", which generates random tokens',
             field="engine",
         )
-    cluster = _own_cluster()
-    common: dict[str, Any] = {"model_path": os.fspath(model), "engine": engine, **cluster}
-    _check_settings("worker_settings", worker_settings, [*common, "disaggregation_mode"])
-    common |= worker_settings or {}
-    workers = []
-    for role, count in counts.items():
-        for _ in range(count):
-            config = WorkerConfig(disaggregation_mode=role, **common)
-            workers.append(Worker(config))
-    _check_settings("frontend_settings", frontend_settings, cluster)
-    # frontend_settings may have another address.
-    settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
-    settings |= frontend_settings or {}
-    frontend = Frontend(FrontendConfig(**settings))
-    return EmbeddedDeployment(workers, frontend, config.model_name)
 
 
 def _check_model(model: object) -> None:
@@ -114,10 +157,12 @@ def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
             )
     has_both_phases = counts[Role.PREFILL] > 0 and counts[Role.DECODE] > 0
     has_one_phase = counts[Role.PREFILL] > 0 or counts[Role.DECODE] > 0
-    if not has_both_phases and (has_one_phase or counts[Role.AGGREGATED] == 0):
+    # An elastic worker is a partner for each of them.
+    can_pair = has_both_phases or counts[Role.ELASTIC] > 0
+    if not can_pair and (has_one_phase or counts[Role.AGGREGATED] == 0):
         raise ConfigError(
             f"prefill={counts[Role.PREFILL]} and decode={counts[Role.DECODE]} serve no request"
-            " together; pass at least one of each, or aggregated=1 without them",
+            " together; pass at least one of each, or aggregated=1 or elastic=2 without them",
             field="prefill",
         )
     if engine in _ONE_PER_PROCESS and sum(counts.values()) > 1:
@@ -163,15 +208,24 @@ class EmbeddedDeployment:
         model: name that clients send as `model`.
     """
 
-    def __init__(self, workers: Sequence[Worker], frontend: Frontend, model: str) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        frontend: Frontend,
+        model: str,
+        *,
+        planner: PlannerProcess | None = None,
+    ) -> None:
         """Create the deployment, which does nothing yet. Call `serve` instead.
 
         Args:
             workers: its workers.
             frontend: its frontend.
             model: the name that clients send as `model`.
+            planner: sets the shares of its elastic workers; None: they stay.
         """
         self.model = model
+        self._planner = planner
         self._workers = workers
         self._frontend = frontend
         self._thread: threading.Thread | None = None
@@ -292,5 +346,7 @@ class EmbeddedDeployment:
                 await stack.enter_async_context(worker)
             # The block begins when the frontend has found the workers and accepts requests.
             await stack.enter_async_context(self._frontend)
+            if self._planner is not None:
+                await stack.enter_async_context(self._planner)
             self._started.set_result(None)
             await self._stopping.wait()

@@ -1,4 +1,5 @@
-"""Write the Kubernetes objects of a deployment: frontends, workers, budgets and network policies.
+"""Write the Kubernetes objects of a deployment: frontends, workers, planner, budgets and network
+policies.
 
 `dynamo-trtllm serve --dry-run --format kubernetes` and `deploy/recipes/render` use it. It needs no
 other package, because `render` runs without any. The texts are in manifests/, with their comments.
@@ -117,6 +118,7 @@ class Recipe:
         port: port of the Service.
         has_api_keys: frontends need the API keys of the Secret dynamo-api-keys.
         workers: the workers by role.
+        planner_words: flags of the planner of elastic workers; empty: there is no planner.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Recipe:
     frontend_image: str
     workers: Sequence[WorkerPods]
     frontend_words: Sequence[str] = ()
+    planner_words: Sequence[str] = ()
     port: int = 8000
     has_api_keys: bool = False
 
@@ -138,6 +141,8 @@ def manifests(recipe: Recipe) -> str:
     """Return the objects of a deployment as YAML documents."""
     parts = [_frontends(recipe)]
     parts += [_workers(recipe, pods) for pods in recipe.workers]
+    if recipe.planner_words:
+        parts.append(_planner(recipe))
     roles = ["frontend", *(pods.role for pods in recipe.workers)]
     parts += [template("budget.yaml", name=recipe.name, role=role) for role in roles]
     clients = _EVERYBODY_WITH_A_KEY if recipe.has_api_keys else _NEIGHBORS
@@ -220,7 +225,7 @@ def _workers(recipe: Recipe, pods: WorkerPods) -> str:
         digest=digest,
         placement=_placement(recipe.name, pods),
         image=pods.image,
-        args="".join(f"            - {quoted(_literal(word))}\n" for word in pods.args),
+        args=_items(pods.args),
         variables=_variables(pods),
         cpus=pods.cpus,
         memory_gib=pods.memory_gib,
@@ -229,6 +234,21 @@ def _workers(recipe: Recipe, pods: WorkerPods) -> str:
         mounts=mounts,
         volumes=volumes,
     )
+
+
+def _planner(recipe: Recipe) -> str:
+    return template(
+        "planner.yaml",
+        name=recipe.name,
+        namespace=recipe.namespace,
+        image=recipe.frontend_image,
+        args=_items(recipe.planner_words),
+    )
+
+
+def _items(words: Sequence[str]) -> str:
+    """Return the flags of a container as items of a YAML list, one a line."""
+    return "".join(f"            - {quoted(_literal(word))}\n" for word in words)
 
 
 def _literal(word: str) -> str:

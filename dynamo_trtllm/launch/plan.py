@@ -122,7 +122,7 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
     for worker in deployment.workers:
         flags = common | worker.flags
         specs.extend(_worker(worker, number, flags, environ) for number in range(worker.count))
-    planner = _planner_flags(deployment)
+    planner = planner_flags(deployment)
     if planner is not None:
         specs.append(_planner(common | planner, environ))
     _check_ports(specs)
@@ -216,8 +216,8 @@ def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
     )
 
 
-def _planner_flags(deployment: DeploymentConfig) -> Flags | None:
-    """Return the flags of the planner of a deployment; None: it starts none."""
+def planner_flags(deployment: DeploymentConfig) -> Flags | None:
+    """Return the flags of the planner of a deployment by field name; None: it has none."""
     if deployment.planner is False:
         return None
     frontend = deployment.frontend or {}

@@ -62,6 +62,8 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.CALL_FAILED:
             outcome = "going on" if b else "the request ends"
             return f": {reason} at {a:x}, {outcome}"
+        case RecordedEvent.SHARES_CHANGED:
+            return f": revision {b} of epoch {a}" if b else ": those that workers registered"
         case RecordedEvent.FINISHED:
             return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
         case RecordedEvent.KV_FETCH_STARTED:

@@ -498,8 +498,15 @@ class WorkerMetrics(ProcessMetrics):
         return super().render()
 
 
+# Gauges of a plan. `child` would return one that `clear` has removed.
+_PLAN = ("planner_workers", "planner_wanted_workers", "planner_predicted_seconds")
+
+
 class PlannerMetrics(ProcessMetrics):
-    """Metrics of a planner."""
+    """Metrics of a planner.
+
+    An autoscaler may follow its gauges, so they have values only while this planner decides.
+    """
 
     def __init__(self) -> None:
         super().__init__("planner")
@@ -512,16 +519,22 @@ class PlannerMetrics(ProcessMetrics):
         """Count a decision."""
         self.child("planner_decisions_total", model, outcome).inc()
 
+    def clear_plan(self) -> None:
+        """Remove all workers and predicted times: of models that are gone, or all of them."""
+        for name in _PLAN:
+            self._metrics[name].clear()
+
     def set_workers(
         self, model: str, workers: Mapping[str, int], wanted: Mapping[str, int]
     ) -> None:
         """Set the numbers of workers by role: those that there are, and those that are needed."""
         for role, count in workers.items():
-            self.child("planner_workers", model, role).set(count)
+            self._metrics["planner_workers"].labels(model, role).set(count)
         for role, count in wanted.items():
-            self.child("planner_wanted_workers", model, role).set(count)
+            self._metrics["planner_wanted_workers"].labels(model, role).set(count)
 
     def set_predicted(self, model: str, ttft_s: float, itl_s: float) -> None:
         """Set the times that are predicted with the shares of now."""
-        self.child("planner_predicted_seconds", model, "ttft").set(ttft_s)
-        self.child("planner_predicted_seconds", model, "itl").set(itl_s)
+        predicted = self._metrics["planner_predicted_seconds"]
+        predicted.labels(model, "ttft").set(ttft_s)
+        predicted.labels(model, "itl").set(itl_s)

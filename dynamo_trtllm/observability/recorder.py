@@ -84,6 +84,7 @@ class RecordedEvent(IntEnum):
     PEER_LOST = 6  # reason: error code
     CONNECTION_AWAITED = 7  # reason: etcd; a start or registration waits for it
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
+    SHARES_CHANGED = 9  # a: epoch, b: revision of the table that a frontend uses now; both 0: none
     # Events of a request in the frontend.
     RECEIVED = 32  # a: hash of the client's X-Request-Id
     # a: prompt tokens, b: max_tokens, c: hash of the first block, or 0; once per prompt
@@ -278,10 +279,10 @@ class Recorder:
             if key:
                 ring.write(key, choice, event, a, b, c, reason)
 
-    def record_process(self, event: int, reason: str = "") -> None:
-        """Record an event of the process."""
+    def record_process(self, event: int, reason: str = "", a: int = 0, b: int = 0) -> None:
+        """Record an event of the process. Arguments are those of `record`."""
         if self._ring is not None:
-            self._ring.write(0, 0, event, 0, 0, 0, reason)
+            self._ring.write(0, 0, event, a, b, 0, reason)
 
     def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
         """Record the length of a prompt, and hashes that show which prompts begin alike."""

@@ -60,11 +60,15 @@ def longest_intervals(request: RequestRecording) -> list[str]:
 
 
 def timeline_notes(request: RequestRecording) -> list[str]:
-    """Return what limits the recordings of a request."""
+    """Return what limits the recordings of a request, and where more is known of it."""
     begun_ns = request.steps[0].entry.ns
     notes: list[str] = []
     for process in request.processes():
         notes += _notes(process, since_ns=begun_ns)
+    if any(
+        step.entry.event == RecordedEvent.SHARES_CHANGED for step in _with_process_events(request)
+    ):
+        notes.append("why shares changed: dynamo-trtllm shares --history")
     return notes
 
 

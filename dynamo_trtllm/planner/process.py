@@ -28,7 +28,8 @@ from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import PlannerMetrics
-from dynamo_trtllm.planner.decide import Decision, DecisionOutcome
+from dynamo_trtllm.planner.decide import Decision
+from dynamo_trtllm.planner.decision_log import DecisionLog
 from dynamo_trtllm.planner.observe import Observer, PoolKey
 from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of, reason_of
 from dynamo_trtllm.planner.predict import TimeLimits
@@ -65,7 +66,8 @@ class PlannerProcess(Lifecycle):
         self._view = ClusterView()
         self._leadership: Leadership | None = None
         self._name = f"{socket.gethostname()}-{os.getpid()}"
-        self._last: dict[PoolKey, Decision] = {}  # decisions that were logged last
+        self._logs: dict[PoolKey, DecisionLog] = {}
+        self._failure_to_change = ""  # why the last change was not made
         self._system_port: int | None = None
 
     @property
@@ -169,8 +171,9 @@ class PlannerProcess(Lifecycle):
         while True:
             await asyncio.sleep(PLAN_EVERY_S)
             if not self._config.advise and not await self._leads(discovery):
-                # Another planner changes the shares meanwhile.
+                # Another planner changes the shares meanwhile, and an autoscaler follows that one.
                 planner = Planner(observer, self._limits)
+                self._metrics.clear_plan()
                 continue
             decisions = planner.decisions(asyncio.get_running_loop().time())
             self._report(decisions)
@@ -219,13 +222,19 @@ class PlannerProcess(Lifecycle):
                     discovery,
                     self._config.namespace,
                     changes_of(decisions),
-                    present=self._view.ids(),
+                    present={one.id: one.shares for one in self._view.instances()},
                     epoch=leadership.epoch,
                     reason=reason_of(decisions),
+                    writer=f"planner {self._name}",
                 )
         except (DynamoError, TimeoutError) as exc:
-            log.warning("the shares could not be changed: %s", str(exc) or "etcd does not answer")
+            reason = str(exc) or "etcd does not answer"
+            # It tries again in seconds.
+            level = logging.DEBUG if reason == self._failure_to_change else logging.WARNING
+            log.log(level, "the shares could not be changed: %s", reason)
+            self._failure_to_change = reason
             return False
+        self._failure_to_change = ""
         if table is None:
             log.warning("a planner of a higher epoch has changed the shares: this one waits")
             await self._resign()
@@ -234,16 +243,14 @@ class PlannerProcess(Lifecycle):
 
     def _report(self, decisions: Mapping[PoolKey, Decision]) -> None:
         """Log decisions that differ from the last ones, and set the metrics."""
+        self._metrics.clear_plan()
+        logs: dict[PoolKey, DecisionLog] = {}
         for key, decision in decisions.items():
-            last = self._last.get(key)
-            is_new = last is None or last.outcome is not decision.outcome
-            if decision.outcome is DecisionOutcome.CHANGE or is_new:
-                verb = "would change" if self._config.advise and decision.changes else "decided"
-                log.info("%s: %s %s: %s", key.model, verb, decision.outcome, decision.reason)
-            if decision.unreachable and (last is None or not last.unreachable):
-                log.warning("%s: %s", key.model, "; ".join(decision.unreachable))
+            logs[key] = self._logs.get(key) or DecisionLog(key.model, is_advice=self._config.advise)
+            logs[key].add(decision)
             self._set_metrics(key.model, decision)
-        self._last = dict(decisions)
+        # Those of pools that are gone are dropped.
+        self._logs = logs
 
     def _set_metrics(self, model: str, decision: Decision) -> None:
         metrics = self._metrics

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.protocol.messages import LoadReport, encode
+from dynamo_trtllm.protocol.shares import Shares, shares_object
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.support.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
@@ -47,6 +48,9 @@ class Health:
     # Why the worker is not ready, as text for users. While loading, the current step.
     reason: str = ""
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
+
+    shares: Shares | None = None  # of an elastic worker, as they are now
+    shares_since: float | None = None  # seconds since the epoch; None: since it registered
 
     failure: str = ""  # the failure that ends this worker
     # Returns why no request can arrive, such as a rejection by NATS; None: requests can.
@@ -83,6 +87,7 @@ def health_app(
     """Return the app.
 
     /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
+    /health of an elastic worker has its shares, too.
 
     Args:
         health: health of the worker.
@@ -95,7 +100,7 @@ def health_app(
     async def live(_: HttpRequest, response: HttpResponse) -> None:
         response.send_json(200, {"status": "live"})
 
-    def send(response: HttpResponse, about: dict[str, str]) -> None:
+    def send(response: HttpResponse, about: dict[str, Any]) -> None:
         about["reason"] = health.why_not_ready
         about["instance_id"] = health.instance_id
         response.send_json(200 if health.is_ready else 503, about)
@@ -105,7 +110,10 @@ def health_app(
 
     async def report(_: HttpRequest, response: HttpResponse) -> None:
         status = "ready" if health.is_ready else "notready"
-        send(response, {"status": status, "phase": health.phase})
+        about: dict[str, Any] = {"status": status, "phase": health.phase}
+        if health.shares is not None:
+            about |= shares_object(health.shares, health.shares_since)
+        send(response, about)
 
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")

@@ -53,6 +53,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     SamplingDefaults,
 )
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import (
@@ -64,9 +65,9 @@ from dynamo_trtllm.support.network.addresses import (
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.support.tls import server_certificate
 from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.cluster_watch import follow_cluster
 from dynamo_trtllm.worker.description import admission_of, describe
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
-from dynamo_trtllm.worker.prefill_discovery import follow_prefill_workers
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.started_worker import StartedWorker
 from dynamo_trtllm.worker.timing import TIMING, WorkerTiming
@@ -329,9 +330,7 @@ class Worker(Lifecycle):
         discovery = open_discovery(config, self._tasks, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
         if addresses is not None:
-            following = follow_prefill_workers(discovery, self._endpoint.namespace, addresses)
-            task = self._tasks.start(following, "prefill-addresses")
-            stack.push_async_callback(self._tasks.cancel, task)
+            self._follow_cluster(discovery, addresses, stack)
         self._health.phase = "loading"
         info = await self._load(engine, discovery)
         self._health.phase = "registering"
@@ -367,6 +366,28 @@ class Worker(Lifecycle):
         stack.push_async_callback(started.aclose)
         self._health.phase = "serving"
         return started
+
+    def _follow_cluster(
+        self, discovery: Discovery, addresses: PrefillAddresses, stack: AsyncExitStack
+    ) -> None:
+        """Follow the other workers and the shares of this one until `stack` is closed."""
+        self._note_shares(None)
+        following = follow_cluster(
+            discovery, self._endpoint.namespace, addresses, self._note_shares
+        )
+        task = self._tasks.start(following, "cluster-watch")
+        stack.push_async_callback(self._tasks.cancel, task)
+
+    def _note_shares(self, table: ShareTable | None) -> None:
+        """Show the shares of this worker, if it is elastic."""
+        config = self._config
+        if config.disaggregation_mode is not Role.ELASTIC:
+            return
+        self._health.shares = Shares(config.prefill_share, config.decode_share)
+        self._health.shares_since = None
+        if table is not None and self.instance_id in table.workers:
+            self._health.shares = table.workers[self.instance_id]
+            self._health.shares_since = table.since.get(self.instance_id)
 
     def _transfer_keys(self) -> TransferKeys | None:
         """Return the keys that sign this worker's KV transfers. None: it has no key file.

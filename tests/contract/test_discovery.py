@@ -31,7 +31,7 @@ from dynamo_trtllm.cluster.discovery.records import EndpointId, endpoint_of, ins
 from dynamo_trtllm.cluster.discovery.share_changes import change_shares
 from dynamo_trtllm.cluster.discovery.share_records import planner_key, share_key
 from dynamo_trtllm.config.config_base import ConnectionConfig
-from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.errors import ConfigError, VersionMismatch
 from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, encode
 from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.kit.instance_events import instance_events
@@ -373,9 +373,7 @@ async def test_changes_at_the_same_moment_are_all_made(world: World) -> None:
         async with asyncio.TaskGroup() as group:
             for number, shares in changes.items():
                 group.create_task(
-                    change_shares(
-                        discovery, world.namespace, {number: shares}, present=changes.keys()
-                    )
+                    change_shares(discovery, world.namespace, {number: shares}, present=changes)
                 )
     stored = await world.join().read_shares(world.namespace)
     assert stored.table is not None
@@ -386,11 +384,21 @@ async def test_changes_at_the_same_moment_are_all_made(world: World) -> None:
 async def test_replaced_writer_changes_nothing(world: World) -> None:
     discovery = world.join()
     shares = {1: Shares(1.0, 1.0)}
-    newer = await change_shares(discovery, world.namespace, shares, present={1}, epoch=2)
+    newer = await change_shares(discovery, world.namespace, shares, present=shares, epoch=2)
     assert newer is not None
-    old = await change_shares(discovery, world.namespace, shares, present={1}, epoch=1)
+    old = await change_shares(discovery, world.namespace, shares, present=shares, epoch=1)
     assert old is None
     assert (await discovery.read_shares(world.namespace)).table == newer
+
+
+async def test_table_of_another_wire_version_is_not_replaced(world: World) -> None:
+    discovery = world.join()
+    other = encode(ShareTable(revision=4, wire=WIRE_VERSION + 2))
+    await world.write(share_key(world.namespace), other)
+    shares = {1: Shares(1.0, 0.0)}
+    with pytest.raises(VersionMismatch, match="upgrade the side with the lower one"):
+        await change_shares(discovery, world.namespace, shares, present=shares, epoch=9)
+    assert (await discovery.read_shares(world.namespace)).is_other_version
 
 
 async def test_one_planner_leads_until_it_ends(world: World) -> None:

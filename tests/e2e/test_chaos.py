@@ -64,6 +64,9 @@ LONG |= {"memory-bound", "big-body"}
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
 # tests/unit/frontend/test_query_of_death.py is their short form
 LONG |= {"query-of-death", "late-query-of-death"}
+# They need another deployment. tests/integration/test_planner.py replaces a planner that is silent,
+# and tests/integration/test_elastic.py changes roles under load.
+LONG |= {"kill-planner", "change-roles"}
 # They need another deployment. tests/contract/test_lossy_plane.py loses and repeats frames and
 # messages without processes, and a route that breaks loses messages, too.
 LONG |= {"lost-first", "lost-last", "repeated-message", "route-flap"}

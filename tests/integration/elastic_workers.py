@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from dynamo_trtllm import Role, Worker, WorkerConfig
 from dynamo_trtllm.cluster.connect import connect_plane, open_discovery
 from dynamo_trtllm.cluster.discovery.discovery_interface import Discovery
@@ -22,7 +24,7 @@ from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.protocol.shares import Shares
+from dynamo_trtllm.protocol.shares import ALL_WORK, ShareChange, Shares
 from dynamo_trtllm.support.background import BackgroundTasks
 from tests.kit.generator_streams import routed_stream
 from tests.kit.waiting import SOON_S
@@ -44,16 +46,33 @@ class Elastic:
         self.config = config  # of both workers
         self._router = router
         self._discovery = discovery
+        self._workers = workers
         self.ids = [worker.instance_id for worker in workers]
         self._numbers = itertools.count()
 
     async def share(self, shares: Sequence[Shares]) -> None:
         changes = dict(zip(self.ids, shares, strict=True))
         assert await change_shares(
-            self._discovery, self.config.namespace, changes, present=self.ids
+            self._discovery,
+            self.config.namespace,
+            changes,
+            present=dict.fromkeys(self.ids, ALL_WORK),
         )
         while self.shares != changes:
             await self.changed()
+
+    async def latest_change(self) -> ShareChange:
+        """Return the latest change of shares, as etcd has it."""
+        stored = await self._discovery.read_shares(self.config.namespace)
+        assert stored.table is not None
+        return stored.table.history[-1]
+
+    async def health(self, instance_id: int) -> dict[str, Any]:
+        """Return what /health of a worker says. It needs `system_port`."""
+        (worker,) = [one for one in self._workers if one.instance_id == instance_id]
+        async with httpx.AsyncClient() as client:
+            said: dict[str, Any] = (await client.get(f"{worker.url}/health")).json()
+        return said
 
     @property
     def shares(self) -> Mapping[int, Shares]:

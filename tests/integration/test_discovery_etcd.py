@@ -24,9 +24,11 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.cluster.discovery.share_changes import change_shares
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.protocol.errors import Unreachable
 from dynamo_trtllm.protocol.messages import Instance, encode
+from dynamo_trtllm.protocol.shares import Shares
 from tests.kit.etcd_client import EtcdClient
 from tests.kit.instance_events import instance_events
 from tests.kit.instances import make_instance
@@ -391,6 +393,28 @@ async def test_registration_changed_by_another_client_is_restored(own_etcd: Make
         await EtcdClient(server.address).put(key, b"\xc1")
         await follower.until(Removed(1), Added(ONE))
         assert await etcd_keys(server) == before
+
+
+async def test_planner_that_is_silent_for_a_lease_is_replaced(own_etcd: MakeEtcd) -> None:
+    """As one that was killed: it does not resign."""
+    server = own_etcd()
+    async with joined(server) as first, joined(server) as second:
+        killed = await first.lead_planners("n", "first")
+        assert killed is not None
+        shares = {1: Shares(1.0, 0.0)}
+        table = await change_shares(first, "n", shares, present=shares, epoch=killed.epoch)
+        next_one = None
+        async with asyncio.timeout(SOON_S):
+            while next_one is None:
+                await asyncio.sleep(0.1)
+                next_one = await second.lead_planners("n", "second")
+        assert next_one.epoch > killed.epoch
+        assert (await second.read_shares("n")).table == table
+        # If it was only slow, it finds out, and changes nothing once the next one has.
+        assert not await killed.renew()
+        assert await change_shares(second, "n", shares, present=shares, epoch=next_one.epoch)
+        late = await change_shares(first, "n", shares, present=shares, epoch=killed.epoch)
+        assert late is None
 
 
 async def test_oldest_unfit_record_is_rejected_by_all_watchers(own_etcd: MakeEtcd) -> None:

@@ -80,6 +80,7 @@ async def test_planner_splits_workers_whose_streams_wait_for_prompts(
     async with elastic(
         folder,
         "mock",
+        system_port=0,
         nats_server=nats_server,
         etcd_endpoints=etcd_server,
         override_engine_args=ARGS,
@@ -95,6 +96,14 @@ async def test_planner_splits_workers_whose_streams_wait_for_prompts(
                     assert (await client.get("/ready")).status_code == 200
                 assert "dynamo_trtllm_planner_is_leader 1.0" in page
             shares = dict(workers.shares)
+            change = await workers.latest_change()
+            assert change.writer.startswith("planner ")
+            assert "first tokens after" in change.reason
+            assert change.before == dict.fromkeys(change.after, ALL_WORK)
+            for instance_id, one in shares.items():
+                said = await workers.health(instance_id)
+                assert (said["prefill_share"], said["decode_share"]) == (one.prefill, one.decode)
+                assert said["shares_since"]
             num_asked = len(asked)
             async with asyncio.timeout(SOON_S):
                 while len(asked) < num_asked + 5:  # noqa: ASYNC110

@@ -72,6 +72,7 @@ CONTROL = f"{REQUEST}.control"
 TO_FRONTEND = "_INBOX_frontend.x"
 TO_WORKER = "_INBOX_worker.x.1"
 TO_OWN = f"_INBOX_worker.{OWN}.x.1"
+TO_PLANNER = "_INBOX_planner.x"
 TO_TOOL = "_INBOX_tool.x"
 USAGE = "dynamo.frontend_usage"
 SAMPLES = "dynamo.frontend_samples"
@@ -92,6 +93,7 @@ SUBJECTS = {
     TO_FRONTEND,
     TO_WORKER,
     TO_OWN,
+    TO_PLANNER,
     TO_TOOL,
     RESPONSE,
     *STREAMS,
@@ -130,6 +132,7 @@ MAY_PUBLISH = {
     },
     "worker": {TO_FRONTEND, TO_WORKER, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
     OWN_USER: {TO_FRONTEND, TO_OWN, TO_TOOL, TIMELINE, *LOADS},
+    "planner": {TO_PLANNER},
     "tool": {TO_TOOL, "dynamo.recordings", STREAM % "INFO", STREAM % "DELETE"},
 }
 MAY_SUBSCRIBE = {
@@ -153,24 +156,28 @@ MAY_SUBSCRIBE = {
         "dynamo.recordings",
     },
     OWN_USER: {OWN_REQUEST, TO_OWN, "dynamo.recordings"},
-    "tool": {TO_TOOL, "dynamo.load"},
+    "planner": {TO_PLANNER, "dynamo.load"},
+    "tool": {TO_TOOL},
 }
 
 BACKEND_KEY = "v1/instances/dynamo/backend/generate/1"
 OWN_KEY = f"v1/instances/dynamo/{OWN}/generate/1"
 OTHER_KEY = "v1/instances/other/backend/generate/1"
-KEYS = {BACKEND_KEY, OWN_KEY, OTHER_KEY, "v1/instances/dynamo/other/generate/1", "v1/x", "anything"}
-IN_NAMESPACE = {BACKEND_KEY, OWN_KEY, "v1/instances/dynamo/other/generate/1"}
+OF_PLANNER = {"v1/instances/dynamo/shares", "v1/instances/dynamo/planner"}
+IN_NAMESPACE = {BACKEND_KEY, OWN_KEY, "v1/instances/dynamo/other/generate/1", *OF_PLANNER}
+KEYS = {*IN_NAMESPACE, OTHER_KEY, "v1/instances/other/shares", "v1/x", "anything"}
 MAY_READ = {
     "frontend": IN_NAMESPACE,
     "worker": IN_NAMESPACE,
     OWN_USER: IN_NAMESPACE,
-    "tool": {*IN_NAMESPACE, OTHER_KEY},
+    "planner": IN_NAMESPACE,
+    "tool": {*IN_NAMESPACE, OTHER_KEY, "v1/instances/other/shares"},
 }
 MAY_WRITE = {
     "frontend": set[str](),
     "worker": {BACKEND_KEY},
     OWN_USER: {OWN_KEY},
+    "planner": OF_PLANNER,
     "tool": IN_NAMESPACE,
 }
 END = "end.of.test"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import signal
 import subprocess
 import sys
@@ -56,6 +57,25 @@ def test_deployment_of_the_torch_engine_answers_with_the_model() -> None:
         url = f"{deployment.url}/v1/chat/completions"
         answer = httpx.post(url, json=body, timeout=6 * SOON_S).raise_for_status().json()
     assert "I am tiny-gpt-oss" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("planner", [True, False])
+def test_planner_runs_beside_elastic_workers(
+    planner: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    limits = {"router_mode": "slo", "slo_ttft_ms": 2000.0, "slo_itl_ms": 100.0}
+    with serve(
+        MODEL,
+        engine="mock",
+        prefill=0,
+        decode=0,
+        elastic=2,
+        planner=planner,
+        frontend_settings=limits,
+    ) as deployment:
+        assert ask(deployment) == 5
+    assert ("planning the shares" in caplog.text) is planner
 
 
 async def test_deployment_when_an_event_loop_runs_then_it_answers() -> None:
@@ -125,6 +145,7 @@ def test_start_when_interrupted_then_nothing_is_left(monkeypatch: pytest.MonkeyP
         ({"prefill": 0, "decode": 0}, "pass at least one of each, or aggregated=1"),
         ({"decode": -1}, "decode=-1 workers are not possible"),
         ({"decode": "1"}, "decode='1' workers are not possible"),
+        ({"elastic": 65}, "elastic=65 workers are not possible; pass 0 to 64"),
         ({"aggregated": 65}, "aggregated=65 workers are not possible; pass 0 to 64"),
         ({"engine": "vllm"}, "dynamo-trtllm serve MODEL --engine vllm"),
         ({"engine": "no-such"}, "engine"),

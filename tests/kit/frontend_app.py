@@ -177,6 +177,7 @@ class Catalog(ModelRegistry):
             "pairs": [],
             "mismatched": [],
             "rejected_records": [],
+            "discovery_problem": "",
         }
 
     def preload(self, name: str) -> None:

@@ -48,10 +48,12 @@ def make_instance(
     )
 
 
-def elastic_instance(instance_id: int, shares: Shares = ALL_WORK) -> Instance:
+def elastic_instance(
+    instance_id: int, shares: Shares = ALL_WORK, *, namespace: str = "dynamo"
+) -> Instance:
     """Return an elastic instance with 100 KV blocks, of which KV for others may take 40."""
     return msgspec.structs.replace(
-        make_instance(instance_id, role=Role.ELASTIC),
+        make_instance(instance_id, namespace=namespace, role=Role.ELASTIC),
         can_aggregate=True,
         is_elastic=True,
         shares=shares,

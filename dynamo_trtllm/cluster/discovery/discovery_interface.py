@@ -68,6 +68,7 @@ class StoredShares:
     table: ShareTable | None  # None: there is none, or it is invalid
     version: int = 0  # of the store: another one after each write. 0: there is no table
     problem: str = ""  # why the table is invalid
+    is_other_version: bool = False  # because its writer has an incompatible wire version
 
 
 class Registration(Protocol):
@@ -104,6 +105,10 @@ class Leadership(Protocol):
 
 class Discovery(Protocol):
     """A connection to the store of registered instances."""
+
+    @property
+    def problem(self) -> str:
+        """Why watchers may lack the latest changes, as text; "": they do not."""
 
     async def register(self, instance: Instance) -> Registration:
         """Register an instance. Return once the record is visible to watchers.

@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import Event, StoredShares, Synced
 from dynamo_trtllm.cluster.discovery.etcd_store import (
-    CLOSE_TIMEOUT_S,
     Change,
     EtcdStore,
     Lease,
@@ -79,11 +78,8 @@ class EtcdLeadership:
         """See `Leadership.aclose`."""
         lease = self._lease
         self._lease = None
-        if lease is None:
-            return
-        with suppress(Unreachable, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._store.revoke(lease)
+        if lease is not None:
+            await self._store.release(lease)
 
 
 @dataclass(eq=False)
@@ -103,6 +99,7 @@ class EtcdDiscovery:
     def __post_init__(self) -> None:
         self._store = EtcdStore(self.config)
         self._registrations: list[LeaseKeeper] = []
+        self.problem = ""  # see `Discovery.problem`
 
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
@@ -209,6 +206,7 @@ class EtcdDiscovery:
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
+            self.problem = f"etcd is not reachable: {reason}"
             RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
@@ -224,6 +222,7 @@ class EtcdDiscovery:
                 log.debug("etcd watch of %s: %s", prefix, exc.message)
                 cache.restart_grace()
             else:
+                self.problem = ""
                 RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
                 log.info("etcd watch of %s resumed", prefix)
                 return snapshot

@@ -212,6 +212,14 @@ class EtcdStore:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
 
+    async def release(self, lease: Lease, *keys: str) -> None:
+        """Delete keys and revoke their lease. Give up after CLOSE_TIMEOUT_S: then it expires."""
+        with suppress(Unreachable, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                for key in keys:
+                    await self.delete(key)
+                await self.revoke(lease)
+
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
         """Yield the changes from a revision on, in batches.
 
@@ -349,9 +357,5 @@ class LeaseKeeper:
         await self._tasks.cancel(task)
         lease = self._lease
         self._lease = None
-        if lease is None:
-            return
-        with suppress(Unreachable, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._store.delete(self.key)
-                await self._store.revoke(lease)
+        if lease is not None:
+            await self._store.release(lease, self.key)

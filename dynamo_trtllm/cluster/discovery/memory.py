@@ -175,6 +175,11 @@ class MemoryDiscovery:
         self._watchers: list[_Watcher] = []
         self._closed = False
 
+    @property
+    def problem(self) -> str:
+        """See `Discovery.problem`."""
+        return ""
+
     async def register(self, instance: Instance) -> MemoryRegistration:
         key, record = written(instance)
         earlier = self._registrations.get(key)

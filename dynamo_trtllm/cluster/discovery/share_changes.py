@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Final
+
+import msgspec
 
 from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Added,
@@ -13,12 +15,14 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import (
     Synced,
 )
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
-from dynamo_trtllm.protocol.errors import Overloaded, Unreachable
-from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role
-from dynamo_trtllm.protocol.shares import Shares, ShareTable
+from dynamo_trtllm.protocol.errors import Overloaded, Unreachable, VersionMismatch
+from dynamo_trtllm.protocol.messages import WIRE_VERSION, Instance, Role, encode
+from dynamo_trtllm.protocol.shares import ALL_WORK, MAX_CHANGES, ShareChange, Shares, ShareTable
 
 # Attempts of one change. Another one is needed only if other clients write at the same moment.
 _MAX_ATTEMPTS: Final = 5
+# Of the history of a table, encoded. A table of all frontends may have four times this.
+_MAX_HISTORY_BYTES: Final = 64 << 10
 
 
 async def elastic_workers(discovery: Discovery, namespace: str) -> list[Instance]:
@@ -41,9 +45,10 @@ def changed_table(
     stored: StoredShares,
     changes: Mapping[int, Shares],
     *,
-    present: Collection[int],
+    present: Mapping[int, Shares],
     epoch: int | None = None,
     reason: str = "",
+    writer: str = "",
     now: float = 0.0,
 ) -> ShareTable | None:
     """Return the table that replaces a stored one.
@@ -51,9 +56,11 @@ def changed_table(
     Args:
         stored: the stored one. If it is invalid, nothing of it stays.
         changes: the shares to set, by instance id.
-        present: the workers that are registered. Others are left out.
+        present: the shares with which the workers that are registered have registered, by instance
+            id. Other workers are left out.
         epoch: of the writer; None: that of the stored table.
         reason: why they change.
+        writer: the process that changes them.
         now: seconds since the epoch (Unix).
 
     Returns:
@@ -65,14 +72,43 @@ def changed_table(
     if epoch < before.epoch:
         return None
     workers = {id_: shares for id_, shares in before.workers.items() if id_ in present}
+    former = {id_: workers.get(id_, present.get(id_, ALL_WORK)) for id_ in changes}
+    change = ShareChange(
+        epoch=epoch,
+        revision=before.revision + 1,
+        written_at=now,
+        writer=writer,
+        reason=reason,
+        before=former,
+        after=changes,
+    )
+    since = {id_: at for id_, at in before.since.items() if id_ in present}
+    since |= {id_: now for id_, shares in changes.items() if shares != former[id_]}
     return ShareTable(
         epoch=epoch,
         revision=before.revision + 1,
         workers=workers | dict(changes),
         written_at=now,
         reason=reason,
+        since=since,
+        history=_latest([*before.history, change]),
         wire=WIRE_VERSION,
     )
+
+
+def _latest(history: list[ShareChange]) -> tuple[ShareChange, ...]:
+    """Return the latest changes of a history, as far as a table may have them."""
+    latest: list[ShareChange] = []
+    num_bytes = 0
+    for change in reversed(history[-MAX_CHANGES:]):
+        num_bytes += len(encode(change))
+        if num_bytes > _MAX_HISTORY_BYTES:
+            if not latest:
+                # A change of a thousand workers. Their shares are in the table itself.
+                latest.append(msgspec.structs.replace(change, before={}, after={}))
+            break
+        latest.insert(0, change)
+    return tuple(latest)
 
 
 async def change_shares(
@@ -80,9 +116,10 @@ async def change_shares(
     namespace: str,
     changes: Mapping[int, Shares],
     *,
-    present: Collection[int],
+    present: Mapping[int, Shares],
     epoch: int | None = None,
     reason: str = "",
+    writer: str = "",
     now: Callable[[], float] = SYSTEM_CLOCKS.epoch,
 ) -> ShareTable | None:
     """Change the shares of some elastic workers with one write.
@@ -96,11 +133,21 @@ async def change_shares(
         ConfigError: frontends would reject these shares.
         Overloaded: other clients keep writing.
         Unreachable: etcd does not answer. The table may have been written.
+        VersionMismatch: a process of another wire version has written the table.
     """
     for _ in range(_MAX_ATTEMPTS):
         stored = await discovery.read_shares(namespace)
+        if stored.is_other_version:
+            # Frontends that use it would reject what this process writes.
+            raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
         table = changed_table(
-            stored, changes, present=present, epoch=epoch, reason=reason, now=now()
+            stored,
+            changes,
+            present=present,
+            epoch=epoch,
+            reason=reason,
+            writer=writer,
+            now=now(),
         )
         if table is None:
             return None

@@ -17,7 +17,17 @@ from dynamo_trtllm.cluster.discovery.records import (
 )
 from dynamo_trtllm.protocol.errors import BadFrame, ConfigError
 from dynamo_trtllm.protocol.messages import decode, encode, wire_mismatch
-from dynamo_trtllm.protocol.shares import MAX_REASON_CHARACTERS, ShareTable
+from dynamo_trtllm.protocol.shares import (
+    MAX_CHANGES,
+    MAX_REASON_CHARACTERS,
+    MAX_WRITER_CHARACTERS,
+    ShareTable,
+)
+
+
+class _OtherVersion(BadRecord):
+    """The writer has a wire version that this process does not understand."""
+
 
 # No key of an instance has this form, because it has fewer parts.
 _NAME: Final = "shares"
@@ -59,15 +69,25 @@ def read_share_table(record: bytes) -> ShareTable:
         raise BadRecord(f"the shares can't be read: {exc.message}") from exc
     mismatch = wire_mismatch(table.wire)
     if mismatch:
-        raise BadRecord(mismatch)
-    if len(table.reason) > MAX_REASON_CHARACTERS:
-        raise BadRecord(
-            f"reason has {len(table.reason)} characters; the limit is {MAX_REASON_CHARACTERS}"
-        )
+        raise _OtherVersion(mismatch)
+    _check_texts(table)
     for instance_id, shares in table.workers.items():
         if shares.problem:
             raise BadRecord(f"worker {instance_id:x}: {shares.problem}")
     return table
+
+
+def _check_texts(table: ShareTable) -> None:
+    """Raise BadRecord if a text of the table is too long, or its history is."""
+    reasons = [table.reason, *(change.reason for change in table.history)]
+    longest = max(map(len, reasons))
+    if longest > MAX_REASON_CHARACTERS:
+        raise BadRecord(f"reason has {longest} characters; the limit is {MAX_REASON_CHARACTERS}")
+    longest = max((len(change.writer) for change in table.history), default=0)
+    if longest > MAX_WRITER_CHARACTERS:
+        raise BadRecord(f"writer has {longest} characters; the limit is {MAX_WRITER_CHARACTERS}")
+    if len(table.history) > MAX_CHANGES:
+        raise BadRecord(f"history has {len(table.history)} changes; the limit is {MAX_CHANGES}")
 
 
 def stored_shares(record: bytes | None, version: int) -> StoredShares:
@@ -77,7 +97,7 @@ def stored_shares(record: bytes | None, version: int) -> StoredShares:
     try:
         return StoredShares(read_share_table(record), version)
     except BadRecord as exc:
-        return StoredShares(None, version, str(exc))
+        return StoredShares(None, version, str(exc), isinstance(exc, _OtherVersion))
 
 
 def written_share_table(table: ShareTable) -> bytes:

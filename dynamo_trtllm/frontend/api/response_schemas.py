@@ -152,6 +152,10 @@ class ReadinessReport(TypedDict):
     rejected_records: Annotated[
         list[RejectedRecord], Field(description="Rejected etcd records and the reasons.")
     ]
+    discovery_problem: Annotated[
+        str,
+        Field(description="Why workers and shares may be out of date; empty: they are not."),
+    ]
 
 
 class InstanceTransport(TypedDict):
@@ -175,6 +179,12 @@ class InstanceObject(TypedDict):
     ]
     decode_share: NotRequired[
         Annotated[float, Field(description="Share of an elastic worker of the decode work.")]
+    ]
+    shares_since: NotRequired[
+        Annotated[
+            str | None,
+            Field(description="When its shares changed last; null: it registered with them."),
+        ]
     ]
 
 

@@ -40,7 +40,9 @@ def of_models(not_ready: Sequence[str]) -> Iterator[HealthReason]:
 
 
 def of_pairs(report: ReadinessReport) -> Iterator[HealthReason]:
-    """Yield the pairs that get no requests, and the workers and records that are not used."""
+    """Yield the pairs that get no requests, the workers and records that are not used, and whether
+    etcd is reached.
+    """
     broken = [
         pair
         for pair in report["pairs"]
@@ -61,6 +63,8 @@ def of_pairs(report: ReadinessReport) -> Iterator[HealthReason]:
     for record in report["rejected_records"][:_MAX_OF_A_KIND]:
         text = f"the etcd record {record['key']} is rejected: {record['reason']}"
         yield HealthReason("warning", _sentence(text))
+    if report["discovery_problem"]:
+        yield HealthReason("warning", _sentence(report["discovery_problem"]))
 
 
 def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:

@@ -298,6 +298,7 @@ class MergedSamples:
         times = self._times.workers.get(instance.id)
         token_s = self._times.token_s(instance.id)
         prompt_token_s = self._times.prompt_token_s(instance.id)
+        shares = self._models.shares_of(instance)
         return ConsoleWorker(
             id=f"{instance.id:x}",
             role=str(instance.role),
@@ -315,6 +316,9 @@ class MergedSamples:
             slow_ratio=slow_ratio,
             slow_s=slow_s,
             silent_s=0.0 if times is None else times.silent_s,
+            prefill_share=None if shares is None else shares.prefill,
+            decode_share=None if shares is None else shares.decode,
+            shares_at=self._models.shares_since(instance),
         )
 
     def _events(self) -> list[WorkerEvent]:

@@ -52,6 +52,10 @@ class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
     slow_ratio: float | None  # how many times as slow as the others of its role; None: it is not
     slow_s: float  # for how long it has been slow while a console was open
     silent_s: float  # for how long no token of a running stream came
+    # Of an elastic worker, and when they changed last; None: it has registered with them.
+    prefill_share: float | None = None
+    decode_share: float | None = None
+    shares_at: float | None = None  # seconds since the epoch
 
 
 class ConsolePair(msgspec.Struct, frozen=True, kw_only=True):

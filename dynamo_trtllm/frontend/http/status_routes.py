@@ -18,6 +18,7 @@ from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.protocol.errors import EngineNotReady
 from dynamo_trtllm.protocol.http_status import retry_headers
 from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.shares import shares_object
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 # Limit for the entries of a list in /health, unless the query has another limit.
@@ -101,7 +102,7 @@ class StatusRoutes:
         row = _instance(instance)
         shares = self._models.shares_of(instance)
         if shares is not None:
-            row |= {"prefill_share": shares.prefill, "decode_share": shares.decode}
+            row |= shares_object(shares, self._models.shares_since(instance))
         return row
 
     async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:

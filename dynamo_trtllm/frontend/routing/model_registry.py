@@ -36,6 +36,7 @@ from dynamo_trtllm.frontend.routing.probe_schedule import pairs_of
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.frontend.tokenization.renderer_registry import renderer_for
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.errors import (
     BadFrame,
     DynamoError,
@@ -173,6 +174,13 @@ class ModelRegistry:
         """Return the shares of an elastic worker as they are now; None: it has a fixed role."""
         return self._view.model(instance.card.name).shares.get(instance.id)
 
+    def shares_since(self, instance: Instance) -> float | None:
+        """Return when the shares of an elastic worker changed last, in seconds since the epoch.
+
+        None: it has the shares with which it registered.
+        """
+        return None if self.share_table is None else self.share_table.since.get(instance.id)
+
     def shares(self) -> dict[int, Shares]:
         """Return the shares of all elastic workers as they are now, by instance id."""
         shares: dict[int, Shares] = {}
@@ -224,6 +232,7 @@ class ModelRegistry:
                 {"key": key, "reason": self._rejected[key]}
                 for key in sorted(self._rejected)[:limit]
             ],
+            discovery_problem=self._discovery.problem,
         )
 
     async def watch(self) -> None:
@@ -251,6 +260,7 @@ class ModelRegistry:
         self.share_table = table
         if table is None:
             log.info("the share table is gone: workers have the shares they registered")
+            RECORDER.record_process(RecordedEvent.SHARES_CHANGED)
             self._view.set_shares({})
             return
         log.info(
@@ -259,6 +269,7 @@ class ModelRegistry:
             table.epoch,
             f": {table.reason}" if table.reason else "",
         )
+        RECORDER.record_process(RecordedEvent.SHARES_CHANGED, a=table.epoch, b=table.revision)
         self._view.set_shares(table.workers)
 
     async def wait_until_loaded(self) -> None:

@@ -368,6 +368,16 @@ def test_timeline_includes_lost_nats_connection() -> None:
     assert lines[-3].endswith("connection lost: nats")
 
 
+def test_timeline_includes_changes_of_shares() -> None:
+    frontend = process("frontend", STREAMING)
+    at_ns = frontend.entries[4].ns + 1
+    changed = Entry(at_ns, E.SHARES_CHANGED, 0, 0, 345, 12, 0, "")
+    recorded = dataclasses.replace(frontend, entries=[*frontend.entries, changed])
+    lines = timeline(Recordings([recorded]).requests[KEY]).splitlines()
+    assert lines[-4].endswith("shares changed: revision 12 of epoch 345")
+    assert lines[-1] == "note: why shares changed: dynamo-trtllm shares --history"
+
+
 def test_perfetto_export_has_a_slice_between_events() -> None:
     recordings = Recordings([process("frontend", SENT), process("prefill", STARTED, PREFILL)])
     trace = json.loads("".join(perfetto(list(recordings.requests.values()))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
@@ -76,6 +77,27 @@ async def test_shares_sets_several_workers_with_one_write(
     printed = json.loads(capsys.readouterr().out)
     assert printed["revision"] == 2
     assert [worker["prefill_share"] for worker in printed["workers"]] == [0.25, 0.0]
+
+
+async def test_history_has_each_change_and_why(
+    namespace: Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await namespace.run("--history") == 0
+    assert capsys.readouterr().out == "no change of shares is known\n"
+    await namespace.run("--set", "a1=1/0", "--set", "b2=0/1", "--reason", "long prompts")
+    await namespace.run("--set", "b2=1/1", "--reason", "fewer")
+    capsys.readouterr()
+    assert await namespace.run("--history") == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    head, *rows = first.splitlines()
+    assert head.startswith("revision 1 of epoch 0, ")
+    assert f"by shares on {socket.gethostname()}" in head
+    assert rows == ["  long prompts", "  worker a1: 1/1 -> 1/0", "  worker b2: 0.5/1 -> 0/1"]
+    assert "worker b2: 0/1 -> 1/1" in second
+    assert await namespace.run("--json") == 0
+    history = json.loads(capsys.readouterr().out)["history"]
+    assert [change["reason"] for change in history] == ["long prompts", "fewer"]
+    assert history[1]["workers"] == [{"id": "b2", "before": "0/1", "after": "1/1"}]
 
 
 async def test_shares_replaces_a_table_that_is_invalid(

@@ -30,6 +30,24 @@ def test_status_without_keys_has_no_table_of_them() -> None:
     assert "API key" not in as_text([DeploymentReport(namespace="n", processes=[frontend])])
 
 
+def test_status_shows_the_shares_of_an_elastic_worker() -> None:
+    registered = ProcessStatus(
+        name="a", role="elastic", state="ready", prefill_share=1.0, decode_share=1.0
+    )
+    changed = ProcessStatus(
+        name="b",
+        role="elastic",
+        state="ready",
+        prefill_share=0.25,
+        decode_share=0.0,
+        shares_since="2026-11-30T02:03:04.567+00:00",
+    )
+    report = DeploymentReport(namespace="n", processes=[registered, changed])
+    text = as_text([report])
+    assert "elastic 1/1  " in text
+    assert "elastic 0.25/0 since 02:03:04" in text
+
+
 def test_long_reason_is_a_line_below_the_table() -> None:
     reason = "http://127.0.0.1:8000/metrics rejects a client without an API key; set one"
     frontend = ProcessStatus(name="frontend", role="frontend", state="ready", reason=reason)

@@ -67,7 +67,11 @@ _SCALED_OBJECT = _object(
             type={"const": "prometheus"},
             metricType={"enum": ["AverageValue", "Value"]},
             metadata=_object(
-                "serverAddress query threshold", serverAddress=_TEXT, query=_TEXT, threshold=_TEXT
+                "serverAddress query threshold",
+                serverAddress=_TEXT,
+                query=_TEXT,
+                threshold=_TEXT,
+                ignoreNullValues={"enum": ["true", "false"]},
             ),
         ),
     },

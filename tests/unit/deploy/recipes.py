@@ -16,6 +16,7 @@ from unittest import mock
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.launch.topology import MachineFacts
 from tests.unit.deploy.kustomize import Doc, documents, read_documents, render
@@ -29,6 +30,7 @@ TARGETS = {  # folder: the name that all its objects begin with
     "trtllm/disagg": "gpt-oss-disagg",
     "trtllm/disagg-8gpu": "gpt-oss-disagg-8gpu",
     "vllm/disagg": "gpt-oss-vllm-disagg",
+    "vllm/elastic": "gpt-oss-vllm-elastic",
 }
 KUSTOMIZATIONS = sorted(
     path.parent.relative_to(RECIPES).as_posix()
@@ -93,6 +95,10 @@ def frontends(docs: list[Doc]) -> list[Pod]:
     return [pod for pod in pods(docs) if "dynamo_trtllm.frontend" in pod.args]
 
 
+def planners(docs: list[Doc]) -> list[Pod]:
+    return [pod for pod in pods(docs) if "dynamo_trtllm.planner" in pod.args]
+
+
 def words(pod: Pod) -> list[str]:
     """The command line after `python -m MODULE`."""
     return pod.args[pod.args.index("-m") + 2 :]
@@ -119,6 +125,10 @@ def frontend_config(pod: Pod) -> FrontendConfig:
     return load(FrontendConfig, prog="p", argv=words(pod), environ=environment(pod))
 
 
+def planner_config(pod: Pod) -> PlannerConfig:
+    return load(PlannerConfig, prog="p", argv=words(pod), environ=environment(pod))
+
+
 def gpus(pod: Pod) -> int:
     return int(pod.container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
 
@@ -138,6 +148,10 @@ GENERATED: dict[str, tuple[str, ...]] = {
     "serve on two GPUs each": ("folder", "--engine", "trtllm", "--tp", "2", "--decode", "3"),
     "serve aggregated": ("folder", "--replicas", "2", "--extra-engine-args", "engine.yaml"),
     "serve without GPU": ("tiny-gpt-oss", "--engine", "mock", "--port", "8001"),
+    "serve elastic workers": (
+        *("tiny-gpt-oss", "--engine", "mock", "--elastic", "3"),
+        *("--router-mode", "slo", "--slo-ttft-ms", "2000", "--slo-itl-ms", "100"),
+    ),
     "serve another image": ("tiny-gpt-oss", "--engine", "torch", "--worker-image", "mine:1.2.3"),
 }
 _CONFIG = {

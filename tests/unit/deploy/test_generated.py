@@ -12,6 +12,7 @@ import yaml
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.launch import serve
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.deploy.recipes import (
@@ -29,7 +30,7 @@ from tests.unit.deploy.recipes import (
 )
 
 DOCS = all_generated()
-COMPOSE = ("serve without GPU", "serve another image")
+COMPOSE = ("serve without GPU", "serve another image", "serve elastic workers")
 KUBERNETES = ("--dry-run", "--format", "kubernetes")
 
 
@@ -113,7 +114,10 @@ def compose(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", COMPOSE)
 def test_compose_services_are_closed_and_supervised(name: str) -> None:
     services = compose(name)["services"]
-    assert services.keys() == {"frontend", "prefill", "decode"}
+    is_elastic = name == "serve elastic workers"
+    of_elastic = {"elastic-1", "elastic-2", "elastic-3", "planner"}
+    others = of_elastic if is_elastic else {"prefill", "decode"}
+    assert services.keys() == {"frontend", *others}
     for service in services.values():
         assert service["restart"] == "unless-stopped"
         assert service["read_only"] is True
@@ -123,15 +127,15 @@ def test_compose_services_are_closed_and_supervised(name: str) -> None:
         assert service["healthcheck"]["test"][0] == "CMD"
         assert set(service["depends_on"]) == {"etcd", "nats"}
     assert services["frontend"]["ports"][0].startswith("${BIND_ADDRESS:-127.0.0.1}:")
-    assert "ports" not in services["prefill"]
+    assert not any("ports" in services[service] for service in others)
 
 
 @pytest.mark.parametrize("name", COMPOSE)
 def test_compose_commands_are_accepted_and_files_mounted(name: str) -> None:
     for service_name, service in compose(name)["services"].items():
-        is_frontend = service_name == "frontend"
+        models = {"frontend": FrontendConfig, "planner": PlannerConfig}
         config = load(
-            FrontendConfig if is_frontend else WorkerConfig,
+            models.get(service_name, WorkerConfig),
             prog="p",
             argv=[str(word) for word in service["command"]][3:],
             environ={key: str(value) for key, value in service["environment"].items()},

@@ -18,7 +18,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.kv_transfer.keys import read_keys
 from tests.unit.deploy.kustomize import read_documents
-from tests.unit.deploy.recipes import ROOT, deployed, environment, frontends, workers
+from tests.unit.deploy.recipes import ROOT, deployed, environment, frontends, planners, workers
 from tests.unit.deploy.test_recipe_schemas import check
 
 PROGRAM = ROOT / "deploy" / "make_secrets"
@@ -27,6 +27,7 @@ SECRETS = {
     "nats-server-tls",
     "frontend-tls",
     "worker-tls",
+    "planner-tls",
     "tool-tls",
     "etcd-root-tls",
     "nats-routes",
@@ -116,7 +117,7 @@ def test_kubernetes_secrets_are_those_the_recipes_mount() -> None:
         assert path.name in docs["frontend-tls"]["data"]
     assert config.nats_server == "tls://nats:4222"
     assert (config.nats_cert, config.nats_key) == (config.etcd_cert, config.etcd_key)
-    for user in ("frontend", "worker", "tool"):
+    for user in ("frontend", "worker", "planner", "tool"):
         certificate = decoded(docs[f"{user}-tls"]["data"]["tls.crt"])
         assert common_name(certificate) == user
     assert common_name(decoded(docs["etcd-root-tls"]["data"]["tls.crt"])) == "root"
@@ -136,18 +137,20 @@ def common_name(certificate: str) -> str:
     return match.group(1)
 
 
-@pytest.mark.parametrize("recipe", ["trtllm/agg", "trtllm/disagg", "vllm/disagg"])
+@pytest.mark.parametrize("recipe", ["trtllm/agg", "trtllm/disagg", "vllm/elastic"])
 def test_pods_have_the_certificate_of_their_role_alone(recipe: str) -> None:
     pods = deployed(recipe)
-    for role, found in (("frontend", frontends(pods)), ("worker", workers(pods))):
-        assert found
-        for pod in found:
+    assert frontends(pods)
+    assert workers(pods)
+    of_role = {"frontend": frontends, "worker": workers, "planner": planners}
+    for role, find in of_role.items():
+        for pod in find(pods):
             volumes = pod.spec["volumes"]
             names = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
             assert {name for name in names if name.endswith("-tls")} == {f"{role}-tls"}
 
 
-@pytest.mark.parametrize("recipe", ["trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"])
+@pytest.mark.parametrize("recipe", ["trtllm/disagg", "trtllm/disagg-8gpu", "vllm/elastic"])
 def test_recipes_mount_the_key_into_workers_alone(recipe: str) -> None:
     done = made("kubernetes", "--namespace", "demo")
     secrets = {doc["metadata"]["name"]: doc for doc in read_documents(done.stdout)}

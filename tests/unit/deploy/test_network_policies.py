@@ -121,12 +121,13 @@ def connects(source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bo
 
 
 FRONTEND, PREFILL, DECODE = (peer(f"{DISAGG}-{role}") for role in ("frontend", "prefill", "decode"))
+PLANNER = peer("gpt-oss-vllm-elastic-planner")
 ETCD, NATS = peer("etcd"), peer("nats")
 ETCD_USERS = peer("etcd-users")
 DOWNLOAD, PERF = peer("model-download"), peer("gpt-oss-120b-disagg-bench")
 
 
-@pytest.mark.parametrize("client", [FRONTEND, PREFILL, DECODE])
+@pytest.mark.parametrize("client", [FRONTEND, PREFILL, DECODE, PLANNER])
 def test_clients_reach_etcd_nats_and_dns(client: Peer) -> None:
     assert connects(client, ETCD, 2379)
     assert connects(client, NATS, 4222)
@@ -141,7 +142,7 @@ def test_job_that_creates_users_reaches_etcd_and_dns_alone() -> None:
     assert not connects(ETCD_USERS, NATS, 4222)
 
 
-@each_case("client", [FRONTEND, PREFILL, DECODE, ETCD, NATS, PERF, ETCD_USERS])
+@each_case("client", [FRONTEND, PREFILL, DECODE, PLANNER, ETCD, NATS, PERF, ETCD_USERS])
 @each_case("target", [WORLD, METADATA, STRANGER, NEIGHBOR, PROMETHEUS])
 def test_no_process_connects_to_other_hosts(client: Peer, target: Peer) -> None:
     assert not any(connects(client, target, port) for port in (53, 80, 443, 2379, 4222, UCX))
@@ -165,12 +166,24 @@ def test_kv_goes_between_workers_of_one_deployment() -> None:
     assert connects(DECODE, PREFILL, UCX)
     assert connects(PREFILL, DECODE, UCX)
     assert not connects(peer(f"{OTHER}-decode"), PREFILL, UCX)
-    for stranger in (FRONTEND, PERF, DOWNLOAD, ETCD, NATS, STRANGER, NEIGHBOR, WORLD, PROMETHEUS):
+    for stranger in (
+        FRONTEND,
+        PLANNER,
+        PERF,
+        DOWNLOAD,
+        ETCD,
+        NATS,
+        STRANGER,
+        NEIGHBOR,
+        WORLD,
+        PROMETHEUS,
+    ):
         assert not connects(stranger, PREFILL, UCX)
 
 
 def test_monitoring_ports_are_open_to_prometheus_alone() -> None:
-    for target, port in ((ETCD, 2381), (NATS, 8222), (PREFILL, 9090), (FRONTEND, 8000)):
+    system = ((PREFILL, 9090), (PLANNER, 9090))
+    for target, port in ((ETCD, 2381), (NATS, 8222), *system, (FRONTEND, 8000)):
         assert connects(PROMETHEUS, target, port)
         assert not connects(STRANGER, target, port)
 

@@ -17,6 +17,7 @@ from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from tests.unit.deploy.kustomize import Doc, documents, render
 from tests.unit.deploy.recipes import (
     MODEL,
+    TARGETS,
     Pod,
     deployed,
     frontend_config,
@@ -31,9 +32,10 @@ from tests.unit.deploy.recipes import (
 
 BY_PROCESS = {
     process: {PREFIX + row.name for row in TABLE if row.process == process}
-    for process in ("frontend", "worker")
+    for process in ("frontend", "worker", "planner")
 }
 DISAGG = "gpt-oss-disagg"
+ELASTIC = "gpt-oss-vllm-elastic"
 
 
 def _process(scaled: Doc) -> str:
@@ -74,6 +76,25 @@ def test_scaled_objects_query_existing_metrics() -> None:
         assert {value for label, value in pairs if label == "graph"} == {DISAGG}
         assert {value for label, value in pairs if label == "role"} <= roles
         assert doc["spec"]["minReplicaCount"] >= 1
+
+
+def test_elastic_workers_are_scaled_as_the_planner_wants() -> None:
+    """Where the planner gives no number, the number of workers stays."""
+    (scaled,) = of_kind(render(MODEL / "overlays/elastic-keda"), "ScaledObject")
+    (trigger,) = scaled["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    (by_hpa,) = of_kind(render(MODEL / "overlays/elastic-hpa"), "HorizontalPodAutoscaler")
+    (metric,) = by_hpa["spec"]["metrics"]
+    name = metric["external"]["metric"]["name"]
+    assert name in BY_PROCESS["planner"]
+    assert re.findall(rf"{PREFIX}\w+", query) == [name]
+    assert f'graph="{ELASTIC}"' in query
+    assert metric["external"]["metric"]["selector"] == {"matchLabels": {"graph": ELASTIC}}
+    # One worker for each that is wanted.
+    assert trigger["metadata"]["threshold"] == "1"
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
+    assert by_hpa["spec"]["minReplicas"] == scaled["spec"]["minReplicaCount"] == 2
 
 
 def test_pod_monitor_uses_existing_ports() -> None:
@@ -177,7 +198,7 @@ def test_download_pins_a_commit_that_workers_load() -> None:
     (revision,) = _values(pod, "revision")
     (folder,) = _values(pod, "local-dir")
     assert re.fullmatch(r"[0-9a-f]{40}", revision)
-    for target in ("trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"):
+    for target in TARGETS:
         for worker in workers(deployed(target)):
             assert f"--model-path={folder}" in worker.args
             assert any(

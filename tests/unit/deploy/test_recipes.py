@@ -40,6 +40,8 @@ from tests.unit.deploy.recipes import (
     matches,
     name_of,
     of_kind,
+    planner_config,
+    planners,
     pods,
     worker_config,
     workers,
@@ -62,7 +64,8 @@ EVERY_WORKER = [
 ]
 # by deploy/make_secrets
 MADE = {
-    *(f"{name}-tls" for name in ("etcd-server", "nats-server", "etcd-root", "frontend", "worker")),
+    *(f"{name}-tls" for name in ("etcd-server", "nats-server", "etcd-root")),
+    *(f"{name}-tls" for name in ("frontend", "worker", "planner")),
     "nats-routes",
     "dynamo-platform",
     "kv-transfer-key",
@@ -122,7 +125,12 @@ def _engine_file_words(pod: Pod) -> list[int]:
 
 @each_case("name", WHOLE)
 def test_worker_lines_match_role_model_and_gpus_of_the_pod(name: str) -> None:
-    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "worker": Role.AGGREGATED}
+    roles = {
+        "prefill": Role.PREFILL,
+        "decode": Role.DECODE,
+        "worker": Role.AGGREGATED,
+        "elastic": Role.ELASTIC,
+    }
     for pod in workers(SETS[name]):
         config = worker_config(pod)
         assert config.disaggregation_mode is roles[pod.labels["app.kubernetes.io/component"]]
@@ -176,7 +184,9 @@ def test_worker_line_merged_with_file_matches_the_guide(
 
 @pytest.mark.parametrize("pod", [worker for worker in EVERY_WORKER if worker.id.startswith("vllm")])
 def test_vllm_line_merged_with_file_has_four_gpus(pod: Pod, tmp_path: Path) -> None:
-    (config_map,) = of_kind(deployed("vllm/disagg"), "ConfigMap")
+    name = pod.labels["nvidia.com/dynamo-graph-deployment-name"]
+    (target,) = [target for target, deployment in TARGETS.items() if deployment == name]
+    (config_map,) = of_kind(deployed(target), "ConfigMap")
     config = worker_config(pod)
     assert config.extra_engine_args is not None
     name = config.extra_engine_args.name
@@ -223,6 +233,8 @@ def test_probes_use_existing_paths_and_ports(name: str) -> None:
     for pod in frontends(ALL[name]):
         _check_probes(pod, frontend_paths(), frontend_config(pod).http_port)
         assert "/v1/models/{id}/ready" in frontend_paths()  # asked by the perf Jobs
+    for pod in planners(ALL[name]):
+        _check_probes(pod, worker_paths, planner_config(pod).system_port)
 
 
 @functools.cache
@@ -258,6 +270,26 @@ def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
 
 
 @each_case("name", ALL_WHOLE)
+def test_elastic_workers_alone_have_a_planner(name: str) -> None:
+    modes = {worker_config(pod).disaggregation_mode for pod in workers(ALL[name])}
+    found = planners(ALL[name])
+    assert len(found) == (Role.ELASTIC in modes)
+    for pod in found:
+        planner = planner_config(pod)
+        # Otherwise no probe and no scraper reaches it.
+        assert planner.system_host == "0.0.0.0"
+        (deployment,) = [
+            doc for doc in of_kind(ALL[name], "Deployment") if name_of(doc) == pod.owner
+        ]
+        assert deployment["spec"]["replicas"] == 1
+        for frontend in map(frontend_config, frontends(ALL[name])):
+            assert frontend.router_mode == "slo"
+            assert frontend.namespace == planner.namespace
+            assert frontend.slo_ttft_ms == planner.slo_ttft_ms
+            assert frontend.slo_itl_ms == planner.slo_itl_ms
+
+
+@each_case("name", ALL_WHOLE)
 def test_startup_allows_half_an_hour_to_load(name: str) -> None:
     for pod in workers(ALL[name]):
         probe = pod.container["startupProbe"]
@@ -290,7 +322,10 @@ def test_frontends_differ_in_names_and_number_only() -> None:
         text = yaml.safe_dump(parts).replace(name, "NAME")
         return list(yaml.safe_load(re.sub(r"replicas: \d+", "replicas: 0", text)))
 
-    all_of_them = [plain(target, name) for target, name in TARGETS.items()]
+    # Those of elastic workers have the limits of the planner, too.
+    all_of_them = [
+        plain(target, name) for target, name in TARGETS.items() if not planners(deployed(target))
+    ]
     assert len(all_of_them[0]) == 4  # Service, Deployment, disruption budget, network policy
     assert all(doc == all_of_them[0] for doc in all_of_them)
 

@@ -18,8 +18,9 @@ from dynamo_trtllm.access.keys_file import add_key, remove_key
 from dynamo_trtllm.frontend.console import feed
 from dynamo_trtllm.protocol.frontend_samples import FrontendSample, WorkerProgress
 from dynamo_trtllm.protocol.messages import LoadReport, Role
+from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
-from tests.kit.instances import make_instance
+from tests.kit.instances import elastic_instance, make_instance
 from tests.kit.memory_http import MemoryClient
 from tests.kit.waiting import SOON_S
 from tests.unit.frontend.responses_client import ask, check_error
@@ -326,6 +327,20 @@ async def test_snapshot_has_the_newest_load_of_a_worker() -> None:
     assert (reported["running"], reported["waiting"]) == (5, 3)
     assert (reported["kv_blocks_used"], reported["kv_blocks_total"]) == (64, 128)
     assert silent["running"] is None
+
+
+async def test_snapshot_has_the_shares_of_elastic_workers() -> None:
+    served = front()
+    served.catalog.up = [make_instance(1), elastic_instance(2), elastic_instance(3)]
+    for instance in served.catalog.up:
+        served.catalog._view.add(instance)
+    table = ShareTable(revision=1, workers={2: Shares(1.0, 0.25)}, since={2: 100.0})
+    served.catalog._set_shares(table)
+    fields = ("prefill_share", "decode_share", "shares_at")
+    shown = {
+        worker["id"]: [worker[name] for name in fields] for worker in snapshot_of(served)["workers"]
+    }
+    assert shown == {"1": [None, None, None], "2": [1.0, 0.25, 100.0], "3": [1.0, 1.0, None]}
 
 
 async def test_snapshot_names_the_slow_decode_worker() -> None:

@@ -136,12 +136,12 @@ def test_launcher_makes_users_for_its_own_servers(
         record = getattr(made.record, f"{server.lower()}_credentials_file")
         assert record == (file if server in own else "")
     passwords = set()
-    for role in ("frontend", "worker", "tool"):
+    for role in ("frontend", "worker", "planner", "tool"):
         path = tmp_path / f"{role}.credentials"
         user, _, password = path.read_text().strip().partition(":")
         assert user == role
         passwords.add(password)
-    assert len(passwords) == 3
+    assert len(passwords) == 4
     for path in tmp_path.iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
 

@@ -8,6 +8,7 @@ from dynamo_trtllm.observability.metrics import (
     TABLE,
     ClientLoad,
     FrontendMetrics,
+    PlannerMetrics,
     WorkerMetrics,
     read_client_loads,
 )
@@ -150,3 +151,17 @@ def test_api_keys_with_the_most_tokens_have_labels():
     assert "key-0" not in shown
     metrics.by_key = dict
     assert read_client_loads(metrics.render().decode()) == {}
+
+
+def test_planner_that_does_not_lead_gives_autoscalers_no_number() -> None:
+    metrics = PlannerMetrics()
+    metrics.set_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
+    metrics.set_predicted("m", 1.0, 0.02)
+    wanted = f'{PREFIX}planner_wanted_workers{{model="m",role="decode"}} 2.0'
+    assert wanted in metrics.render().decode()
+    metrics.clear_plan()
+    page = metrics.render().decode()
+    assert f"{PREFIX}planner_wanted_workers{{" not in page
+    assert f"{PREFIX}planner_predicted_seconds{{" not in page
+    metrics.set_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
+    assert wanted in metrics.render().decode()

@@ -37,6 +37,12 @@ function kvBar(worker) {
     make("span", { class: "gauge" }, full), `KV ${percent(share)}`);
 }
 
+/** Return which work an elastic worker takes, and since when. */
+function shareText(worker, now) {
+  const text = `prefill ${worker.prefill_share} · decode ${worker.decode_share}`;
+  return worker.shares_at === null ? text : `${text}, set ${ago(worker.shares_at, now)}`;
+}
+
 /** Return the workers that left and were not replaced. */
 function goneWorkers(events, now) {
   const later = {};
@@ -112,6 +118,7 @@ export class Workers {
         make("b", { class: "word" }, state === "good" ? "" : word)),
       make("p", { class: state }, stepText(worker)),
       make("p", {}, busy),
+      worker.prefill_share === null ? null : make("p", { title: "shares of the work of each kind" }, shareText(worker, this.snapshot.at)),
       make("p", {}, kvBar(worker)),
       worker.role === "prefill" ? null : make("p", { class: "soft" }, `${number(worker.tokens_per_s)} tokens/s of all its streams`));
     this.cards.set(worker.id, card);

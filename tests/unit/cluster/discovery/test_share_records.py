@@ -9,15 +9,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.cluster.discovery.discovery_interface import Added, Rejected, SharesChanged
+from dynamo_trtllm.cluster.discovery.discovery_interface import (
+    Added,
+    Rejected,
+    SharesChanged,
+    StoredShares,
+)
 from dynamo_trtllm.cluster.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.cluster.discovery.records import (
+    MAX_RECORD_BYTES,
     BadRecord,
     endpoint_of,
     instance_key,
     read_instance,
     written,
 )
+from dynamo_trtllm.cluster.discovery.share_changes import changed_table
 from dynamo_trtllm.cluster.discovery.share_records import (
     is_share_key,
     read_share_table,
@@ -57,12 +64,63 @@ BAD_TABLES = {
     "an older wire version": record({}, wire=WIRE_VERSION - 2),
     "a negative revision": record({}, revision=-1),
     "a long reason": record({}, reason="x" * 401),
+    "a long reason before": record({}, history=[{"reason": "x" * 401}]),
+    "a long name of a writer": record({}, history=[{"writer": "x" * 201}]),
+    "a long history": record({}, history=[{}] * 51),
+    "a share of before that is no number": record(
+        {}, history=[{"before": {1: {"prefill": math.nan, "decode": 1.0}}}]
+    ),
+    "a time that is no number": record({}, since={1: math.nan}),
     "too long": record({number: {"prefill": 1.0, "decode": 1.0} for number in range(20_000)}),
 }
 
 
 def test_share_table_is_read_as_written() -> None:
     assert read_share_table(written_share_table(TABLE)) == TABLE
+
+
+def table_after(num_changes: int, num_workers: int = 1) -> ShareTable:
+    """Return a table that was changed so often, each time for all workers."""
+    table = ShareTable()
+    workers = range(1 << 62, (1 << 62) + num_workers)
+    for number in range(num_changes):
+        shares = dict.fromkeys(workers, Shares(1.0, number / num_changes))
+        changed = changed_table(
+            StoredShares(table), shares, present=shares, reason=str(number), now=float(number)
+        )
+        assert changed is not None
+        table = changed
+    return table
+
+
+def test_history_has_the_latest_changes() -> None:
+    table = table_after(num_changes=60)
+    assert [change.reason for change in table.history] == [str(number) for number in range(10, 60)]
+    assert table.history[-1].before == {1 << 62: Shares(1.0, 58 / 60)}
+    assert table.history[-1].after == table.workers
+
+
+def test_history_of_many_workers_leaves_space_for_their_shares() -> None:
+    for num_workers, num_changes in ((200, 3), (1000, 1)):
+        table = table_after(num_changes=60, num_workers=num_workers)
+        assert len(table.history) == num_changes
+        assert len(written_share_table(table)) <= MAX_RECORD_BYTES
+        # Of very many workers, it is known when and why they changed.
+        assert table.history[-1].reason == "59"
+
+
+def test_times_are_those_at_which_shares_changed() -> None:
+    present = {1: Shares(1.0, 1.0), 2: Shares(1.0, 1.0)}
+    stored = StoredShares(None)
+    for now, changes in ((10.0, {1: Shares(1.0, 0.0)}), (20.0, {1: Shares(1.0, 0.0)})):
+        table = changed_table(stored, changes, present=present, now=now)
+        assert table is not None
+        stored = StoredShares(table)
+    assert stored.table is not None
+    assert stored.table.since == {1: 10.0}
+    gone = changed_table(stored, {2: Shares(0.0, 1.0)}, present={2: Shares(1.0, 1.0)}, now=30.0)
+    assert gone is not None
+    assert gone.since == {2: 30.0}
 
 
 def test_share_key_is_no_key_of_an_instance() -> None:

@@ -1,0 +1,70 @@
+"""Log what a planner decides: a line for each change of shares, and few for the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from dynamo_trtllm.planner.decide import Decision, DecisionOutcome
+from dynamo_trtllm.protocol.shares import Shares
+
+log = logging.getLogger(__name__)
+
+# A load at a limit alternates between them every few seconds.
+_PREDICTED: Final = frozenset(
+    {
+        DecisionOutcome.CHANGE,
+        DecisionOutcome.DRAINED,
+        DecisionOutcome.FITS,
+        DecisionOutcome.NOTHING_BETTER,
+        DecisionOutcome.WAITING,
+    }
+)
+
+
+class DecisionLog:
+    """The decisions for one pool of workers, of which there is one a second.
+
+    Changes of shares are logged at the level INFO, and so is the first decision after others of
+    another kind: those from predictions are one kind, and each reason why there is no prediction
+    is one. Other new outcomes are logged at the level DEBUG.
+
+    Args:
+        model: the model of the workers.
+        is_advice: the shares are not changed. Then the same changes are logged once.
+    """
+
+    def __init__(self, model: str, *, is_advice: bool) -> None:
+        self._model = model
+        self._is_advice = is_advice
+        self._last: Decision | None = None
+        self._advised: Mapping[int, Shares] = {}
+        self._num_unreachable = 0  # limits that were logged as unreachable
+
+    def add(self, decision: Decision) -> None:
+        """Log a decision, if it differs from those before it."""
+        last = self._last
+        self._last = decision
+        is_other_kind = last is None or _kind(last) != _kind(decision)
+        is_change = bool(decision.changes)
+        if self._is_advice and is_change:
+            is_change = decision.changes != self._advised
+            self._advised = decision.changes
+        if is_change or is_other_kind:
+            self._write(logging.INFO, decision)
+            self._num_unreachable = 0
+        elif last is not None and last.outcome is not decision.outcome:
+            self._write(logging.DEBUG, decision)
+        # A limit at the edge of what is possible is logged once until the shares change.
+        if len(decision.unreachable) > self._num_unreachable:
+            self._num_unreachable = len(decision.unreachable)
+            log.warning("%s: %s", self._model, "; ".join(decision.unreachable))
+
+    def _write(self, level: int, decision: Decision) -> None:
+        verb = "would change" if self._is_advice and decision.changes else "decided"
+        log.log(level, "%s: %s %s: %s", self._model, verb, decision.outcome, decision.reason)
+
+
+def _kind(decision: Decision) -> str:
+    return "predicted" if decision.outcome in _PREDICTED else decision.outcome
