@@ -274,7 +274,7 @@ class ShardResult:
 
     records: list[RequestRecord]
     is_stopped: bool = False
-    is_abandoned: bool = False  # it was told to end early, before its end
+    is_abandoned: bool = False  # it was stopped before its end
     begun_s: float
     ended_s: float
     cpu_s: float

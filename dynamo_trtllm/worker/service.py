@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -387,15 +387,15 @@ class WorkerService:
     _: KW_ONLY
     files: Mapping[str, Path]
     metrics: WorkerMetrics
-    signer: InitVar[TransferSigner | None] = None
+    signer: TransferSigner | None = None  # None: one without keys
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
     timing: WorkerTiming = TIMING
     clocks: Clocks = SYSTEM_CLOCKS
 
-    def __post_init__(self, signer: TransferSigner | None) -> None:
+    def __post_init__(self) -> None:
         self.called = asyncio.Event()  # set by each call
-        self._signer = signer or TransferSigner(self.instance.id)
+        self._signer = self.signer or TransferSigner(self.instance.id)
         # The newest report, and when it was made.
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0

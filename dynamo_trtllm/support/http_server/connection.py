@@ -206,7 +206,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- called by the parser, within `feed` ------------------------------------------------------
 
     def on_begin(self) -> None:
-        # The first request has the timer that runs since the connection was made.
+        # The first request has a timer since the connection was made.
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -431,7 +431,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(seconds, action)
 
     def _arm_body(self) -> None:
-        # Before this time, the reader of the body times out, and sends an error.
         self._arm(self._limits.receive_timeout_s + self._timing.grace_s, self._cut)
 
     def _arm_idle(self) -> None:

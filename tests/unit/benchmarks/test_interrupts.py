@@ -52,7 +52,7 @@ def test_interrupt_raises_where_that_is_wanted_and_afterwards() -> None:
         press()
 
 
-def test_process_that_is_started_with_interrupts_held_back_outlives_one() -> None:
+def test_process_started_with_held_back_interrupts_ignores_them() -> None:
     code = "import signal; signal.raise_signal(signal.SIGINT); print('here')"
     with held_back():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

@@ -344,7 +344,7 @@ def test_many_recordings_that_can_not_be_read_are_few_lines(
     ]
 
 
-def test_timeline_of_a_finished_request_names_the_longest_intervals() -> None:
+def test_timeline_of_a_finished_request_has_longest_intervals() -> None:
     begun_ns = minute_ago_ns()
     finished = [*STREAMING, (1050, E.FINISHED, 200, 20, "stop")]
     ended = [*GENERATED, (1045, E.CALL_ENDED, 20, 0, "stop")]
