@@ -262,7 +262,7 @@ async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> Deploymen
         try:
             _add_health(report, await health, ended=set(record.ended_instances))
         except _RequestRejected as exc:
-            report.not_ready.append(f"the health of the models is not known: {exc}")
+            report.unknown = f"the health of the models: {exc}"
         except OSError:  # it does not answer, which its row shows
             pass
     return report

@@ -70,14 +70,26 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
     # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
     # same. Or why a worker is not known.
     not_ready: list[str] = msgspec.field(default_factory=list)
+    unknown: str = ""  # why it is not known whether the models can be served; "": it is known
     # What needs attention while the models are served, such as a pair whose KV transfers fail.
     problems: list[str] = msgspec.field(default_factory=list)
 
     @property
     def is_ready(self) -> bool:
-        if self.not_ready:
-            return False
-        return all(process.state in (READY, REGISTERED) for process in self.processes)
+        return self._lacks_nothing and not self.unknown
+
+    @property
+    def _lacks_nothing(self) -> bool:
+        """True if nothing that is known says that it is not ready."""
+        are_ready = all(process.state in (READY, REGISTERED) for process in self.processes)
+        return are_ready and not self.not_ready
+
+    @property
+    def state(self) -> str:
+        """Whether it is ready, in words."""
+        if not self._lacks_nothing:
+            return "NOT READY"
+        return "its state is not known" if self.unknown else "ready"
 
 
 def as_text(reports: Iterable[DeploymentReport]) -> str:
@@ -92,8 +104,7 @@ def as_text(reports: Iterable[DeploymentReport]) -> str:
 
 
 def _title(report: DeploymentReport) -> str:
-    state = "ready" if report.is_ready else "NOT READY"
-    title = f"deployment {report.name or report.namespace or '-'}: {state}"
+    title = f"deployment {report.name or report.namespace or '-'}: {report.state}"
     if report.url:
         title += f", {report.url}"
     lines = [title]
@@ -112,6 +123,8 @@ def _title(report: DeploymentReport) -> str:
 
 def _problems(report: DeploymentReport) -> str:
     lines = [f"not ready: {line}" for line in report.not_ready]
+    if report.unknown:
+        lines.append(f"not known: {report.unknown}")
     lines += [f"problem: {line}" for line in report.problems]
     lines += [
         f"{process.name}: {process.reason}"

@@ -298,7 +298,8 @@ def test_status_of_launched_processes_that_reject_it(
     assert code == 1  # nothing is known of the models
     assert f"http://127.0.0.1:{frontend}/metrics rejects a client with no API key" in said
     assert "unreachable" not in said
-    assert "not ready: the health of the models is not known: " in said
+    assert said.startswith("deployment here: its state is not known, ")
+    assert "not known: the health of the models: " in said
 
 
 def test_status_requests_share_one_timeout(show: Status, tmp_path: Path, server: Server) -> None:
