@@ -54,11 +54,11 @@ def stage() -> Iterator[FaultRunner]:
     assert left == []
 
 
-# The start of torch alone is tens of seconds; large bodies take as long on two cores. What makes them
-# harmless is in tests/unit/frontend: test_generate_endpoint.py (they are parsed in a thread),
-# test_admission.py (their memory), and tokenization/test_tokenizer.py (linear time).
+# The start of torch alone is tens of seconds; large bodies and words take as long on two cores. What
+# makes them harmless is in tests/unit/frontend: test_generate_endpoint.py (they are parsed in a
+# thread), test_admission.py (their memory), and tokenization/test_tokenizer.py (linear time).
 LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"}
-LONG |= {"memory-bound", "big-body"}
+LONG |= {"memory-bound", "big-body", "slow-words"}
 # Each has a deployment of its own. What is left when the launcher is killed or stopped:
 # tests/e2e/test_launch.py.
 LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}

@@ -1,8 +1,9 @@
 """Workers with TensorRT-LLM's adapter over its stand-in: real processes, the bundled model.
 
-The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that
-their text works. The decode worker is started as examples/llmapi_launch.sh starts
-examples/embedded_trtllm.py.
+One worker is started as examples/llmapi_launch.sh starts examples/embedded_trtllm.py. The checks of
+a pair are those of tests/gpu/trtllm, which the real package is held to: here it is known that their
+text works. They are long, because tests/contract has what they check without processes:
+test_engine.py (two calls equal one), test_engine_trtllm_cancellation.py, test_engine_trtllm.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.gpu.trtllm import checks
 from tests.kit.cluster import TINY, Cluster, Process
 from tests.kit.fake_packages import FAKES
 
-pytestmark = pytest.mark.timeout(300)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(300)  # the first test also starts a worker
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(FAKES), str(ROOT)])
@@ -37,16 +38,21 @@ ENV = {
     "STANDIN_RELEASE": "1.3.0rc29",
     "DYN_TRTLLM_WARM_UP_BUDGET_S": "0",  # a CPU has no kernels to compile
 }
+EXAMPLE = "example"
 SITE = checks.Site(model=TINY, gpus=0, env=ENV)
 
 
-def started_by_example(cluster: Cluster) -> Process:
-    """Start the decode worker of the pair by the example for several nodes, with flags of any
-    worker.
-    """
-    flags = ["--model-path", TINY, "--served-model-name", checks.PAIR, "--system-port", "0"]
-    flags += ["--disaggregation-mode", "decode"]
-    arguments = json.dumps(SITE.arguments("decode"))
+class Example(NamedTuple):
+    """A worker that the example for several nodes has started, with flags of any worker."""
+
+    cluster: Cluster
+    worker: Process
+
+
+def start_example(cluster: Cluster, role: str, name: str) -> Process:
+    flags = ["--model-path", TINY, "--served-model-name", name, "--system-port", "0"]
+    flags += ["--disaggregation-mode", role]
+    arguments = json.dumps(SITE.arguments(role))
     env = {
         **SITE.env,
         "PATH": os.pathsep.join([str(FAKES / "bin"), os.environ["PATH"]]),
@@ -60,12 +66,27 @@ def started_by_example(cluster: Cluster) -> Process:
 
 
 @pytest.fixture(scope="module")
-def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
+def cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
     cluster = Cluster(etcd_server, nats_server, f"stand-in-{secrets.token_hex(4)}")
-    try:
-        yield checks.start(cluster, SITE, start_decode=started_by_example)
-    finally:
-        cluster.stop()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def example(cluster: Cluster) -> Example:
+    worker = start_example(cluster, "prefill_and_decode", EXAMPLE)
+    cluster.until_ready(EXAMPLE)
+    return Example(cluster, worker)
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster) -> checks.Served:
+    """A pair, whose decode worker the example starts."""
+    return checks.start(
+        cluster,
+        SITE,
+        start_decode=lambda cluster: start_example(cluster, "decode", checks.PAIR),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +98,9 @@ def compared(served: checks.Served) -> checks.Served:
     return dataclasses.replace(served, aggregated=aggregated)
 
 
-def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
+def chat(cluster: Cluster, model: str) -> Mapping[str, Any]:
     """The demo's question, answered greedily."""
-    with served.cluster.client() as client:
+    with cluster.client() as client:
         answer = client.post(
             "/v1/chat/completions", json=main.sample_request(model) | {"logprobs": True}
         )
@@ -92,19 +113,31 @@ def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     }
 
 
-def test_pair_recites_the_answer_of_the_model(served: checks.Served) -> None:
+def test_launched_example_recites_the_answer_until_stopped(example: Example) -> None:
     """That the tokens are those of one engine is proved in tests/contract/test_engine_trtllm.py."""
-    answer = chat(served, checks.PAIR)
+    answer = chat(example.cluster, EXAMPLE)
     assert "Disaggregated serving" in answer["message"]["content"]
     assert answer["reason"] == "stop"
     assert len(answer["tokens"]) > 20
+    example.worker.wait_for("STAND-IN: trtllm-llmapi-launch")
+    example.worker.wait_for("STAND-IN: this is not TensorRT-LLM")
+    example.worker.send(signal.SIGTERM)
+    assert example.worker.wait(20.0) == 0
+    example.cluster.until_status(EXAMPLE, 503)
+
+
+@pytest.mark.long
+def test_pair_recites_the_answer_of_the_model(served: checks.Served) -> None:
+    assert "Disaggregated serving" in chat(served.cluster, checks.PAIR)["message"]["content"]
 
 
 @pytest.mark.long
 def test_answer_equals_one_engine_token_for_token(compared: checks.Served) -> None:
-    assert chat(compared, checks.PAIR) == chat(compared, checks.AGGREGATED)
+    cluster = compared.cluster
+    assert chat(cluster, checks.PAIR) == chat(cluster, checks.AGGREGATED)
 
 
+@pytest.mark.long
 def test_workers_log_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
     for worker in served.workers():
         worker.wait_for("STAND-IN: this is not TensorRT-LLM")
@@ -115,6 +148,7 @@ def test_greedy_when_split_over_two_engines_then_equal_to_one(compared: checks.S
     checks.check_parity(compared)
 
 
+@pytest.mark.long
 def test_cancel_when_tokens_flow_then_nothing_left(served: checks.Served) -> None:
     checks.check_cancellation(served)
 
@@ -155,14 +189,6 @@ def test_event_loop_blocked_by_dead_rank_ends_the_worker(served: checks.Served) 
         """The request itself finds the dead rank."""
 
     checks.check_death(served, leave, env={"STANDIN_TRAPS": "submit_blocks"})
-
-
-def test_launched_example_serves_until_stopped(served: checks.Served) -> None:
-    """The last test of these workers: one of them ends."""
-    served.decode.wait_for("STAND-IN: trtllm-llmapi-launch")
-    served.decode.send(signal.SIGTERM)
-    assert served.decode.wait(20.0) == 0
-    served.cluster.until_status(checks.PAIR, 503)
 
 
 CONTRADICTIONS = [(["--stand-in"], "needs --engine trtllm"), (["--engine"], "needs a value")]

@@ -62,7 +62,8 @@ def read_case(path: Path) -> Case:
 
     Raises msgspec.ValidationError for a key or value that a case can't have.
     """
-    return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Case)
+    text = path.read_text(encoding="utf-8")
+    return msgspec.convert(yaml.load(text, Loader=yaml.CSafeLoader), Case)
 
 
 def check(case: Case, folder: Path) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dynamo_trtllm.engines.trtllm import watchdog
 from dynamo_trtllm.engines.trtllm.watchdog import (
     BLOCKED_S,
     DEAD_S,
+    EXIT_STATUS,
     PERIOD_S,
     BlockingCalls,
     HangDetector,
@@ -203,3 +205,36 @@ def test_watchdog_when_the_loop_is_closed_then_it_ends(
     watched.failure = "RuntimeError: a rank was lost"
     Ended(watched.detector, pytest.fail).start()
     assert ended.wait(SOON_S)
+
+
+# A call of the library that never returns, after its executor has died.
+BLOCKED = """
+import asyncio, logging, time
+from dynamo_trtllm.engines.trtllm import watchdog
+
+watchdog.PERIOD_S = 0.05
+watchdog.DEAD_S = 0.2
+
+def generate_async():
+    time.sleep(60)
+
+async def main():
+    loop = asyncio.get_running_loop()
+    calls = watchdog.BlockingCalls()
+    detector = watchdog.HangDetector(loop, calls, lambda: "a rank was lost", lambda: 0.0)
+    watchdog.Watchdog(detector).start()
+    generate_async()
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+def test_process_whose_loop_is_blocked_ends_with_its_stack() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == EXIT_STATUS, done.stderr
+    assert "a rank was lost" in done.stderr
+    assert "stack of thread MainThread" in done.stderr
+    assert "in generate_async" in done.stderr
