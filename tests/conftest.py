@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:  # not on every GPU machine
         from hypothesis import HealthCheck, settings
 
-        cases = 600 if config.getoption("--long") else 25
+        cases = 600 if config.getoption("--long") else 15
         slow = [HealthCheck.too_slow]  # it compares times, which a busy machine changes
         settings.register_profile(
             "fixed",

@@ -127,9 +127,7 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
         return [await answer(aggregated, prompt_of(length), **sampling) for length in LENGTHS]
 
 
-@pytest.mark.parametrize(
-    ("backend", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)]
-)
+@pytest.mark.parametrize(("backend", "temperature"), [("tcp", 0.9), ("nixl", 0.0)])
 async def test_two_calls_at_every_boundary_then_equal_to_one_process(
     gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:

@@ -5,6 +5,7 @@ with OpenAI's SDK, and the commands chat and status.
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_printed_clients_get_the_answers_of_the_model(
     (first_chat,) = re.findall(
         r"^curl \S+/v1/chat/completions .*?'$", by_hand, re.DOTALL | re.MULTILINE
     )
-    requests = [block for page in REQUESTED for block in blocks(page) if "curl" in block]
+    requests = ["\n".join(block for block in blocks(page) if "curl" in block) for page in REQUESTED]
     pages = [PAGES["README.md"], PAGES["docs/api.md"]]
     clients = [
         client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -35,14 +36,23 @@ def test_printed_clients_get_the_answers_of_the_model(
         f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__':"
         " '__main__'})\nEND"
     )
-    script = "\n".join([ACTIVATE, first_chat, ask, *requests, with_sdk])
     # The cluster serves another model beside that of the page.
-    script = script.replace("dynamo-trtllm chat", "dynamo-trtllm chat --model tiny-gpt-oss")
+    ask = ask.replace("dynamo-trtllm chat", "dynamo-trtllm chat --model tiny-gpt-oss")
+    scripts = [first_chat, ask, *requests, with_sdk]
+    assert "".join(scripts).count("8000") >= 12
     _, _, port = torch_cluster.cluster.frontend.url().rpartition(":")
-    assert script.count("8000") >= 12
     names = ("ETCD_ENDPOINTS", "NATS_SERVER", "DYN_NAMESPACE")
     environment = {name: torch_cluster.cluster.env[name] for name in names}
-    said = typed(script.replace("8000", port), make_clone(tmp_path), **environment)
+
+    def run(number: int, script: str) -> str:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        script = "\n".join([ACTIVATE, script.replace("8000", port)])
+        return typed(script, make_clone(folder), **environment)
+
+    # At once, because a step of the model serves all of them.
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        said = "\n".join(pool.map(run, range(len(scripts)), scripts))
     assert said.count('"finish_reason":"stop"') >= 3
     # of tokens, a response, a message, and statistics
     for field in ('"token_strs":', '"object":"response"', '"type":"message"', '"phase_s":'):

@@ -153,7 +153,7 @@ WRITTEN = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
 @pytest.mark.parametrize(("reasoning", "calls"), HARMONY)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(case=cases(TURNS | SHORT), steps=STEPS)
 def test_harmony_results_are_independent_of_step_size(
     reasoning: str, calls: str, case: Case, steps: list[int]
@@ -162,7 +162,7 @@ def test_harmony_results_are_independent_of_step_size(
 
 
 @pytest.mark.parametrize(("reasoning", "calls"), OTHERS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(case=cases(WRITTEN), steps=STEPS)
 def test_chat_template_results_are_independent_of_step_size(
     reasoning: str, calls: str, case: Case, steps: list[int]

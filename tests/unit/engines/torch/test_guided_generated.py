@@ -113,7 +113,7 @@ def _examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=True, deadline=None, database=None)
 
 
-@_examples(60)
+@_examples(30)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_then_what_ends_is_json_of_it(
     compiler: FormatCompiler, schema: dict[str, Any], seed: int

@@ -141,7 +141,7 @@ def fixed(examples: int) -> Callable[..., object]:
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None)
 
 
-@fixed(60)
+@fixed(30)
 @given(turn=TURNS, late=st.booleans(), steps=STEPS)
 @example(turn=[said("a", "final"), said("b", "final")], late=False, steps=[1])
 def test_push_of_well_formed_turn_equals_openai_harmony(
@@ -180,7 +180,7 @@ TOKENS = st.one_of(
 )
 
 
-@fixed(300)
+@fixed(150)
 @given(ids=st.lists(TOKENS | st.integers(199_998, 2**32 - 1), max_size=60), steps=STEPS)
 def test_push_of_any_ids_shows_no_marker(
     renderer: HarmonyRenderer, ids: list[int], steps: list[int]
@@ -199,7 +199,7 @@ def test_push_of_any_ids_shows_no_marker(
     ]
 
 
-@fixed(300)
+@fixed(150)
 @given(
     ids=st.lists(
         TOKENS.filter(lambda i: "\ufffd" not in plain().decode(token_ids([i]))), max_size=60
