@@ -64,7 +64,7 @@ def test_change_counts_requests_that_follow_it_until_the_next() -> None:
         ServedRequest(9.9, PREFILL, DECODE),  # before
         ServedRequest(10.05, DECODE, PREFILL),  # placed before the frontend knew the shares
         ServedRequest(10.3, PREFILL, DECODE),
-        ServedRequest(12.0, PREFILL, PREFILL),  # the decode worker had no room
+        ServedRequest(12.0, PREFILL, PREFILL),  # the decode worker had no space
         ServedRequest(13.0, DECODE, DECODE),  # the whole request
         ServedRequest(15.0, PREFILL, DECODE),  # after the next change
     ]
