@@ -39,6 +39,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     text: str | None = None  # content, with keep_text
     finish: str | None = None
+    # ids of the prefill and the decode worker, if the request asks for `worker_id` in `nvext`; one
+    # that ran the whole request is both
+    workers: tuple[int, int] | None = None
     # seconds by phase and part, with `x-dynamo-stats`
     phase_s: dict[str, float] = msgspec.field(default_factory=dict)
     server_ttft_s: float = 0.0  # as the frontend measures it, with `x-dynamo-stats`
@@ -202,6 +205,12 @@ class StreamConnection(asyncio.Protocol):
             case {"phase_s": {**phases}, "part_s": {**parts}, "ttft_s": float(ttft_s)}:
                 record.phase_s = cast("dict[str, float]", phases | parts)
                 record.server_ttft_s = ttft_s
+
+        match event.get("nvext"):
+            case {
+                "worker_id": {"prefill_worker_id": int(prefill), "decode_worker_id": int(decode)}
+            }:
+                record.workers = (prefill, decode)
 
     def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,17 @@ from .plan import MODEL_NAME, Plan
 
 
 class GpuDeployment(LaunchedDeployment):
-    """A deployment with these workers. `start` blocks until all processes are ready."""
+    """A deployment with these workers. `start` blocks until all processes are ready.
+
+    `frontend` are further settings of the frontend.
+    """
 
     def __init__(
-        self, plan: Plan, workers: Sequence[dict[str, Any]], log: Path | None = None
+        self,
+        plan: Plan,
+        workers: Sequence[dict[str, Any]],
+        log: Path | None = None,
+        frontend: Mapping[str, Any] = {},
     ) -> None:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -25,6 +32,7 @@ class GpuDeployment(LaunchedDeployment):
         super().__init__(workers=names, model=MODEL_NAME, ready_s=plan.ready_s, log=log)
         self._plan = plan
         self._workers = workers
+        self._frontend = frontend
         self.started_s: float = 0.0
 
     def description(self) -> dict[str, Any]:
@@ -39,6 +47,7 @@ class GpuDeployment(LaunchedDeployment):
                 "http-host": "127.0.0.1",
                 "http-port": self.http_port,
                 "probe-timeout-s": 30,
+                **self._frontend,
             },
             "workers": workers,
             "restart": {"max_restarts": 2, "window_s": 600},

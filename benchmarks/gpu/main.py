@@ -253,6 +253,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
     add("--compile-cache", type=Path, help="folder for compiled kernels, which a later run uses")
+    add("--warm-up-budget-s", type=float, help="of the workers, for a short start")
 
 
 def arguments(
@@ -351,6 +352,7 @@ def plan_of(args: argparse.Namespace, folder: Path | None) -> Plan:
         prefix_caching=args.prefix_caching,
         max_num_tokens=args.max_num_tokens,
         compile_cache=None if args.compile_cache is None else str(args.compile_cache.absolute()),
+        warm_up_budget_s=args.warm_up_budget_s,
         extra=args.engine_args,
         ready_s=args.ready_s,
     )

@@ -15,7 +15,8 @@ Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
 STEP_TOKENS = 8192  # as in engine_configs/vllm and in vLLM's servers on H100 and H200
-_TOPOLOGY = re.compile(r"(?:([1-9]\d*)A|([1-9]\d*)P([1-9]\d*)D)(?:@([1-9]\d*))?")
+ELASTIC = "elastic"
+_TOPOLOGY = re.compile(r"(?:([1-9]\d*)A|([1-9]\d*)E|([1-9]\d*)P([1-9]\d*)D)(?:@([1-9]\d*))?")
 # Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host
 # unusable, and downloads.
 ENVIRONMENT = {
@@ -57,6 +58,7 @@ class Plan:
     prefix_caching: bool = False
     ready_s: float = 900.0  # a first start compiles
     compile_cache: str | None = None  # folder
+    warm_up_budget_s: float | None = None  # None: the workers' default
     extra: dict[str, Any] = field(default_factory=dict)  # further engine arguments
 
     @property
@@ -114,6 +116,8 @@ def flags(plan: Plan, gpus: tuple[int, ...]) -> dict[str, Any]:
         }
         if plan.compile_cache is not None:
             found["compile-cache"] = plan.compile_cache
+        if plan.warm_up_budget_s is not None:
+            found["warm-up-budget-s"] = plan.warm_up_budget_s
         if len(gpus) > 1:
             found |= {"tensor-parallel-size": len(gpus), "expert-parallel-size": len(gpus)}
     return found
@@ -131,17 +135,18 @@ def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str,
 
 
 def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
-    """Return the workers of a topology: 4A (aggregated), 2P2D (prefill and decode), 2A@2 (two GPUs
-    per worker).
+    """Return the workers of a topology: 4A (aggregated), 4E (elastic), 2P2D (prefill and decode),
+    2A@2 (two GPUs per worker).
 
     Raises:
         ValueError: the word is no topology, or it needs more GPUs than there are.
     """
     match = _TOPOLOGY.fullmatch(word)
     if match is None:
-        raise ValueError(f"{word} is no topology; write, for example, 4A, 2P2D, 1P3D or 2A@2")
-    aggregated, prefill, decode, width = (int(count or 0) for count in match.groups())
-    roles = ["aggregated"] * aggregated + ["prefill"] * prefill + ["decode"] * decode
+        raise ValueError(f"{word} is no topology; write, for example, 4A, 4E, 2P2D, 1P3D or 2A@2")
+    aggregated, elastic, prefill, decode, width = (int(count or 0) for count in match.groups())
+    roles = ["aggregated"] * aggregated + [ELASTIC] * elastic
+    roles += ["prefill"] * prefill + ["decode"] * decode
     width = width or 1
     if plan.gpus and len(roles) * width > len(plan.gpus):
         raise ValueError(f"{word} needs {len(roles) * width} GPUs, but there are {len(plan.gpus)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -51,8 +51,13 @@ class _Connection(StreamConnection):
 class TokensClient(Client):
     """A load client that uses the prompts in turn."""
 
-    def __init__(self, load: Load, given: Sequence[Prompt]) -> None:
-        super().__init__(load, connection=_Connection)
+    def __init__(
+        self,
+        load: Load,
+        given: Sequence[Prompt],
+        on_record: Callable[[RequestRecord], None] = lambda _: None,
+    ) -> None:
+        super().__init__(load, on_record, connection=_Connection)
         self._given = given
         self._path = _PATH
 
@@ -61,7 +66,7 @@ class TokensClient(Client):
         body: dict[str, Any] = {
             "model": load.model,
             "prompt": self._given[(index - 1) % len(self._given)],
-            "max_tokens": load.osl,
+            "max_tokens": load.osls[index - 1] if load.osls else load.osl,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import queue
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,7 +33,15 @@ from dynamo_trtllm.testing.engine_requests import (
     release,
     tokens,
 )
-from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
+from tests.contract.vllm_real import (
+    SPOILED,
+    Pair,
+    all_failed_reads,
+    save_model,
+    save_windowed,
+    spoiled,
+    started,
+)
 from tests.kit.engines import answer, prefill_params, prefill_then_decode
 from tests.kit.kv_index import KvIndex
 from tests.kit.tiny_models import save_tiny_llama4
@@ -60,15 +67,6 @@ async def test_dummy_weights_distinguish_prompts_that_end_alike(tmp_path: Path) 
                 tokens(await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16))
                 == wanted
             )
-
-
-def save_windowed(folder: Path, *, window: int) -> Path:
-    """Save a model in which every other layer sees so many tokens only, as in gpt-oss."""
-    save_model(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

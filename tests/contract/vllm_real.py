@@ -5,12 +5,13 @@ engine, failed reads.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,33 +163,57 @@ def save_byte_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _engine(folder: Path, role: Role, *, publish_kv_events: bool = False, **more: Any) -> Engine:
+def save_windowed(folder: Path, *, window: int) -> Path:
+    """Save a model in which every other layer sees so many tokens only, as in gpt-oss."""
+    save_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_arguments(**more: Any) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine of a test."""
+    shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
+    return ARGUMENTS | shares | more
+
+
+def engine_of(folder: Path, role: Role, *, publish_kv_events: bool = False, **more: Any) -> Engine:
+    """Create an engine. `more` are arguments of vLLM."""
     from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
-    shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
     config = WorkerConfig(
         model_path=str(folder),
         served_model_name="tiny",
         disaggregation_mode=role,
         publish_kv_events=publish_kv_events,
-        override_engine_args=ARGUMENTS | shares | more,
+        override_engine_args=engine_arguments(**more),
     )
     return VllmEngine(config, instance_id=list(Role).index(role) + 1)
 
 
-@asynccontextmanager
-async def started(folder: Path, **more: Any) -> AsyncIterator[Pair]:
+@contextmanager
+def vllm_environment() -> Iterator[pytest.MonkeyPatch]:
+    """Set the environment of vLLM's processes. Yields what undoes further changes at the end."""
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
     if not _gpus():
         for name, value in CPU.items():
             patch.setenv(name, value)
-    engines = Pair(*(_engine(folder, role, **more) for role in (Role.PREFILL, Role.DECODE)))
     try:
-        for engine in engines:
-            await engine.start()
-        yield engines
+        yield patch
     finally:
-        for engine in engines:
-            await engine.aclose()
         patch.undo()
+
+
+@asynccontextmanager
+async def started(folder: Path, **more: Any) -> AsyncIterator[Pair]:
+    with vllm_environment():
+        engines = Pair(*(engine_of(folder, role, **more) for role in (Role.PREFILL, Role.DECODE)))
+        try:
+            for engine in engines:
+                await engine.start()
+            yield engines
+        finally:
+            for engine in engines:
+                await engine.aclose()

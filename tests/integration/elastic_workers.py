@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,11 @@ from tests.kit.waiting import SOON_S
 
 PROMPT_TOKENS = 100  # 4 blocks of 32
 OUTPUT_TOKENS = 8
+
+
+def prompt_of_seed(seed: int) -> array[int]:
+    """Return the prompt of a request."""
+    return token_ids(20 + (seed * 31 + index * 7) % 200 for index in range(PROMPT_TOKENS))
 
 
 class Elastic:
@@ -88,9 +94,7 @@ class Elastic:
         request = GenerateRequest(
             request_id=f"r{next(self._numbers)}",
             model="tiny",
-            token_ids=token_ids(
-                20 + (seed * 31 + index * 7) % 200 for index in range(PROMPT_TOKENS)
-            ),
+            token_ids=prompt_of_seed(seed),
             sampling=Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
             deadline=time.time() + SOON_S,
         )

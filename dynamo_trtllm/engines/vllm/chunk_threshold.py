@@ -56,9 +56,12 @@ def _limit_of(scheduler: Any) -> int:
 def _is_stream(request: Any) -> bool:
     """Return whether a request generates tokens, or will when it has fetched the KV of its prompt.
 
-    vLLM computes the last token of a fetched prompt again.
+    vLLM computes the last token of a fetched prompt again. A prefill call generates no more tokens,
+    but stays among the requests until its KV is fetched.
     """
+    params = request.kv_transfer_params or {}
+    if params.get("do_remote_decode"):
+        return False
     if request.num_computed_tokens >= request.num_prompt_tokens - 1:
         return True
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_prefill"))
+    return bool(params.get("do_remote_prefill"))

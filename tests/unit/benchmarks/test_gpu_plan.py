@@ -50,13 +50,19 @@ def test_roles_of_eight_gpus_have_four_each() -> None:
         ("3A", {"aggregated-0": [0], "aggregated-1": [1], "aggregated-2": [2]}),
         ("1P2D", {"prefill-0": [0], "decode-1": [1], "decode-2": [2]}),
         ("2A@2", {"aggregated-0": [0, 1], "aggregated-1": [2, 3]}),
+        ("2E", {"elastic-0": [0], "elastic-1": [1]}),
         ("1P1D@2", {"prefill-0": [0, 1], "decode-1": [2, 3]}),
     ],
 )
 def test_topology_word_gives_each_worker_its_own_gpus(word: str, found: dict[str, Any]) -> None:
     workers = topology(plan(4), word)
     assert devices(workers) == found
-    roles = {"aggregated": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
+    roles = {
+        "aggregated": "prefill_and_decode",
+        "elastic": "elastic",
+        "prefill": "prefill",
+        "decode": "decode",
+    }
     assert all(
         worker["disaggregation_mode"] == roles[worker["name"].split("-")[0]] for worker in workers
     )

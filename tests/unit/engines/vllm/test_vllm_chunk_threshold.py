@@ -56,6 +56,14 @@ def test_decode_call_that_waits_for_a_step_is_a_stream() -> None:
     assert scheduler.schedule() == 2048
 
 
+def test_prefill_call_whose_kv_awaits_its_transfer_is_no_stream() -> None:
+    """vLLM keeps it among the requests until its KV is fetched."""
+    scheduler = scheduler_of({IS_ELASTIC: True})
+    scheduler.requests["computed"] = request(9000, 9000, do_remote_decode=True)
+    scheduler.requests["prompt"] = request(0, 9000, do_remote_decode=True)
+    assert scheduler.schedule() == 0
+
+
 def test_engines_of_other_roles_keep_their_threshold() -> None:
     for extra in ({IS_ELASTIC: False}, {}, None):
         scheduler = scheduler_of(extra)
