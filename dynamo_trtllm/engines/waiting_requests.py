@@ -29,8 +29,6 @@ FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
 # this time, they go first. It is longer than what a priority is for, and shorter than the time for
 # which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
-_PARTS_BESIDE_STREAMS: Final = 8  # see `tokens_beside_streams`
-_MIN_BESIDE_STREAMS: Final = 32  # smaller parts of prompts take hardly less time
 _EVENT_OF_WAIT: Final = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
     "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
@@ -76,19 +74,6 @@ def step_limit(most: int, prompt: GenerateRequest) -> int:
     if prompt.client_share is ClientShare.ABOVE:
         return max(1, most // 2)
     return most
-
-
-def tokens_beside_streams(most: int) -> int:
-    """Return how many prompt tokens a step of an elastic engine may have while streams run.
-
-    A step with a long prompt would be a gap in all of them. An engine with vLLM 0.24 on a CPU, a
-    step of 512 tokens and prompts of 1,900 had gaps of 49 ms with an eighth of the step, and of 111
-    ms with all of it; a decode call began after 69 ms in place of 512.
-
-    Args:
-        most: how many a step may have without streams.
-    """
-    return max(_MIN_BESIDE_STREAMS, most // _PARTS_BESIDE_STREAMS)
 
 
 def group_of(request: WaitingRequest) -> int:

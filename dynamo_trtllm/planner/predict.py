@@ -9,8 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from dynamo_trtllm.engines.waiting_requests import tokens_beside_streams
-from dynamo_trtllm.protocol.cost_model import CostModel, decode_step_s, prefill_step_s
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    decode_step_s,
+    prefill_step_s,
+    tokens_beside_streams,
+)
 
 # A prediction within this part of a limit leaves space for what it does not see.
 HEADROOM: Final = 0.8

@@ -17,6 +17,8 @@ from dynamo_trtllm.protocol.number_types import Count
 
 Features: TypeAlias = Sequence[float]
 
+_PARTS_BESIDE_STREAMS: Final = 8  # see `tokens_beside_streams`
+_MIN_BESIDE_STREAMS: Final = 32  # smaller parts of prompts take hardly less time
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
@@ -44,6 +46,19 @@ PREFILL_TERMS: Final = (
 )
 FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
+
+
+def tokens_beside_streams(most: int) -> int:
+    """Return how many prompt tokens a step of an elastic engine may have while streams run.
+
+    A step with a long prompt would be a gap in all of them. An engine with vLLM 0.24 on a CPU, a
+    step of 512 tokens and prompts of 1,900 had gaps of 49 ms with an eighth of the step, and of 111
+    ms with all of it; a decode call began after 69 ms in place of 512.
+
+    Args:
+        most: how many a step may have without streams.
+    """
+    return max(_MIN_BESIDE_STREAMS, most // _PARTS_BESIDE_STREAMS)
 
 
 class StepSample(NamedTuple):

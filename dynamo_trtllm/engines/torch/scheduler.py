@@ -39,9 +39,9 @@ from dynamo_trtllm.engines.waiting_requests import (
     promote_overdue,
     record_wait,
     step_limit,
-    tokens_beside_streams,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.protocol.cost_model import tokens_beside_streams
 from dynamo_trtllm.protocol.errors import (
     EngineFailed,
     NonFinite,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Final
 
-from dynamo_trtllm.engines.waiting_requests import tokens_beside_streams
+from dynamo_trtllm.protocol.cost_model import tokens_beside_streams
 
 # In `kv_connector_extra_config`: whether the engine is elastic.
 IS_ELASTIC: Final = "dynamo_is_elastic"
