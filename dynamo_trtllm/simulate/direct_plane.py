@@ -13,12 +13,13 @@ from dynamo_trtllm.cluster.request_plane.client import PlaneClient, PlaneLimits
 from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
+from dynamo_trtllm.engines.mock.stream import MockStream
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.clocks import Clocks
-from dynamo_trtllm.protocol.messages import Control, GenerateRequest
+from dynamo_trtllm.protocol.messages import Control, GenerateRequest, Phase
 from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent
 from dynamo_trtllm.support.background import BackgroundTasks
-from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.service import ServiceStream, WorkerService
 
 # As `cluster.request_plane.server`: a caller gets the load with the events of its streams, at most
 # so often.
@@ -47,6 +48,8 @@ class DirectClient(PlaneClient):
         super().__init__(transport, PlaneLimits(), BackgroundTasks(), _ignore)
         self._clocks = clocks
         self._workers: dict[str, _Worker] = {}
+        # By id of a request: the longest time between two tokens of its call that generates them.
+        self.worst_gaps_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, service: WorkerService) -> None:
@@ -61,6 +64,10 @@ class DirectClient(PlaneClient):
         def on_end() -> None:
             # The timer is set below, before the stream can end.
             deadline.cancel()
+            # A call that was rejected has no stream of the engine.
+            stream = source.source if isinstance(source, ServiceStream) else None
+            if isinstance(stream, MockStream) and request.phase is not Phase.PREFILL:
+                self.worst_gaps_s[request.request_id] = stream.worst_gap_s
 
         def send_cancel(*, awaits_kv: bool) -> None:
             if not (awaits_kv and source.stop()):

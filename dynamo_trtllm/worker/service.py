@@ -215,7 +215,7 @@ class WorkerAdmission:
             del self._reservations[reservation_id]
 
 
-class _ServiceStream(Stream):
+class ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
     __slots__ = (
@@ -244,7 +244,7 @@ class _ServiceStream(Stream):
         metrics: WorkerMetrics,
         on_event: OnEvent,
         on_first_token: Callable[[CallSample], None],
-        generating: set[_ServiceStream],
+        generating: set[ServiceStream],
         signer: TransferSigner,
         clock: Callable[[], float],
     ) -> None:
@@ -404,14 +404,14 @@ class WorkerService:
         self._new_requests = 0
         steps = self.engine.steps if isinstance(self.engine, MeasuresSteps) else deque()
         self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
-        self._generating: set[_ServiceStream] = set()
+        self._generating: set[ServiceStream] = set()
         self._phases = phases_of(self.instance)
         self.metrics.watch(
             active_calls=self.admission.active, reserved=self.admission.reserved_slots
         )
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(
+        stream = ServiceStream(
             request,
             self.metrics,
             on_event,
@@ -466,7 +466,7 @@ class WorkerService:
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
-    def _check_transfer(self, request: GenerateRequest, stream: _ServiceStream) -> None:
+    def _check_transfer(self, request: GenerateRequest, stream: ServiceStream) -> None:
         """Check the KV transfer of a call, before it takes a slot or reaches the engine.
 
         Raises:

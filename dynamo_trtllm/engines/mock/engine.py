@@ -72,6 +72,7 @@ class MockEngine(
         backend: moves the simulated KV. None: the one of the engine arguments.
         clocks: the clocks of the process.
         seed: see `MockScheduler`.
+        tokens_per_event: see `MockScheduler`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class MockEngine(
         backend: TransferBackend | None = None,
         clocks: Clocks = SYSTEM_CLOCKS,
         seed: int | None = None,
+        tokens_per_event: int = 1,
     ) -> None:
         args = engine_arguments(config, MockArgs, "mock")
         if backend is None:
@@ -104,6 +106,7 @@ class MockEngine(
             self._clock,
             seed,
             is_elastic=config.disaggregation_mode is Role.ELASTIC,
+            tokens_per_event=tokens_per_event,
         )
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of streams
 

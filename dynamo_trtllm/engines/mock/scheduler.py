@@ -35,6 +35,7 @@ from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
 from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.phases import QueueWaits
+from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS
 
 # Steps with more prompt tokens are launched kernel by kernel: the largest CUDA graph that vLLM
 # captures with 256 requests in a step.
@@ -58,6 +59,8 @@ class MockScheduler:
         clock: returns seconds of a monotonic clock.
         seed: of the noise of steps. None: it differs from run to run.
         is_elastic: while streams run, steps have fewer prompt tokens.
+        tokens_per_event: most tokens of a stream that are sent together. Simulations need no event
+            for each token.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class MockScheduler:
         seed: int | None = None,
         *,
         is_elastic: bool = False,
+        tokens_per_event: int = 1,
     ) -> None:
         self._args = args
         self._on_prefilled = on_prefilled
         # Without a time per prompt token, a smaller step would save nothing.
         self._limits_prompts = is_elastic and args.has_prompt_time
         self._clock = clock
+        self._tokens_per_event = tokens_per_event
         self._random = random.Random(seed)
         self._costs = args.cost_prior
         self._queue_waits = QueueWaits(clock)
@@ -227,7 +232,7 @@ class MockScheduler:
                 stream.prefill_left for stream in (*self._waiting, *self._running)
             ),
             context_tokens=sum(
-                len(stream.request.token_ids) + stream.num_output for stream in self._running
+                stream.prompt_tokens + stream.num_output for stream in self._running
             ),
         )
 
@@ -276,17 +281,18 @@ class MockScheduler:
                     self._sent_s = begun_s
                     continue
                 prompts = self._plan_prompts()
+                decoding = self._decoding()
                 if is_constant:
                     step_s = self._args.step_s + pause_s
                 else:
-                    step_s = self._step_seconds(prompts) + pause_s
+                    step_s = self._step_seconds(prompts, decoding) + pause_s
                 await self._launch(prompts, begun_s + step_s)
                 await asyncio.sleep(begun_s + step_s - self._clock())
                 now = self._clock()
                 # The step after a late one is shorter. At most one missed step is caught up on.
                 planned_s = begun_s + step_s
                 begun_s = max(planned_s, now - step_s)
-                self._step(now - last_s, prompts)
+                self._step(now - last_s, prompts, decoding)
                 last_s = now
         finally:
             for stream in (*self._waiting, *self._running):
@@ -313,7 +319,7 @@ class MockScheduler:
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
         max_tokens = self._args.prefill_tokens_per_step
-        if self._limits_prompts and self._prompts and self._has_streams():
+        if self._limits_prompts and self._prompts and self._decoding():
             max_tokens = tokens_beside_streams(max_tokens)
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding
@@ -330,20 +336,11 @@ class MockScheduler:
                 num_planned += count
         return planned
 
-    def _has_streams(self) -> bool:
-        """Return whether a running call generates tokens."""
-        return any(
-            stream.wanted > 0 and not stream.prefill_left and stream.first_step <= self._step_number
-            for stream in self._running
-        )
-
     def _count_decoding(self) -> int:
         """Return how many tokens of the step that begins decode requests take."""
         if not self._args.decodes_take_step_tokens:
             return 0
-        return sum(
-            1 for stream in self._running if self._is_in_step(stream) and not stream.prefill_left
-        )
+        return len(self._decoding())
 
     def _is_in_step(self, stream: MockStream) -> bool:
         """Return whether the step that begins has work for a stream."""
@@ -389,20 +386,26 @@ class MockScheduler:
                 post.posted.set_result(None)
         return sum(post.pause_s for post in begun)
 
-    def _step_seconds(self, prompts: Mapping[MockStream, int]) -> float:
-        """Return how long a step takes that has the running calls and these prompt tokens."""
-        num_decoding = 0
-        context_tokens = 0
+    def _decoding(self) -> list[MockStream]:
+        """Return the streams that get a token of the step that begins, but for those of prompts."""
         number = self._step_number
         # As `_is_in_step`: calls of it would take a fifth of the time of a simulation.
-        for stream in self._running:
-            if stream.wanted > 0 and stream.first_step <= number and not stream.prefill_left:
-                num_decoding += 1
-                context_tokens += len(stream.request.token_ids) + stream.num_output
+        return [
+            stream
+            for stream in self._running
+            if stream.wanted > 0 and stream.first_step <= number and not stream.prefill_left
+        ]
+
+    def _step_seconds(
+        self, prompts: Mapping[MockStream, int], decoding: Sequence[MockStream]
+    ) -> float:
+        """Return how long a step takes that has these prompt tokens and streams."""
+        num_decoding = len(decoding)
+        context_tokens = sum(stream.prompt_tokens + stream.num_output for stream in decoding)
         costs = self._costs
         if prompts:
             tokens = sum(prompts.values())
-            pairs = sum(_attention_pairs(stream, count) for stream, count in prompts.items())
+            pairs = sum(stream.attention_pairs(count) for stream, count in prompts.items())
             assert costs.prefill is not None
             features = prefill_features(num_decoding, context_tokens, tokens, pairs)
             seconds = costs.prefill.predict(features)
@@ -474,8 +477,10 @@ class MockScheduler:
         stream.prefill_left -= cached_tokens
         return ""
 
-    def _step(self, seconds: float, prompts: Mapping[MockStream, int]) -> None:
-        """End a step, which has computed these numbers of tokens of prompts."""
+    def _step(
+        self, seconds: float, prompts: Mapping[MockStream, int], decoding: Sequence[MockStream]
+    ) -> None:
+        """End a step, which has computed these numbers of tokens of prompts, and these streams."""
         num_decoding = 0
         context_tokens = 0
         prefill_tokens = 0
@@ -484,19 +489,25 @@ class MockScheduler:
             if not stream.prefill_left:
                 continue  # it was retired meanwhile
             prefill_tokens += count
-            attention_pairs += _attention_pairs(stream, count)
+            attention_pairs += stream.attention_pairs(count)
             stream.prefill_left -= count
         self._prompts = [stream for stream in self._prompts if stream.prefill_left]
-        number = self._step_number
-        emit = self._hold if self._is_launch_slow() else MockStream.emit
-        for stream in list(self._running):
-            # As `_is_in_step`.
-            if stream.prefill_left or stream.wanted <= 0 or stream.first_step > number:
-                continue
-            if stream not in prompts:
-                num_decoding += 1
-                context_tokens += len(stream.request.token_ids) + stream.num_output
-            self._generate(stream, emit)
+        is_launch_slow = self._is_launch_slow()
+        emit = self._hold if is_launch_slow else MockStream.emit
+        sends_each = self._tokens_per_event == 1 or is_launch_slow
+        now = self._clock()
+        for stream in decoding:
+            if stream.wanted <= 0:
+                continue  # it was retired meanwhile
+            num_decoding += 1
+            context_tokens += stream.prompt_tokens + stream.num_output
+            if sends_each or stream.wanted == 1 or stream.num_output < 2:
+                self._generate(stream, emit)
+            else:
+                self._generate_held(stream, now)
+        for stream in prompts:
+            if stream.wanted > 0 and not stream.prefill_left:
+                self._generate(stream, emit)
         if not self._held:
             self._sent_s = self._clock()
         if num_decoding or prefill_tokens:
@@ -524,6 +535,22 @@ class MockScheduler:
         self._held.clear()
         self._sent_s = self._clock()
 
+    def _generate_held(self, stream: MockStream, now: float) -> None:
+        """Generate the next token of a stream, which is neither its first nor its last one.
+
+        It is sent with those after it.
+        """
+        stream.num_output += 1
+        stream.wanted -= 1
+        stream.num_held += 1
+        # As `note_token`: calls of it would take a part of the time of a simulation.
+        gap_s = now - stream.token_s
+        if gap_s > stream.worst_gap_s:
+            stream.worst_gap_s = gap_s
+        stream.token_s = now
+        if stream.num_held >= self._tokens_per_event:
+            stream.send_held()
+
     def _generate(self, stream: MockStream, emit: Callable[[MockStream, Chunk], None]) -> None:
         """Generate the next token of a stream.
 
@@ -532,6 +559,7 @@ class MockScheduler:
             emit: sends it, or keeps it for later.
         """
         request = stream.request
+        stream.send_held()
         token = stream.token(stream.num_output)
         stats = None
         if stream.num_output == 0:
@@ -546,7 +574,9 @@ class MockScheduler:
             stream.phases.end("decode_wait")
         stream.num_output += 1
         stream.wanted -= 1
-        if stream.wanted:
+        if stream.wanted and stats is None:
+            emit(stream, TOKEN_CHUNKS[token])
+        elif stream.wanted:
             emit(stream, Chunk(token_ids=token_ids((token,)), stats=stats))
         elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
             self._on_prefilled(stream, token)
@@ -557,15 +587,6 @@ class MockScheduler:
                 stats=stream.phases.timings(),
             )
             emit(stream, last)
-
-
-def _attention_pairs(stream: MockStream, count: int) -> float:
-    """Return how many attention pairs the next tokens of a prompt have with tokens before them.
-
-    A token attends to all tokens before it, and on average to half of those of its step.
-    """
-    computed_tokens = len(stream.request.token_ids) - stream.prefill_left
-    return count * (computed_tokens + count / 2)
 
 
 def _take(budgets: list[int], stream: MockStream) -> None:

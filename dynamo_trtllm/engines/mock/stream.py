@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections.abc import Callable
 
 from dynamo_trtllm.engines.block_manager import BlockTable
 from dynamo_trtllm.engines.waiting_requests import FIRST, QueueOrder, queue_order
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
-from dynamo_trtllm.protocol.messages import GenerateRequest, Phase
+from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Phase, token_ids
 from dynamo_trtllm.protocol.phases import CallPhases
-from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, TaskStream
+from dynamo_trtllm.protocol.streams import KvHolder, OnEvent, StreamEvent, TaskStream
 
 MAX_SEED = 0xFFFF
 # <|channel|>final<|message|> of the Harmony format. The tokens after it are content.
@@ -44,16 +45,20 @@ class MockStream(TaskStream):
         self._retire = retire
         self.request = request
         # Tokens that an earlier worker generated follow the client's prompt.
-        prompt_tokens = len(request.token_ids) - request.num_resumed_output_tokens
-        prompt = request.token_ids[:prompt_tokens]
+        self.prompt_tokens = len(request.token_ids)
+        prompt = request.token_ids[: self.prompt_tokens - request.num_resumed_output_tokens]
         self.seed = zlib.crc32(prompt) & MAX_SEED
         self.block_table = BlockTable()
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
+        self.num_held = 0  # the newest ones of them, which were not sent yet
+        self.token_s = math.inf  # when the newest token was generated or sent
+        self.worst_gap_s = 0.0  # between two tokens
         self.wanted = 0  # tokens to generate, one per step
         self.first_step = 0  # number of the first step that may include this stream
         # Set when the stream is in the batch; None: nothing waits for it.
         self.admitted: asyncio.Future[None] | None = None
+        self._clock = clock
         self.phases = CallPhases(request.kv_params, clock)
         # How long the queue had waited for each resource when the stream was queued.
         self.queue_waits: dict[str, float] = {}
@@ -70,10 +75,35 @@ class MockStream(TaskStream):
     @property
     def kv_tokens(self) -> int:
         """Return the number of tokens to reserve KV blocks for."""
-        prompt_tokens = len(self.request.token_ids)
         if self.request.phase is Phase.PREFILL:
-            return prompt_tokens
-        return prompt_tokens + self.request.sampling.max_tokens
+            return self.prompt_tokens
+        return self.prompt_tokens + self.request.sampling.max_tokens
+
+    def emit(self, event: StreamEvent) -> None:
+        """Pass an event on, and note the time of its tokens."""
+        if isinstance(event, Chunk) and event.token_ids:
+            self.note_token(self._clock())
+        super().emit(event)
+
+    def note_token(self, now_s: float) -> None:
+        """Note when a token was generated or sent."""
+        self.worst_gap_s = max(self.worst_gap_s, now_s - self.token_s)
+        self.token_s = now_s
+
+    def send_held(self) -> None:
+        """Send the tokens that were generated and not sent yet. Their times were noted."""
+        if self.num_held:
+            indices = range(self.num_output - self.num_held, self.num_output)
+            self.num_held = 0
+            super().emit(Chunk(token_ids=token_ids(map(self.token, indices))))
+
+    def attention_pairs(self, count: int) -> float:
+        """Return how many attention pairs the next tokens of the prompt have with those before.
+
+        A token attends to all tokens before it, and on average to half of those of its step.
+        """
+        computed_tokens = self.prompt_tokens - self.prefill_left
+        return count * (computed_tokens + count / 2)
 
     def token(self, index: int) -> int:
         """Return an output token of this call.

@@ -317,7 +317,7 @@ async def test_steps_are_measured_with_their_work() -> None:
         (1, 101, 0, 0.0),
         (1, 102, 0, 0.0),
     ]
-    engine._scheduler._step(0.1, {})  # without any work: the time of no step
+    engine._scheduler._step(0.1, {}, [])  # without any work: the time of no step
     assert len(engine.steps) == 4
     assert engine.steps[0].seconds > 0.003
     prior = engine._info.cost_prior
