@@ -279,6 +279,7 @@ class EngineWork(NamedTuple):
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
     queued_requests: int = 0  # requests whose prefill has not begun
+    is_elastic: bool = False  # steps have fewer prompt tokens while requests decode
 
 
 class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -335,24 +336,25 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             None: it is not known yet.
         """
         fit = self.prefill
-        if fit is None or not self.step_tokens:
+        most = self._most_step_tokens(work)
+        if fit is None or not most:
             return None
         decoding = work.decode_requests
         context = work.context_tokens
         queued_tokens = work.queued_tokens
         # Assume that the queued tokens are spread evenly over the requests that have not begun and
         # the one in the running step.
-        running_tokens = min(queued_tokens // (work.queued_requests + 1), self.step_tokens)
+        running_tokens = min(queued_tokens // (work.queued_requests + 1), most)
         running_s = 0.0
         if running_tokens > 0:
             running_s = prefill_step_s(fit, decoding, context, running_tokens)
             queued_tokens -= running_tokens
         elif decoding and self.decode is not None:
             running_s = decode_step_s(self.decode, decoding, context)
-        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), self.step_tokens)
+        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), most)
         seconds = 0.0
         if num_full:
-            seconds = num_full * prefill_step_s(fit, decoding, context, self.step_tokens)
+            seconds = num_full * prefill_step_s(fit, decoding, context, most)
         if rest_tokens:
             seconds += prefill_step_s(fit, decoding, context, rest_tokens)
         # Pairs of attention are added for all of these steps together, with the last coefficient.
@@ -397,12 +399,13 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             work: the work of the engine. Its queued prompts share the step.
         """
         fit = self.prefill
-        if fit is None or not self.step_tokens:
+        most = self._most_step_tokens(work)
+        if fit is None or not most:
             return math.inf
         requests = work.decode_requests
         context = work.context_tokens
-        tokens = min(self.step_tokens, work.queued_tokens + max(1, new_tokens))
-        last_tokens = min(self.step_tokens, new_tokens)
+        tokens = min(most, work.queued_tokens + max(1, new_tokens))
+        last_tokens = min(most, new_tokens)
         pairs = last_tokens * (cached_tokens + new_tokens - last_tokens / 2)
         seconds = prefill_step_s(fit, requests, context, tokens, pairs)
         request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
@@ -411,6 +414,12 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             # The sum counts what both steps have in common twice.
             seconds += decode_step_s(self.decode, requests, context)
         return seconds
+
+    def _most_step_tokens(self, work: EngineWork) -> int:
+        """Return how many prompt tokens a step has at most. 0: not known."""
+        if work.is_elastic and work.decode_requests and self.step_tokens:
+            return tokens_beside_streams(self.step_tokens)
+        return self.step_tokens
 
     def completed_by(self, other: CostModel) -> CostModel:
         """Return the model with the fits of an equal worker for those that are not known yet.

@@ -467,7 +467,11 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
             running = self.aggregated_running
             context = self.aggregated_tokens
         return EngineWork(
-            running, context, self.queued_prefill_tokens + more_tokens, self.waiting + more_requests
+            running,
+            context,
+            self.queued_prefill_tokens + more_tokens,
+            self.waiting + more_requests,
+            is_elastic=role is _ELASTIC,
         )
 
 

@@ -2,6 +2,13 @@
 
 There are up to four paths: a prefill worker and then a decode worker, or one worker that runs the
 whole request: a decode, prefill or aggregated worker.
+
+While an elastic worker generates tokens, its steps have an eighth of the usual prompt tokens. So
+its prompts take longer from its first stream on:
+
+* Streams go to elastic workers that have some already, while these have space and their gaps stay
+  below _PACKED of the limit. Workers that get no prompts share streams evenly.
+* One without a share of decode calls runs a whole request only if there is no other path.
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -24,6 +32,11 @@ from dynamo_trtllm.protocol.messages import Instance
 NEAR: Final = 0.1
 # Pressures below this one are nearly equal.
 _NEGLIGIBLE: Final = 0.01
+# A first token that is predicted later than this part of its limit counts as missed, because times
+# of first tokens are predicted with errors of about a tenth.
+_TTFT_PART: Final = 0.9
+# An elastic worker with less pressure than this takes further streams before one that has none.
+_PACKED: Final = 0.8
 # Decode workers that are tried for a whole request: those with the shortest gaps.
 _MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
@@ -79,6 +92,7 @@ class _PathPart(msgspec.Struct, frozen=True):
     num_delayed: int
     gap_s: float
     first_token_s: float = 0.0
+    is_last: bool = False  # others come before it
 
     @property
     def misses(self) -> bool:
@@ -86,7 +100,7 @@ class _PathPart(msgspec.Struct, frozen=True):
         return self.num_missed > self.num_delayed
 
 
-_order = attrgetter("num_missed", "pressure")  # better parts come first
+_order = attrgetter("num_missed", "is_last", "pressure")  # better parts come first
 
 
 def select_path(
@@ -101,15 +115,16 @@ def select_path(
 ) -> ChosenPath | None:
     """Choose the path and the workers of a request.
 
-    A path meets the SLO if the first token is predicted within the limit, and no gap between two
-    tokens exceeds its limit: neither of this request nor of those that run on its workers. Of the
-    paths that meet it, the one with the least pressure is chosen (see `ChosenPath`). A prefill
+    A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
+    between two tokens exceeds its limit: neither of this request nor of those that run on its
+    workers. Of these paths, the one with the least pressure is chosen (see `ChosenPath`). A prefill
     worker runs a whole request only if no other path meets the SLO, because its stream would delay
     the prompts after it.
 
     If no path meets the SLO, the one is chosen on which the fewest requests miss a limit, and of
-    these the one with the least pressure, a whole request on a prefill worker last. The caller may
-    reject the request instead.
+    these the one with the least pressure, a whole request on a prefill worker last. Streams that
+    miss their limit without this request, too, do not count. The caller may reject the request
+    instead.
 
     Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
     worker may be in both roles; its pressure is divided by its share. It is no pair with itself.
@@ -127,28 +142,30 @@ def select_path(
         None: there is no path with a closed breaker.
     """
     paths: list[ChosenPath] = []
-    prefill_parts = [_prompt_part(worker, limits, waited_s, random) for worker in prefills]
-    decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
-    prefill_parts.sort(key=_order)
-    decode_parts.sort(key=_order)
+    prefill_parts = sorted(
+        (_prompt_part(worker, limits, waited_s, random) for worker in prefills), key=_order
+    )
+    decode_parts = sorted((_decode_part(worker, limits, random) for worker in decodes), key=_order)
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
+        if pair.num_missed == 0:
+            decode_parts = [part for part in decode_parts if not part.is_last]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
     paths += _aggregated_paths(Path.ON_DECODE, _worth_trying(decode_parts), limits, waited_s)
     paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
     if not any(path.num_missed == 0 for path in paths):
+        if paths:
+            prefills = [worker for worker in prefills if worker.takes_streams]
         paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
-    if not paths:
-        return None
+    return min(paths, key=partial(_order_of_path, random), default=None)
 
-    def order(path: ChosenPath) -> tuple[int, bool, float]:
-        is_last = path.path is Path.ON_PREFILL
-        return path.num_missed, is_last, _blurred(path.pressure, random)
 
-    return min(paths, key=order)
+def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, bool, float]:
+    is_last = path.path is Path.ON_PREFILL
+    return path.num_missed, is_last, _blurred(path.pressure, random)
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
@@ -182,9 +199,10 @@ def _best_pair(
     return _pair_path(prefill, decode, limits, waited_s)
 
 
-def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, float]:
+def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]:
     prefill, decode = pair
-    return prefill.num_missed + decode.num_missed, prefill.pressure + decode.pressure
+    num_missed = prefill.num_missed + decode.num_missed
+    return num_missed, decode.is_last, prefill.pressure + decode.pressure
 
 
 def _prompt_part(
@@ -195,9 +213,9 @@ def _prompt_part(
     gap_s = worker.prompt_gap_s()
     ttft_share = (waited_s + first_token_s) / limits.ttft_s
     gap_share = gap_s / limits.others_itl_s
-    num_delayed = worker.streams if gap_share > 1.0 else 0
+    num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     pressure = ttft_share if ttft_share > gap_share else gap_share
-    misses = ttft_share > 1.0
+    misses = ttft_share > _TTFT_PART
     return _PathPart(
         worker,
         num_delayed + misses,
@@ -213,11 +231,13 @@ def _decode_part(
 ) -> _PathPart:
     """Return what a decode worker adds: the gaps of all its streams."""
     gap_s = worker.decode_gap_s()
-    num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
+    num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
     order = _blurred(pressure, random) / worker.share
-    return _PathPart(worker, num_delayed + misses, order, num_delayed, gap_s)
+    is_packed = worker.has_streams and pressure <= _PACKED
+    is_last = worker.is_slowed_by_streams and not is_packed
+    return _PathPart(worker, num_delayed + misses, order, num_delayed, gap_s, is_last=is_last)
 
 
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
@@ -237,7 +257,7 @@ def _pair_path(
     prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
 ) -> ChosenPath:
     ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
-    misses = decode.misses or ttft_s > limits.ttft_s
+    misses = decode.misses or ttft_s > _TTFT_PART * limits.ttft_s
     return ChosenPath(
         path=Path.PREFILL_DECODE,
         prefill=prefill.worker.instance,
@@ -296,8 +316,9 @@ def _aggregated_paths(
         decode_gap_s = worker.decode_gap_s()
         # Streams there wait for the step with the prompt, and then for steps with one more request.
         gap_s = max(prompt_gap_s, decode_gap_s)
-        misses = ttft_s > limits.ttft_s or decode_gap_s > limits.itl_s or not worker.has_space()
-        num_delayed = worker.streams if gap_s > limits.others_itl_s else 0
+        is_late = ttft_s > _TTFT_PART * limits.ttft_s
+        misses = is_late or decode_gap_s > limits.itl_s or not worker.has_space()
+        num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
         yield ChosenPath(
             path=path,
             prefill=None,

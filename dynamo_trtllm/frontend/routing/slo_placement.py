@@ -39,7 +39,9 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 log = logging.getLogger(__name__)
 
 # Workers of a role that are compared, of more than these. A prediction takes longer than a cost.
-_MAX_COMPARED: Final = 3
+# With three of four, the elastic worker that has all streams was not compared with four of ten
+# requests, and these let each worker generate.
+_MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
 # A rejected request may be sent again after the time by which it would be late, within these
@@ -234,6 +236,8 @@ class SloPlacement(Placement):
                         credited_tokens,
                         role=role,
                         share=view.share(instance, role),
+                        takes_streams=view.share(instance, Role.DECODE) > 0,
+                        takes_prompts=view.share(instance, Role.PREFILL) > 0,
                     )
                     of_role.append(forecast)
             forecasts.append(of_role)

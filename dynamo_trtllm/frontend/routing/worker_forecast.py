@@ -33,6 +33,8 @@ class WorkerForecast:
         cached_tokens: those of them that the instance has in its prefix cache.
         role: in which an elastic instance would run the request. None: that of the instance.
         share: of the work of this role that the instance has.
+        takes_streams: whether it has a share of decode calls, or needs none.
+        takes_prompts: the same for prefill calls.
     """
 
     __slots__ = (
@@ -44,6 +46,8 @@ class WorkerForecast:
         "cached_tokens",
         "instance",
         "share",
+        "takes_prompts",
+        "takes_streams",
     )
 
     def __init__(
@@ -56,9 +60,13 @@ class WorkerForecast:
         *,
         role: Role | None = None,
         share: float = 1.0,
+        takes_streams: bool = True,
+        takes_prompts: bool = True,
     ) -> None:
         self.instance = instance
         self.cached_tokens = cached_tokens
+        self.takes_streams = takes_streams
+        self.takes_prompts = takes_prompts
         self.share = share or 1.0  # without a share, it is compared with others that have none
         self._role = instance.role if role is None else role
         self._load = load
@@ -82,12 +90,18 @@ class WorkerForecast:
             context,
             report.queued_prefill_tokens + load.unseen_prefill_tokens,
             report.waiting + load.unseen_requests,
+            is_elastic=instance.role is _ELASTIC,
         )
 
     @property
-    def streams(self) -> int:
-        """Return how many requests generate tokens there, or will before this one."""
-        return self._work.decode_requests
+    def has_streams(self) -> bool:
+        """Return whether requests generate tokens there, or will before this one."""
+        return self._work.decode_requests > 0
+
+    @property
+    def is_slowed_by_streams(self) -> bool:
+        """Return whether the worker computes prompts, in smaller steps while it has streams."""
+        return self._work.is_elastic and self.takes_prompts
 
     def first_token_s(self) -> float:
         """Return the time until the first token, if the instance computes the prompt."""
@@ -108,17 +122,37 @@ class WorkerForecast:
         """Return the time between two tokens while the request and the streams there generate.
 
         On a prefill worker, steps with more prompts follow. It is assumed that these are like this
-        one.
+        one. On another elastic worker, those follow that wait there.
         """
         work = self._work
         assert self._cost.decode is not None
         context = work.context_tokens + self._prompt_tokens
         gap_s = decode_step_s(self._cost.decode, work.decode_requests + 1, context)
+        beside = work._replace(decode_requests=work.decode_requests + 1, context_tokens=context)
         if self._role is _PREFILL:
-            beside = EngineWork(work.decode_requests + 1, context)
             tokens = _PROMPTS_OF_STEP * self._prompt_tokens
             gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, beside))
+        elif work.is_elastic and work.queued_tokens:
+            gap_s = max(gap_s, self._cost.longest_step_s(0, 0, beside))
         return gap_s
+
+    def num_delayed(self, gap_s: float, limit_s: float) -> int:
+        """Return how many streams there would have gaps above a limit because of the request.
+
+        Streams that already have such gaps are not among them.
+
+        Args:
+            gap_s: the gaps with the request.
+            limit_s: the limit.
+        """
+        work = self._work
+        if gap_s <= limit_s or not work.decode_requests:
+            return 0
+        assert self._cost.decode is not None
+        now_s = decode_step_s(self._cost.decode, work.decode_requests, work.context_tokens)
+        if work.queued_tokens:
+            now_s = max(now_s, self._cost.longest_step_s(0, 0, work))
+        return work.decode_requests if now_s <= limit_s else 0
 
     def transfer_s(self) -> float:
         """Return the time until the KV of the prompt is fetched. 0: not known yet."""
