@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -47,10 +48,7 @@ class AdmissionLimits:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choice_permits = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-        uses_all_paths = config.router_mode == "slo"
-        self.start_windows = StartWindows(
-            view, self.choice_permits.grant, uses_all_paths=uses_all_paths
-        )
+        self.start_windows = start_windows_of(config, view, self.choice_permits.grant)
         self.has_requests = asyncio.Event()  # set by each request
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
@@ -214,7 +212,8 @@ class RequestAdmission:
         # Lower values come first. Without an API key, a client may not place itself before others.
         key_priority = 0 if tenant is None else tenant.key.priority
         rank = max(request.priority, key_priority)
-        places = window.places_for(num_choices, plan.longest_prompt, rank)
+        ttft_s = None if request.slo is None else request.slo.ttft_s
+        places = window.places_for(num_choices, plan.longest_prompt, rank, ttft_s)
         claim = Claim(
             client=self._client,
             num_choices=num_choices,
@@ -222,6 +221,7 @@ class RequestAdmission:
             places=places,
             rank=rank,
             priority=request.priority,
+            late_at_s=places.late_at_s,
         )
         within_s = plan.deadline - time.time()
         try:
@@ -252,6 +252,29 @@ def _client(facts: RequestFacts) -> Client:
     if facts.tenant is None:
         return Client(facts.client)
     return Client(facts.tenant.key.name, facts.tenant.key.weight)
+
+
+def start_windows_of(
+    config: FrontendConfig,
+    view: ClusterView,
+    on_capacity: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> StartWindows:
+    """Return the start windows of a frontend.
+
+    Late requests are put behind others only if they are served at all.
+
+    Args:
+        config: of the frontend.
+        view: see `StartWindow`.
+        on_capacity: see `StartWindow`.
+        clock: see `StartWindow`.
+    """
+    uses_slo = config.router_mode == "slo"
+    ttft_s = math.inf
+    if uses_slo and config.slo_policy == "best-effort" and config.slo_ttft_ms is not None:
+        ttft_s = config.slo_ttft_ms / 1000
+    return StartWindows(view, on_capacity, uses_all_paths=uses_slo, ttft_s=ttft_s, clock=clock)
 
 
 class _WaitingTurn(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,8 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep those of all others waiting. When a
-# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
+# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank,
+# and there for requests that are late.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # Choices that must have begun while others waited, before a wait is predicted from their rate.
@@ -39,6 +41,8 @@ class Claim:
     rank: int = 0  # its priority among the requests of all clients. Lower values first
     # Its priority among the requests of its own client. Lower values first, too.
     priority: int = 0
+    # From then on, its first token would be late. In seconds of the queue's clock.
+    late_at_s: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +53,16 @@ class QueuedRequest:
     more_tokens: Callable[[], int]  # see `CountedRequest`
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0
-    order: tuple[int, int] = (0, 0)  # priority, and number of arrival
+    # Whether it is late, its priority, and the number of its arrival.
+    order: tuple[bool, int, int] = (False, 0, 0)
     counted: CountedRequest | None = None  # None: it has no permits yet
 
 
 class _Flow:
-    """The requests of one client and one rank, in the order of priority and arrival."""
+    """The requests of one client and one rank, in the order of priority and arrival.
+
+    Those that are late come last: they would make others late, too.
+    """
 
     __slots__ = ("counter", "last_turn", "requests")
 
@@ -62,6 +70,20 @@ class _Flow:
         self.counter = counter
         self.last_turn = last_turn  # the number of its last turn, or of its arrival
         self.requests: list[QueuedRequest] = []
+
+    def put_late_last(self, now: float) -> None:
+        """Put the first requests behind the others if they are late."""
+        requests = self.requests
+        while not requests[0].order[0] and requests[0].claim.late_at_s <= now:
+            late = requests.pop(0)
+            _, priority, number = late.order
+            late.order = (True, priority, number)
+            insort(requests, late, key=_order)
+
+    def first_late(self) -> QueuedRequest | None:
+        """Return the first one of the late requests that were put last."""
+        index = bisect_left(self.requests, True, key=_is_late)
+        return self.requests[index] if index < len(self.requests) else None
 
 
 class _Rank:
@@ -141,11 +163,11 @@ class _Rank:
 
     def least(self) -> float:
         """Return the least counter of the clients whose requests wait."""
-        first = self.first(lambda _: True)
+        first = self.first(lambda _: True, -math.inf)
         assert first is not None
         return first.counter.value
 
-    def first(self, may_hold: Callable[[Claim], bool]) -> _Flow | None:
+    def first(self, may_hold: Callable[[Claim], bool], now: float) -> _Flow | None:
         """Return the client whose request is the next; None if none may run."""
         heap = self._heap
         passed: list[tuple[float, int, _Flow]] = []
@@ -156,10 +178,12 @@ class _Rank:
                 heapq.heappop(heap)
             elif flow.counter.value > value or flow.last_turn > since:
                 heapq.heapreplace(heap, (flow.counter.value, flow.last_turn, flow))
-            elif may_hold(flow.requests[0].claim):
-                found = flow
             else:
-                passed.append(heapq.heappop(heap))
+                flow.put_late_last(now)
+                if may_hold(flow.requests[0].claim):
+                    found = flow
+                else:
+                    passed.append(heapq.heappop(heap))
         for entry in passed:
             heapq.heappush(heap, entry)
         return found
@@ -180,8 +204,9 @@ class FairQueue:
 
     Lower ranks come first. Clients of one rank take turns, so that the tokens that the workers
     compute for them are in proportion to their weights. Requests of one client and rank are in the
-    order of priority and arrival. The time per request depends on the number of different ranks,
-    and on the logarithm of the number of clients.
+    order of priority and arrival; those whose first token would be late come after the others,
+    because they would make these late, too. The time per request depends on the number of different
+    ranks, and on the logarithm of the number of clients.
 
     Args:
         counters: of the model.
@@ -217,7 +242,7 @@ class FairQueue:
         self._update()
         claim = request.claim
         number = next(self._numbers)
-        request.order = (claim.priority, number)
+        request.order = (False, claim.priority, number)
         request.queued_s = self._clock()
         counter = self._counters.counter(claim.client)
         rank = self._ranks.setdefault(claim.rank, _Rank())
@@ -243,9 +268,14 @@ class FairQueue:
                 may not are passed over.
         """
         self._update()
+        now = self._clock()
         for rank in self._in_turn():
-            flow = rank.first(may_hold)
+            flow = rank.first(may_hold, now)
             if flow is not None:
+                late = flow.first_late() if self._is_overdue_turn() else None
+                is_overdue = late is not None and now - late.queued_s >= OVERDUE_AFTER_S
+                if late is not None and is_overdue and may_hold(late.claim):
+                    return late
                 return flow.requests[0]
         return None
 
@@ -289,20 +319,28 @@ class FairQueue:
 
     def _in_turn(self) -> Iterator[_Rank]:
         """Yield the ranks in the order of their turns."""
-        if self._ranks and self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1:
+        if self._ranks and self._is_overdue_turn():
             oldest = min(self._ranks.values(), key=_waiting_since)
             if self._clock() - oldest.oldest.queued_s >= OVERDUE_AFTER_S:
                 yield oldest
         for number in sorted(self._ranks):
             yield self._ranks[number]
 
+    def _is_overdue_turn(self) -> bool:
+        """Return whether the turn is for a request that has waited for long."""
+        return self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1
+
     def _drop_if_empty(self, rank: int) -> None:
         if self._ranks[rank].is_empty:
             del self._ranks[rank]
 
 
-def _order(request: QueuedRequest) -> tuple[int, int]:
+def _order(request: QueuedRequest) -> tuple[bool, int, int]:
     return request.order
+
+
+def _is_late(request: QueuedRequest) -> bool:
+    return request.order[0]
 
 
 def _num_choices(request: QueuedRequest) -> int:

@@ -19,12 +19,14 @@ The module does no I/O.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
-from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Phase, Role
 
@@ -60,6 +62,31 @@ class _LimitUsage:
         # By id of the worker. Workers without choices stay, because to remove them for each request
         # would take longer.
         self.by_worker: defaultdict[int, int] = defaultdict(int)
+
+
+class FirstTokenTimes:
+    """How long recent choices took from their beginning to their first token.
+
+    It is estimated as TCP estimates the time of round trips: by a mean and a mean deviation.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None  # None: there was none yet
+        self._deviation_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a choice."""
+        if self._mean_s is None:
+            self._mean_s = seconds
+            return
+        off_s = seconds - self._mean_s
+        self._mean_s += off_s / 8
+        self._deviation_s += (abs(off_s) - self._deviation_s) / 4
+
+    @property
+    def expected_s(self) -> float:
+        """Return the time within which most choices have their first token."""
+        return 0.0 if self._mean_s is None else self._mean_s + self._deviation_s
 
 
 class StartPlace:
@@ -103,6 +130,9 @@ class StartPlace:
 
     def first_token(self) -> None:
         """Note the first token of the choice."""
+        request = self._request
+        if request is not None and not self._has_token:
+            request.window.first_tokens.note(request.window.clock() - request.begun_s)
         self._has_token = True
         self._move(Stage.RUN, self._worker_id)
 
@@ -148,6 +178,7 @@ class RequestPlaces:
         num_choices: of the request.
         prompt_tokens: of its longest prompt.
         rank: its priority among the requests of all clients.
+        late_at_s: if it begins after this time, its first token is expected too late.
     """
 
     __slots__ = (
@@ -156,7 +187,9 @@ class RequestPlaces:
         "_num_reserved",
         "_places",
         "_waiting",
+        "begun_s",
         "costs",
+        "late_at_s",
         "prompt_tokens",
         "rank",
         "share",
@@ -170,8 +203,11 @@ class RequestPlaces:
         num_choices: int,
         prompt_tokens: int,
         rank: int = 0,
+        late_at_s: float = math.inf,
     ) -> None:
         self.window = window
+        self.late_at_s = late_at_s
+        self.begun_s = 0.0
         self.costs = costs
         self.prompt_tokens = prompt_tokens
         self.rank = rank
@@ -200,6 +236,7 @@ class RequestPlaces:
     def begin(self, share: ClientShare) -> None:
         """Reserve the places of the first group. `share`: what the client has got."""
         self.share = share
+        self.begun_s = self.window.clock()
         self._reserve()
         if self._num_left:
             self.window.beginning.append(self)
@@ -302,6 +339,8 @@ class StartWindow:
         view: the workers.
         on_capacity: called when further choices may start.
         uses_all_paths: see `capacity`.
+        ttft_s: limit of the time to first token. Requests that can't keep it are late.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -311,9 +350,14 @@ class StartWindow:
         on_capacity: Callable[[], None],
         *,
         uses_all_paths: bool = False,
+        ttft_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.on_capacity = on_capacity
+        self.clock = clock
+        self.first_tokens = FirstTokenTimes()
+        self._ttft_s = ttft_s
         self._uses_all_paths = uses_all_paths
         # The requests that have groups to start, the oldest first. They are few: the next request
         # begins only when these have filled their workers.
@@ -324,13 +368,20 @@ class StartWindow:
         self._prompt_tokens = 0.0
         self._cached_tokens = 0.0
 
-    def places_for(self, num_choices: int, prompt_tokens: int, rank: int = 0) -> RequestPlaces:
-        """Return the places of a request, which takes none yet.
+    def places_for(
+        self,
+        num_choices: int,
+        prompt_tokens: int,
+        rank: int = 0,
+        ttft_s: float | None = None,
+    ) -> RequestPlaces:
+        """Return the places of a request that has just arrived, which takes none yet.
 
         Args:
             num_choices: of the request.
             prompt_tokens: of its longest prompt.
             rank: its priority among the requests of all clients.
+            ttft_s: its own limit of the time to first token.
         """
         view = self._view.model(self.model)
         worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
@@ -338,7 +389,11 @@ class StartWindow:
         if worker_capacity is not None:
             cached = self._cached_tokens / max(1.0, self._prompt_tokens)
             costs = worker_capacity.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
-        return RequestPlaces(self, costs, num_choices, prompt_tokens, rank)
+        late_at_s = math.inf
+        if self._ttft_s < math.inf:
+            limit_s = self._ttft_s if ttft_s is None else ttft_s
+            late_at_s = self.clock() + limit_s - self.first_tokens.expected_s
+        return RequestPlaces(self, costs, num_choices, prompt_tokens, rank, late_at_s)
 
     def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""
@@ -401,29 +456,47 @@ class StartWindow:
 
     def _num_workers(self) -> int:
         """Return the number of workers of the largest role; at least 1."""
-        view = self._view.model(self.model)
+        view = self._view.model(self.model).sharing()
         return max(len(view.prefill), len(view.decode), len(view.aggregated), 1)
 
     def _limited_cost(self, usage: _LimitUsage, limit: int) -> int:
         """Return the cost of all choices. What a worker has above its part does not count."""
-        view = self._view.model(self.model)
+        view = self._view.model(self.model).sharing()
         num_workers = {
             Role.PREFILL: len(view.prefill),
             Role.DECODE: len(view.decode),
             Role.AGGREGATED: len(view.aggregated),
-            Role.ELASTIC: max(len(view.prefill), len(view.decode)),
         }
+        num_elastic = _elastic_counts(view)
         cost = usage.total
         for worker_id, cost_here in list(usage.by_worker.items()):
             worker = self._view.instance(worker_id)
             part = 0
             if worker is not None:
-                part = limit // max(1, num_workers[worker.role])
+                count = num_elastic.get(worker_id) or num_workers.get(worker.role, 0)
+                part = limit // max(1, count)
             elif not cost_here:
                 # The worker has left, and no choice waits for its end.
                 del usage.by_worker[worker_id]
             cost -= max(0, cost_here - part)
         return cost
+
+
+def _elastic_counts(view: ModelView) -> Mapping[int, int]:
+    """Return for each elastic instance how many workers do the same work, in its larger role.
+
+    Args:
+        view: the workers, in the roles in which they have a share.
+    """
+    counts: dict[int, int] | None = view.cache.get("elastic_counts")
+    if counts is None:
+        counts = {}
+        for of_role in (view.prefill, view.decode):
+            for worker in of_role:
+                if worker.role is Role.ELASTIC:
+                    counts[worker.id] = max(counts.get(worker.id, 0), len(of_role))
+        view.cache["elastic_counts"] = counts
+    return counts
 
 
 class StartWindows:
@@ -433,6 +506,8 @@ class StartWindows:
         view: the workers.
         on_capacity: called when requests may begin.
         uses_all_paths: see `capacity`.
+        ttft_s: see `StartWindow`.
+        clock: see `StartWindow`.
     """
 
     def __init__(
@@ -441,10 +516,14 @@ class StartWindows:
         on_capacity: Callable[[], None],
         *,
         uses_all_paths: bool = False,
+        ttft_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._on_capacity = on_capacity
         self._uses_all_paths = uses_all_paths
+        self._ttft_s = ttft_s
+        self._clock = clock
         self.by_model: dict[str, StartWindow] = {}
 
     def window(self, model: str) -> StartWindow:
@@ -452,7 +531,12 @@ class StartWindows:
         window = self.by_model.get(model)
         if window is None:
             window = StartWindow(
-                model, self._view, self._on_capacity, uses_all_paths=self._uses_all_paths
+                model,
+                self._view,
+                self._on_capacity,
+                uses_all_paths=self._uses_all_paths,
+                ttft_s=self._ttft_s,
+                clock=self._clock,
             )
             self.by_model[model] = window
         return window

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
-from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.cost_model import tokens_beside_streams
+from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.protocol.number_types import ceil_div
 
 # The workers can take choices whose costs add up to this. Costs are integers, because rounding
@@ -112,9 +113,20 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
     # Two prompts of any length can wait at each worker: otherwise a worker would be idle after each
     # long one.
     num_prompts = 2 * len(prefill)
-    step_tokens = _sum_if_known([worker.limits.max_num_tokens for worker in prefill])
+    step_tokens = [worker.limits.max_num_tokens for worker in prefill]
+    if has_pairs:
+        # Elastic workers that get only decode calls compute few whole requests, beside streams.
+        # Prompts for them would all wait at the others.
+        computing = {worker.id for worker in view.prefill}
+        elastic = {worker.id for worker in prefill if worker.role is Role.ELASTIC}
+        beside = elastic - computing
+        num_prompts -= len(beside)
+        step_tokens = [
+            tokens_beside_streams(tokens) if tokens and worker.id in beside else tokens
+            for worker, tokens in zip(prefill, step_tokens, strict=True)
+        ]
     return WorkerCapacity(
-        prefill=_Limit(in_prefill, 2 * step_tokens, num_prompts=num_prompts),
+        prefill=_Limit(in_prefill, 2 * _sum_if_known(step_tokens), num_prompts=num_prompts),
         start=_Limit(
             in_prefill + in_transfer,
             _kv_tokens(prefill) // _KV_DIVISOR,

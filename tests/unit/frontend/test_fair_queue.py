@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -39,7 +41,14 @@ class Queue:
         self.more_tokens: Counter[str] = Counter()  # by client, of its running requests
 
     def claim(
-        self, client: str, tokens: int = 1, *, weight: float = 1.0, rank: int = 0, priority: int = 0
+        self,
+        client: str,
+        tokens: int = 1,
+        *,
+        weight: float = 1.0,
+        rank: int = 0,
+        priority: int = 0,
+        late_at_s: float = math.inf,
     ) -> Claim:
         return Claim(
             client=Client(client, weight),
@@ -48,12 +57,11 @@ class Queue:
             places=FREE,
             rank=rank,
             priority=priority,
+            late_at_s=late_at_s,
         )
 
-    def add(
-        self, client: str, tokens: int = 1, *, weight: float = 1.0, rank: int = 0, priority: int = 0
-    ) -> QueuedRequest:
-        claim = self.claim(client, tokens, weight=weight, rank=rank, priority=priority)
+    def add(self, client: str, tokens: int = 1, **options: Any) -> QueuedRequest:
+        claim = self.claim(client, tokens, **options)
         decided = asyncio.get_running_loop().create_future()
         request = QueuedRequest(claim, lambda: self.more_tokens[client], decided)
         self.queue.add(request)
@@ -366,3 +374,40 @@ async def test_last_minute_has_the_tokens_of_its_time() -> None:
     assert queue.counters.last_minute() == {"a": (2.0, 100), "b": (1.0, 7)}
     queue.clock.now += 6
     assert queue.counters.last_minute() == {"b": (1.0, 7)}
+
+
+async def test_late_requests_come_after_the_others_of_a_client() -> None:
+    queue = Queue()
+    late = queue.add("a", late_at_s=101.0)
+    others = [queue.add("a", late_at_s=at_s) for at_s in (103.0, math.inf)]
+    queue.clock.now = 102.0
+    assert [queue.begin()[0] for _ in range(3)] == [*others, late]
+
+
+async def test_late_requests_keep_the_order_of_their_arrival() -> None:
+    queue = Queue()
+    requests = [queue.add("a", late_at_s=101.0) for _ in range(3)]
+    queue.queue.remove(requests[1])
+    queue.clock.now = 102.0
+    assert queue.begin()[0] is requests[0]
+    assert queue.begin()[0] is requests[2]
+    assert queue.queue.is_empty
+
+
+async def test_late_requests_do_not_wait_for_ever() -> None:
+    queue = Queue()
+    late = queue.add("a", late_at_s=101.0)
+    queue.clock.now += OVERDUE_AFTER_S
+    for _ in range(OVERDUE_TURNS):
+        queue.add("a")
+    begun = [queue.begin()[0] for _ in range(OVERDUE_TURNS)]
+    assert begun.index(late) == OVERDUE_TURNS - 1
+
+
+async def test_late_requests_of_a_client_have_its_turns() -> None:
+    queue = Queue()
+    for client in "ab":
+        for _ in range(2):
+            queue.add(client, late_at_s=101.0 if client == "a" else math.inf)
+    queue.clock.now = 102.0
+    assert queue.order(4) in ("abab", "baba")

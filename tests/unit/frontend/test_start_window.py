@@ -23,9 +23,10 @@ from dynamo_trtllm.frontend.routing.start_window import (
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Limits, Phase, Role
-from tests.kit.admission import acquire, left, wait_until_loaded
+from dynamo_trtllm.protocol.shares import Shares
+from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 from tests.kit.cases import each_case
-from tests.kit.instances import make_instance
+from tests.kit.instances import elastic_instance, make_instance
 from tests.kit.routing import FINISHED, Cluster, kv_chunk, request, routed_stream
 from tests.kit.waiting import SOON_S
 
@@ -435,3 +436,45 @@ async def test_place_is_free_at_first_token_or_failure(fails: bool) -> None:
     assert (prefill.total, start.total, sum(start.by_worker.values())) == (0, 0, 0)
     held.set()
     await asyncio.gather(generating, return_exceptions=True)
+
+
+def test_a_request_is_late_when_its_first_token_would_be() -> None:
+    clock = Clock()
+    window = StartWindow("tiny", ClusterView(), lambda: None, ttft_s=2.0, clock=clock)
+    first = window.places_for(1, 3)
+    assert first.late_at_s == clock.now + 2.0
+    first.begin(ClientShare.EVEN)
+    place = first.take()
+    clock.now += 0.5
+    place.first_token()
+    assert window.places_for(1, 3).late_at_s == clock.now + 2.0 - 0.5
+    assert window.places_for(1, 3, ttft_s=1.0).late_at_s == clock.now + 1.0 - 0.5
+    place.first_token()  # of another attempt
+    assert window.places_for(1, 3).late_at_s == clock.now + 2.0 - 0.5
+
+
+@each_case(("num_prefill", "expected"), [(1, 5), (3, 7)])
+def test_prompts_wait_for_elastic_workers_that_compute_them(
+    num_prefill: int, expected: int
+) -> None:
+    """Two for each of these, and one for each other one, which computes few."""
+    limits = Limits(max_batch_size=256, max_num_tokens=8192)
+    workers = [
+        msgspec.structs.replace(
+            elastic_instance(number, Shares(*((1.0, 0.0) if number < num_prefill else (0.0, 1.0)))),
+            limits=limits,
+        )
+        for number in range(4)
+    ]
+    view = ClusterView()
+    for worker in workers:
+        view.add(worker)
+    window = StartWindow("tiny", view, lambda: None, uses_all_paths=True)
+    num_started = 0
+    places = window.places_for(1, 8192)
+    while num_started < 20 and places.may_begin(ClientShare.EVEN):
+        places.begin(ClientShare.EVEN)
+        places.take().called(workers[num_started % num_prefill], Phase.PREFILL)
+        num_started += 1
+        places = window.places_for(1, 8192)
+    assert num_started == expected
