@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -23,13 +24,14 @@ from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.process.run_app import router_of, routing_work
+from dynamo_trtllm.frontend.requests.admission import start_windows_of
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.fair_queue import Claim
 from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
-from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartWindows
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.planner.observe import Observer
@@ -59,6 +61,8 @@ from dynamo_trtllm.worker.health import broadcast_load
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.timing import TIMING
 
+# An event for each token would take most of the time of a simulation.
+_TOKENS_PER_EVENT: Final = 32
 _CLIENT: Final = Client("simulated")
 
 
@@ -147,8 +151,9 @@ class SimulatedCluster:
         self._limiter = ConcurrencyLimiter(
             config.max_inflight, config.max_queued, self._clocks.monotonic
         )
-        uses_all_paths = config.router_mode == "slo"
-        self._windows = StartWindows(self._view, self._limiter.grant, uses_all_paths=uses_all_paths)
+        self._windows = start_windows_of(
+            config, self._view, self._limiter.grant, self._clocks.monotonic
+        )
         self._tasks = BackgroundTasks()
         self._stack = AsyncExitStack()
         self._model = deployment.workers[0].model_name
@@ -222,6 +227,7 @@ class SimulatedCluster:
             backend=MemoryBackend(self._published),
             clocks=self._clocks,
             seed=self._seed * 1000 + number,
+            tokens_per_event=_TOKENS_PER_EVENT,
         )
         info = await engine.start()
         self._stack.push_async_callback(engine.aclose)
@@ -292,7 +298,11 @@ class SimulatedCluster:
         within_s = self._deployment.frontend.request_timeout_s
         places = self._windows.window(self._model).places_for(1, arrival.input_tokens)
         claim = Claim(
-            client=_CLIENT, num_choices=1, prompt_tokens=arrival.input_tokens, places=places
+            client=_CLIENT,
+            num_choices=1,
+            prompt_tokens=arrival.input_tokens,
+            places=places,
+            late_at_s=places.late_at_s,
         )
 
         def more_tokens() -> int:
@@ -303,6 +313,7 @@ class SimulatedCluster:
         except DynamoError as exc:
             request.error = exc.code
             return
+        request.begun_s = self._clocks.monotonic()
         try:
             await self._generate(arrival, request, places, within_s)
         finally:
@@ -331,8 +342,12 @@ class SimulatedCluster:
         ended = asyncio.get_running_loop().create_future()
         self._router.generate(call, timeline, _recorder(request, self._clocks.monotonic, ended))
         await ended
+        request.worst_gap_s = self._plane.client.worst_gaps_s.pop(call.request_id, 0.0)
         if timeline.chosen is not None:
             request.path = timeline.chosen.path
+        for before, after in pairwise(timeline.spans):
+            if before.phase == "prefill":
+                request.computed_s = after.begin_s
         for stats in (timeline.decode_stats, timeline.prefill_stats):
             if stats is not None:
                 request.cached_tokens = max(request.cached_tokens, stats.cached_tokens)
@@ -341,7 +356,7 @@ class SimulatedCluster:
 def _recorder(
     request: SimulatedRequest, now: Callable[[], float], ended: asyncio.Future[None]
 ) -> Callable[[StreamEvent], None]:
-    """Return the function that gets the events of a request. It runs once per token."""
+    """Return the function that gets the events of a request."""
 
     def on_event(event: StreamEvent) -> None:
         now_s = now()
@@ -353,8 +368,6 @@ def _recorder(
         if num_tokens:
             if not request.output_tokens:
                 request.first_s = now_s
-            elif now_s - request.last_s > request.worst_gap_s:
-                request.worst_gap_s = now_s - request.last_s
             request.last_s = now_s
             request.output_tokens += num_tokens
         if event.finish_reason is not None:

@@ -29,6 +29,8 @@ class SimulatedRequest:
     cached_tokens: int = 0
     error: str = ""  # code of the error with which the request has failed
     wanted_tokens: int = 0  # of the complete answer
+    begun_s: float = math.inf  # when it left the queue of the frontend
+    computed_s: float = math.inf  # when a pair had computed its prompt
     path: str = ""  # the one that was chosen by predicted times; "": by something else
 
     @property
