@@ -32,6 +32,8 @@ DRAINING: Final = Shares(0.25, 0.0)
 MIN_GAIN: Final = 0.2
 HOLD_S: Final = 2.0  # for how long a change has to be better before it is made
 MIN_INTERVAL_S: Final = 10.0  # between two changes
+# Streams that become more are planned for as many as there will be when the next change may come.
+AHEAD_S: Final = MIN_INTERVAL_S
 
 
 class WorkerState(NamedTuple):
@@ -47,6 +49,7 @@ class WorkerState(NamedTuple):
     # Means of the last seconds. A worker with few requests has no stream at many moments.
     mean_streams: float = 0.0
     mean_context: float = 0.0
+    more_streams_per_s: float = 0.0  # in the last seconds; negative: they become fewer
 
     @property
     def lasting_streams(self) -> float:
@@ -122,10 +125,11 @@ def decide(
     * The shares stay while they are predicted to keep both limits with headroom.
     * Otherwise as few workers as keep the ITL limit, and have space for the KV of all streams, get
       only decode calls. The others get only prefill calls, if these keep the TTFT limit then.
-      Prompts that wait count for it, and those that arrive.
-    * If no split keeps both limits, all workers get both kinds of calls, if that keeps them;
-      otherwise the split is taken that comes nearest to them. A split can only return slowly from
-      workers that all generate.
+      Prompts that wait count for it, and those that arrive. If streams have become more lately,
+      those are counted that there will be in AHEAD_S.
+    * If no split keeps both limits with headroom, the split is taken that comes nearest to them. If
+      a limit would be missed then, all workers get both kinds of calls, if that keeps both with
+      headroom: a split can only return slowly from workers that all generate.
     * Each kind of call has at least one worker.
     * A change has to lower the largest part that a time takes of its limit by MIN_GAIN. It has to
       be better for HOLD_S, and comes MIN_INTERVAL_S after the last one. It is made at once if no
@@ -208,12 +212,17 @@ def _present(workers: Sequence[WorkerState]) -> RoleCounts:
 
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
+    streams = sum(worker.lasting_streams for worker in workers)
+    context = sum(max(worker.context_tokens, worker.mean_context) for worker in workers)
+    more_streams = AHEAD_S * max(0.0, sum(worker.more_streams_per_s for worker in workers))
+    if streams:
+        context *= 1 + more_streams / streams
     return Demand(
         observation.prompts_per_s,
         observation.prompt_tokens,
         sum(worker.queued_tokens for worker in workers),
-        sum(worker.lasting_streams for worker in workers),
-        sum(max(worker.context_tokens, worker.mean_context) for worker in workers),
+        streams + more_streams,
+        context,
         observation.max_streams,
         observation.kv_tokens,
     )
@@ -280,13 +289,14 @@ def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
 def _best(
     workers: Sequence[WorkerState], predictor: Predictor
 ) -> tuple[RoleCounts, PredictedTimes]:
-    """Return the first numbers that keep both limits; else the split that comes nearest to them."""
-    predictions = [(counts, predictor.predict(counts)) for counts in _candidates(workers)]
-    for counts, prediction in predictions:
+    """Return the first split that keeps both limits; else see `decide`."""
+    *splits, both = [(counts, predictor.predict(counts)) for counts in _candidates(workers)]
+    for counts, prediction in splits:
         if prediction.largest_part <= HEADROOM:
             return counts, prediction
-    # The last one is no split. It is left if there are others.
-    return min(predictions[:-1] or predictions, key=lambda one: one[1].largest_part)
+    nearest = min(splits or [both], key=lambda one: one[1].largest_part)
+    is_missed = nearest[1].largest_part > 1
+    return both if is_missed and both[1].largest_part <= HEADROOM else nearest
 
 
 def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:

@@ -21,6 +21,7 @@ from dynamo_trtllm.protocol.shares import Shares
 WINDOW_S: Final = 10.0  # of which rates are means
 # The first reports after the planner has started have no rates yet.
 MIN_WINDOW_S: Final = 2.0
+GROWTH_S: Final = 5.0  # of which the growth of streams is a mean
 
 
 class PoolKey(NamedTuple):
@@ -54,6 +55,7 @@ class _Means(NamedTuple):
 
     streams: float = 0.0
     context_tokens: float = 0.0
+    more_streams_per_s: float = 0.0
 
 
 class ReportWindow:
@@ -106,7 +108,19 @@ class ReportWindow:
             return _Means()
         streams = sum(one.streams * s for one, s in zip(self._counts, seconds, strict=True))
         context = sum(one.context_tokens * s for one, s in zip(self._counts, seconds, strict=True))
-        return _Means(streams / total_s, context / total_s)
+        return _Means(streams / total_s, context / total_s, self._more_streams_per_s(now))
+
+    def _more_streams_per_s(self, now: float) -> float:
+        """Return how many more streams per second there were in GROWTH_S."""
+        before = self._counts[0]
+        for counts in self._counts:
+            if counts.at_s > now - GROWTH_S:
+                break
+            before = counts
+        seconds = now - before.at_s
+        if seconds < MIN_WINDOW_S:
+            return 0.0
+        return (self._counts[-1].streams - before.streams) / min(seconds, GROWTH_S)
 
     def _drop(self, now: float) -> None:
         """Drop the reports that are older than the window, but for the newest one of them."""
@@ -209,6 +223,7 @@ class Observer:
             is_fresh(load, now),
             means.streams,
             means.context_tokens,
+            means.more_streams_per_s,
         )
 
 

@@ -161,12 +161,15 @@ class Predictor:
                 f"a token takes {1000 * token_s:.1f} ms on an idle worker, and the ITL limit is"
                 f" {1000 * limits.itl_s:g} ms"
             )
-        # What the streams of now generate in a second.
+        # What the streams that are planned for generate in a second, at the pace of now.
         num_prefill = sum(group.beside_prompts for group in groups)
         self._tokens_per_s = 0.0
         for streams, beside_prompts in groups:
             gap_s = self._mean_gap_s(num_prefill if beside_prompts else 0, streams)
             self._tokens_per_s += streams / gap_s
+        num_now = sum(group.streams for group in groups)
+        if num_now:
+            self._tokens_per_s *= demand.streams / num_now
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:
         """Return what is predicted for these numbers, of which some do each kind of work."""

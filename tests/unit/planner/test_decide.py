@@ -319,3 +319,23 @@ def test_any_time_that_workers_report_has_an_outcome(
     )
     workers = [worker(number, streams=streams) for number in range(3)]
     assert settled(observed(workers, prompts_per_s=5.0, cost=cost)).outcome is outcome
+
+
+def test_streams_that_become_more_are_planned_for() -> None:
+    """25 streams on a worker have gaps of 30 ms, and 50 have 55 ms."""
+    workers = split(3, 1, 25, 0)
+    assert settled(observed(workers, prompts_per_s=0.5)).outcome is DecisionOutcome.FITS
+    workers[3] = workers[3]._replace(more_streams_per_s=2.5)
+    decision = settled(observed(workers, prompts_per_s=0.5))
+    assert decision.counts == RoleCounts(prefill=2, decode=2)
+    # If they become fewer, they are planned for as they are.
+    workers[3] = workers[3]._replace(more_streams_per_s=-2.5)
+    assert settled(observed(workers, prompts_per_s=0.5)).outcome is DecisionOutcome.FITS
+
+
+def test_a_split_that_keeps_the_limits_is_not_given_up() -> None:
+    """It has gaps of 49 of 50 ms. Four workers for both have shorter ones, but all have streams."""
+    full = observed(split(1, 3, 44, 0), prompts_per_s=1.0, prompt_tokens=20)
+    assert settled(full).outcome is DecisionOutcome.NOTHING_BETTER
+    over = observed(split(1, 3, 48, 0), prompts_per_s=1.0, prompt_tokens=20)
+    assert settled(over, TimeLimits(2.0, 0.052)).counts == RoleCounts(both=4)

@@ -135,3 +135,13 @@ def test_streams_of_the_last_seconds_have_a_mean() -> None:
         watched.observer.on_report(report(1, second + 1, streams=streams), float(second))
     (first, _) = watched.at(4.0).workers
     assert (first.streams, first.mean_streams, first.mean_context) == (0, 2.0, 200.0)
+
+
+def test_streams_that_become_more_are_seen() -> None:
+    watched = Watched()
+    for second in range(21):
+        streams = 10 * max(0, second - 10)
+        watched.observer.on_report(report(1, second + 1, streams=streams), float(second))
+    watched.observer.on_report(report(2, 1, streams=7), 20.0)
+    states = watched.at(20.0).workers
+    assert [state.more_streams_per_s for state in states] == [10.0, 0.0]
