@@ -2,15 +2,20 @@
 
     python -m benchmarks.elastic_planner
 
-The load has four parts of --seconds each, with other lengths of prompts and answers, at --rates.
---find-rates prints 0.8 of the highest rates at which a fixed topology keeps the limits for 90% of
-the requests of a part. Four workers are simulated with constants of gpt-oss-120b on
-H200 with vLLM (docs/simulate.md). Each row is a topology and a router mode, over --seeds
-simulations:
+The load has four parts of --seconds each, with other lengths of prompts and answers, at the rates
+of PLANS. A rate is 0.8 of the highest one at which some fixed topology keeps the limits for 90% of
+the requests of this part; --find-rates finds them again. Four workers are simulated with constants
+of gpt-oss-120b on H200 with vLLM (docs/simulate.md). Each row is a topology and a router mode, over
+--seeds simulations:
 
   good          share of the requests that keep the limits: of all, and of each part
   goodput       such requests per second and GPU
   changes       of shares, per simulation
+
+The row "oracle" has the topology that is the best one for each part, without requests of the part
+before. Below the table are the ratios of the planner's goodput to those of the best fixed row and
+of the oracle, with intervals of 95% over the simulations. --misses prints why requests miss their
+limits. --steady runs each part alone, for ten times --seconds.
 
 Limits are a first token within 2 s, and with --limits mean a mean time between tokens of 25 ms,
 with --limits worst no time between tokens above 100 ms.
@@ -19,45 +24,69 @@ with --limits worst no time between tokens above 100 ms.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
-from random import Random
-from statistics import mean
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from statistics import NormalDist, mean, stdev
+from typing import Final, NamedTuple
 
-from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.planner.predict import TimeLimits
-from dynamo_trtllm.protocol.messages import Role
-from dynamo_trtllm.simulate.cluster import SimulatedDeployment, simulate
-from dynamo_trtllm.simulate.constants import find_constants, known_constants
-from dynamo_trtllm.simulate.deployments import simulated_deployment
-from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
-from dynamo_trtllm.simulate.topologies import Comparison, WorkerCounts
-from dynamo_trtllm.simulate.workload import Shape, arrivals_at
+from dynamo_trtllm.simulate.workload import Shape
 
-from .slo_paths import FIXED, SCHEDULE, Part, poisson_times, schedule
+from .elastic_runs import (
+    LIMITS,
+    RAMP_S,
+    SHAPES,
+    RunResult,
+    Variant,
+    load,
+    run,
+    run_oracle,
+    sustains,
+    variants,
+)
+from .slo_paths import Part
 
-_MODEL: Final = "gpt-oss-120b"
-_NUM_GPUS: Final = 4
-_TTFT_S: Final = 2.0
-_LIMITS: Final = {
-    "mean": (Slo(ttft_s=_TTFT_S, mean_gap_s=0.025), 0.025),
-    "worst": (Slo(ttft_s=_TTFT_S, worst_gap_s=0.1), 0.1),
-}
-SHAPES: Final = tuple(part.shape for part in SCHEDULE)
+ORACLE: Final = "oracle"
 _PART_OF_BEST: Final = 0.8
 _KEPT: Final = 0.9  # share of the requests that keep the limits at the best rate
-_MAX_RATE: Final = 128.0
-_RATE_STEPS: Final = 6  # halvings of the search for a rate
+_RATE_FACTOR: Final = 1.25  # the search for a rate begins with steps of this factor
+_RATE_HALVINGS: Final = 2
+_SHARE_OF_INTERVAL: Final = 0.95
+_STEADY_PARTS: Final = 10  # a steady load lasts for as many times the seconds of a part
 
 
-class Variant(NamedTuple):
-    """A row: what serves the load."""
+class Plan(NamedTuple):
+    """A part of the load with some limits."""
 
-    topology: WorkerCounts | None  # None: elastic workers
-    mode: str
-    has_planner: bool = False
+    best: str  # the fixed row that sustains the highest rate
+    highest: float  # that rate, in requests per second
+
+    @property
+    def rate(self) -> float:
+        """Return the rate of the load."""
+        return _PART_OF_BEST * self.highest
+
+
+# In the order of SHAPES. Those of "worst" were found with --find-rates, or with single runs at
+# rates near the highest one. Those of "mean" are estimates from the cost model.
+PLANS: Final[Mapping[str, Sequence[Plan]]] = {
+    "mean": (Plan("2P2D slo", 9), Plan("1P3D slo", 12), Plan("4A slo", 3.5), Plan("1P3D slo", 4)),
+    "worst": (
+        Plan("3P1D slo", 14.2),
+        Plan("1P3D slo", 37),
+        Plan("1P3D slo", 10.5),
+        Plan("2P2D least-loaded", 5.47),
+    ),
+}
+
+
+class Job(NamedTuple):
+    """One simulation of a row."""
+
+    row: str
+    seed: int
 
 
 def main() -> None:
@@ -66,112 +95,181 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--limits", choices=list(_LIMITS), default="worst")
-    parser.add_argument("--mode", choices=("least-loaded", "kv", "slo"), default="slo")
+    parser.add_argument("--limits", choices=list(LIMITS), default="worst")
+    parser.add_argument("--schedule", choices=("steps", "ramps"), default="steps")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each part")
-    parser.add_argument(
-        "--rates",
-        nargs=len(SHAPES),
-        type=float,
-        default=[part.rate for part in SCHEDULE],
-        help="requests per second of each part; default: those of slo_paths",
-    )
     parser.add_argument("--seeds", type=int, default=3, help="number of simulations of a row")
-    parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--rows", nargs="+", help="the rows to print, such as 2P2D; default: all")
+    parser.add_argument("--first-seed", type=int, default=101)
+    parser.add_argument("--rows", nargs="+", help="rows, such as '2P2D slo'; default: all")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--misses", action="store_true", help="print why requests miss limits")
+    parser.add_argument("--steady", action="store_true", help="run each part alone")
     parser.add_argument("--find-rates", action="store_true", help="print the rates, and end")
+    parser.add_argument("--shapes", nargs="+", help="of --steady and --find-rates; default: all")
     arguments = parser.parse_args()
-    if arguments.find_rates:
-        find_rates(arguments)
-    else:
-        compare(arguments)
-
-
-def find_rates(arguments: argparse.Namespace) -> None:
-    """Print for each shape the best fixed topology, and the rate of the schedule."""
-    rows = []
-    for shape in SHAPES:
-        best = {
-            name: _best_rate(Variant(topology, arguments.mode), shape, arguments)
-            for name, topology in FIXED.items()
-        }
-        rate = _PART_OF_BEST * max(best.values())
-        rows.append([str(shape), *(f"{one:.1f}" for one in best.values()), f"{rate:.1f}"])
-    print(format_table([["shape", *FIXED, "rate of the schedule"], *rows]))
-
-
-def _best_rate(variant: Variant, shape: Shape, arguments: argparse.Namespace) -> float:
-    """Return the highest rate at which enough requests of a shape keep the limits."""
-    slo, itl_s = _LIMITS[arguments.limits]
-    deployment = simulated(variant, itl_s)
-    low = 0.0
-    high = _MAX_RATE
-    for _ in range(_RATE_STEPS):
-        rate = (low + high) / 2
-        times_s = list(poisson_times(rate, arguments.seconds, Random(0)))
-        outcome = simulate(deployment, arrivals_at(shape, times_s), 0)
-        if outcome.attainment(slo) >= _KEPT:
-            low = rate
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        if arguments.find_rates:
+            find_rates(arguments, pool)
+        elif arguments.steady:
+            compare_steady(arguments, pool)
         else:
-            high = rate
-    return low
+            compare(arguments, pool)
 
 
-def compare(arguments: argparse.Namespace) -> None:
-    """Print a row per topology."""
-    slo, itl_s = _LIMITS[arguments.limits]
-    variants = {name: Variant(topology, arguments.mode) for name, topology in FIXED.items()}
-    variants["4E"] = Variant(None, arguments.mode)
-    variants["4E+planner"] = Variant(None, arguments.mode, has_planner=True)
-    parts = list(map(Part, SHAPES, arguments.rates))
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    heads = ["topology", "good", *(f"good {shape}" for shape in SHAPES), "goodput", "changes"]
-    print(format_table([heads]).rstrip())
-    for name, variant in variants.items():
-        if arguments.rows and name not in arguments.rows:
+def find_rates(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    """Print for each shape the highest rate, and the fixed row that sustains it."""
+    plans = enumerate(PLANS[arguments.limits])
+    searched = [(number, plan) for number, plan in plans if _is_asked(arguments, number)]
+    print(format_table([["shape", "best", "highest rate", "rate of the load"]]).rstrip())
+    search = partial(_highest_rate, arguments)
+    for (number, _), (best, highest) in zip(searched, pool.map(search, searched), strict=True):
+        rate = _PART_OF_BEST * highest
+        row = [str(SHAPES[number]), best, f"{highest:.2f}", f"{rate:.2f}"]
+        print(format_table([row]).rstrip(), flush=True)
+
+
+def _highest_rate(arguments: argparse.Namespace, numbered: tuple[int, Plan]) -> tuple[str, float]:
+    """Return the fixed row that sustains the highest rate of a shape, and that rate.
+
+    A row is searched only if it sustains more than those before it. The first one is that of the
+    plan.
+    """
+    number, plan = numbered
+    limits = LIMITS[arguments.limits]
+    rows = {name: row for name, row in variants().items() if row.topology is not None}
+    best = plan.best
+    highest = 0.0
+    others = [name for name in rows if name != plan.best and _is_row_asked(arguments, name)]
+    for name in (plan.best, *others):
+
+        def is_kept(rate: float, row: Variant = rows[name]) -> bool:
+            return sustains(row, limits, Part(SHAPES[number], rate), arguments.seconds, _KEPT)
+
+        least = 1.02 * highest or plan.highest
+        if highest and not is_kept(least):
             continue
-        deployment = simulated(variant, itl_s)
-        outcomes = [
-            simulate(deployment, schedule(arguments.seconds, seed, parts), seed) for seed in seeds
-        ]
-        print(format_table([[name, *_cells(outcomes, slo)]]).rstrip(), flush=True)
+        best = name
+        highest = _searched(is_kept, least)
+    return best, highest
 
 
-def simulated(variant: Variant, itl_s: float) -> SimulatedDeployment:
-    """Return what is simulated for a row."""
-    constants = find_constants(known_constants(), _MODEL, "vllm", "h200")
-    comparison = Comparison(_MODEL, constants, _NUM_GPUS, {})
-    topology = variant.topology or WorkerCounts(aggregated=_NUM_GPUS)
-    data = comparison.deployment(topology)
-    if variant.topology is None:
-        for worker in data["workers"]:
-            worker["disaggregation_mode"] = Role.ELASTIC.value
-    frontend: dict[str, Any] = {"router-mode": variant.mode}
-    if variant.mode == "slo":
-        frontend |= {"slo-ttft-ms": 1000 * _TTFT_S, "slo-itl-ms": 1000 * itl_s}
-    data["frontend"] |= frontend
-    deployment = simulated_deployment(
-        checked_deployment(data, str(topology)), [constants], constants.gpu
-    )
-    limits = TimeLimits(_TTFT_S, itl_s) if variant.has_planner else None
-    return replace(deployment, planner=limits)
+def _searched(is_kept: Callable[[float], bool], rate: float) -> float:
+    """Return the highest rate that is kept, from one near it."""
+    if is_kept(rate):
+        while is_kept(rate * _RATE_FACTOR):
+            rate *= _RATE_FACTOR
+    else:
+        while not is_kept(rate / _RATE_FACTOR):
+            rate /= _RATE_FACTOR
+        rate /= _RATE_FACTOR
+    factor = _RATE_FACTOR
+    for _ in range(_RATE_HALVINGS):
+        factor **= 0.5
+        if is_kept(rate * factor):
+            rate *= factor
+    return rate
 
 
-def _cells(outcomes: Sequence[Outcome], slo: Slo) -> list[str]:
+def compare(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    """Print a row per topology and router mode, and the ratios."""
+    rows = [name for name in (*variants(), ORACLE) if _is_row_asked(arguments, name)]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    jobs = [Job(row, seed) for row in rows for seed in seeds]
+    found = pool.map(partial(_simulated, arguments), jobs)
+    heads = ["row", "good", *(f"good {shape}" for shape in SHAPES), "goodput", "changes"]
+    print(format_table([heads]).rstrip())
+    results: dict[str, list[RunResult]] = {}
+    for row in rows:
+        results[row] = [next(found) for _ in seeds]
+        print(format_table([[row, *_cells(results[row])]]).rstrip(), flush=True)
+        if arguments.misses:
+            _print_misses(results[row])
+    print("\n".join(_ratios(results)))
+
+
+def _simulated(arguments: argparse.Namespace, job: Job) -> RunResult:
+    plans = PLANS[arguments.limits]
+    limits = LIMITS[arguments.limits]
+    ramp_s = RAMP_S if arguments.schedule == "ramps" else 0.0
+    parts = [Part(shape, plan.rate) for shape, plan in zip(SHAPES, plans, strict=True)]
+    arrivals = load(parts, arguments.seconds, job.seed, ramp_s)
+    if job.row == ORACLE:
+        best = [variants()[plan.best] for plan in plans]
+        return run_oracle(best, limits, arrivals, job.seed)
+    return run(variants()[job.row], limits, arrivals, job.seed)
+
+
+def compare_steady(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    """Print for each shape the planner, and the best fixed row at the same steady load."""
+    seconds = _STEADY_PARTS * arguments.seconds
+    print(format_table([["shape", "row", "good", "goodput", "changes"]]).rstrip())
+    for number, plan in enumerate(PLANS[arguments.limits]):
+        if not _is_asked(arguments, number):
+            continue
+        arrivals = load([Part(SHAPES[number], plan.rate)], seconds, arguments.first_seed, 0.0)
+        limits = LIMITS[arguments.limits]
+        rows = arguments.rows or ["4E+planner slo", plan.best]
+        found = pool.map(
+            run,
+            [variants()[row] for row in rows],
+            *([value] * len(rows) for value in (limits, arrivals, arguments.first_seed)),
+        )
+        for row, result in zip(rows, found, strict=True):
+            cells = [f"{result.attainment:.1%}", f"{result.goodput:.2f}", str(result.changes)]
+            print(format_table([[str(SHAPES[number]), row, *cells]]).rstrip(), flush=True)
+            if arguments.misses:
+                _print_misses([result])
+
+
+def _is_asked(arguments: argparse.Namespace, number: int) -> bool:
+    return not arguments.shapes or str(SHAPES[number]) in arguments.shapes
+
+
+def _is_row_asked(arguments: argparse.Namespace, name: str) -> bool:
+    return not arguments.rows or name in arguments.rows
+
+
+def _cells(results: Sequence[RunResult]) -> list[str]:
     """Return the figures of a row."""
-    requests = [request for outcome in outcomes for request in outcome.requests]
-    cells = [f"{mean(outcome.attainment(slo) for outcome in outcomes):.1%}"]
-    for shape in SHAPES:
-        of_part = [one for one in requests if _is_of(one, shape)]
-        cells.append(f"{mean(map(slo.is_met, of_part)):.1%}")
-    cells.append(f"{mean(outcome.goodput_per_gpu(slo) for outcome in outcomes):.2f}")
-    cells.append(f"{mean(outcome.num_share_changes for outcome in outcomes):.1f}")
-    return cells
+    total = sum((result.total for result in results), Counter[Shape]())
+    good = sum((result.good for result in results), Counter[Shape]())
+    return [
+        f"{good.total() / total.total():.1%}",
+        *(f"{good[shape] / total[shape]:.1%}" for shape in SHAPES),
+        f"{mean(result.goodput for result in results):.2f}",
+        f"{mean(result.changes for result in results):.1f}",
+    ]
 
 
-def _is_of(request: SimulatedRequest, shape: Shape) -> bool:
-    """Return whether a request is of a shape. All answers that are complete have its length."""
-    return (request.input_tokens, request.wanted_tokens) == shape
+def _print_misses(results: Sequence[RunResult]) -> None:
+    """Print which part of the requests of each shape has missed its limits, by the cause."""
+    total = sum((result.total for result in results), Counter[Shape]())
+    misses = sum((result.misses for result in results), Counter[tuple[Shape, str]]())
+    for (shape, cause), count in misses.most_common():
+        print(f"    {shape}: {count / total[shape]:.1%} {cause}")
+
+
+def _ratios(results: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
+    """Yield the ratios of the planner's goodput to those of the best fixed row and the oracle."""
+    fixed = [name for name in results if name[0].isdigit() and name[1] != "E"]
+    best = max(fixed, key=lambda name: mean(one.goodput for one in results[name]), default="")
+    for name, of_row in results.items():
+        if "planner" not in name:
+            continue
+        for other in (best, ORACLE):
+            if other in results:
+                pairs = zip(of_row, results[other], strict=True)
+                ratios = [one.goodput / two.goodput for one, two in pairs]
+                yield f"{name} / {other}: {_interval(ratios)}"
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Return the mean of some values, and the interval in which it is expected."""
+    if len(values) < 2:
+        return f"{mean(values):.2f}"
+    factor = NormalDist().inv_cdf((1 + _SHARE_OF_INTERVAL) / 2)
+    half = factor * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.2f} (± {half:.2f})"
 
 
 if __name__ == "__main__":
