@@ -17,8 +17,7 @@ import pytest_asyncio
 
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.vllm.engine import VllmEngine
-from dynamo_trtllm.engines.waiting_requests import tokens_beside_streams
-from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.protocol.cost_model import StepSample, tokens_beside_streams
 from dynamo_trtllm.protocol.shares import Shares
 from dynamo_trtllm.testing.engine_requests import (
     ask,
