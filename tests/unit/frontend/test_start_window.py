@@ -478,3 +478,20 @@ def test_prompts_wait_for_elastic_workers_that_compute_them(
         num_started += 1
         places = window.places_for(1, 8192)
     assert num_started == expected
+
+
+def test_prompts_of_one_elastic_worker_leave_the_place_of_others() -> None:
+    """What a worker has above its part of the window does not count."""
+    limits = Limits(max_batch_size=256, max_num_tokens=8192)
+    busy, idle = (
+        msgspec.structs.replace(elastic_instance(number), limits=limits) for number in (1, 2)
+    )
+    view = ClusterView()
+    view.add(busy)
+    view.add(idle)
+    window = StartWindow("tiny", view, lambda: None)
+    for _ in range(10):
+        places = window.places_for(1, 8192)
+        assert places.may_begin(ClientShare.EVEN)
+        places.begin(ClientShare.EVEN)
+        places.take().called(busy, Phase.PREFILL)
