@@ -52,7 +52,7 @@ from .open_loop import Slo, cell, compiled, line, num_devices, say, ttft_s
 from .plan import ELASTIC, MODEL_NAME, Plan, topology
 
 _POLL_S = 0.1  # between two looks at the shares that the frontend uses
-_DECISION = re.compile(r"(\S+Z) INFO \S+ planner\.process: \S+ decided (change|drained): (.*)")
+_DECISION = re.compile(r"(\S+Z) INFO \S+ planner\.decision_log: \S+ decided (change|drained): (.*)")
 _EXTRA: dict[str, Any] = {**tokens.SAMPLED, "nvext": {"extra_fields": ["worker_id"]}}
 
 

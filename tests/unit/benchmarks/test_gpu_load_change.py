@@ -26,7 +26,7 @@ from dynamo_trtllm.protocol.shares import Shares
 PREFILL, DECODE = 0xA, 0xB
 SPLIT = {PREFILL: Shares(1.0, 0.0), DECODE: Shares(0.0, 1.0)}
 LINE = (
-    "planner      | 2026-11-30T02:00:01.500Z INFO planner planner.process: bench: decided change:"
+    "planner      | 2026-11-30T02:00:01.500Z INFO planner planner.decision_log: bench: decided change:"
     " 1 worker for prefill, 1 for decode"
 )
 
