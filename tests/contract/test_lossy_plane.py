@@ -54,10 +54,10 @@ HUNG_S = 60.0  # a request of this test takes milliseconds, or a few pings where
 AT_ONCE = 200
 KV_TRANSFER_TTL_S = 5.0
 OPENING = (200005, 17196, 200008)  # of every answer of the mock engine
-# Upper bounds of one random number.
-LOST = 0.002
-REPEATED = 0.004
-REORDERED = 0.006
+# One of each fault among so many frames, and among so many messages: chance decides which ones, so
+# that each kind strikes in the shortest run as well.
+ONE_OF_EACH_AMONG = 500
+FAULTS = ("lost", "repeated", "reordered")
 
 
 @dataclass(kw_only=True)
@@ -65,6 +65,8 @@ class LossyNetwork:
     """A network that loses, repeats and reorders frames and messages while `rng` is set."""
 
     rng: random.Random | None = None
+    # what happens to the next frames and to the next messages, in a random order
+    drawn: dict[str, list[str]] = field(default_factory=lambda: {"frame": [], "message": []})
     # by receiver: overtaken by the next one
     held: dict[object, list[tuple[bytes, str]]] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
@@ -97,16 +99,14 @@ class LossyNetwork:
                 return [(data, reply), *late]
 
     def _fault(self, of: str) -> str:
-        drawn = 1.0 if self.rng is None else self.rng.random()
-        fault = (
-            "lost"
-            if drawn < LOST
-            else "repeated"
-            if drawn < REPEATED
-            else "reordered"
-            if drawn < REORDERED
-            else ""
-        )
+        if self.rng is None:
+            return ""
+        drawn = self.drawn[of]
+        if not drawn:
+            drawn += FAULTS
+            drawn += [""] * (ONE_OF_EACH_AMONG - len(FAULTS))
+            self.rng.shuffle(drawn)
+        fault = drawn.pop()
         if fault:
             self.faults[f"{of} {fault}"] += 1
         return fault
