@@ -68,6 +68,7 @@ class PlannerProcess(Lifecycle):
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._logs: dict[PoolKey, DecisionLog] = {}
         self._failure_to_change = ""  # why the last change was not made
+        self._does_etcd_answer = True  # as of the last call
         self._system_port: int | None = None
 
     @property
@@ -185,7 +186,7 @@ class PlannerProcess(Lifecycle):
     async def _leads(self, discovery: Discovery) -> bool:
         """Renew or try to get the leadership. Return whether this planner leads."""
         had = self._leadership
-        is_sure = True
+        failure = ""
         try:
             async with asyncio.timeout(_CALL_S):
                 if had is not None and not await had.renew():
@@ -196,15 +197,25 @@ class PlannerProcess(Lifecycle):
                         self._config.namespace, self._name
                     )
         except (Unreachable, TimeoutError) as exc:
-            is_sure = False
-            log.warning("etcd does not answer, and the shares stay: %s", str(exc) or "no answer")
+            failure = str(exc) or "no answer"
+        self._log_etcd(failure)
         lead = self._leadership
         if lead is not None and lead is not had:
             log.info(
                 "this planner leads namespace %s, epoch %d", self._config.namespace, lead.epoch
             )
-        self._metrics.set_leader(is_leader=lead is not None and is_sure)
-        return lead is not None and is_sure
+        leads = lead is not None and not failure
+        self._metrics.set_leader(is_leader=leads)
+        return leads
+
+    def _log_etcd(self, failure: str) -> None:
+        """Log that etcd has stopped answering, or answers again: once, because calls repeat."""
+        did_answer = self._does_etcd_answer
+        self._does_etcd_answer = not failure
+        if failure and did_answer:
+            log.warning("etcd does not answer, and the shares stay until it does: %s", failure)
+        elif not failure and not did_answer:
+            log.info("etcd answers again")
 
     async def _resign(self) -> None:
         leadership = self._leadership
