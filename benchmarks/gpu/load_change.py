@@ -438,7 +438,7 @@ def _loads(text: str) -> list[Segment]:
     """Return the loads of ISL/OSL@RATE,..."""
     found = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)/(\d+)@([\d.]+)", part)
+        match = re.fullmatch(r"(\d+)/(\d+)@(\d+(?:\.\d+)?)", part)
         if match is None or not float(match[3]) > 0:
             raise argparse.ArgumentTypeError(f"{part} is not ISL/OSL@RATE, such as 8192/256@4")
         found.append(Segment(int(match[1]), int(match[2]), float(match[3])))
