@@ -33,23 +33,37 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def measure_points(
-    points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]
+    points: Sequence[Point],
+    sides: Sequence[Recipe],
+    repetitions: int,
+    runs: list[Run],
+    *,
+    at_once: bool,
 ) -> None:
     """Measure all points and append to `runs`.
 
-    The order of the sides alternates with each repetition.
+    The order of the sides alternates with each repetition. With `at_once`, all sides are measured
+    at the same time, each with its part of the load.
     """
     for engines, group in by_engines(points):
         with ExitStack() as stack:
             stacks = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
             for repetition in range(repetitions):
                 for point in group:
-                    for measured in stacks if repetition % 2 == 0 else reversed(stacks):
-                        if measured.name == "dynamo default" and point.name != "long-32":
-                            continue  # the default tokenizer matters for long prompts only
-                        run = measure.run(point, measured, repetition)
-                        runs.append(run)
-                        _log(run)
+                    measured = [stack for stack in stacks if _is_measured(stack, point)]
+                    if repetition % 2:
+                        measured.reverse()
+                    together = [measured] if at_once else [[stack] for stack in measured]
+                    load = point.shared(len(measured)) if at_once else point
+                    for group_of_sides in together:
+                        for run in measure.run(load, group_of_sides, repetition):
+                            runs.append(run)
+                            _log(run)
+
+
+def _is_measured(stack: Stack, point: Point) -> bool:
+    # Dynamo's default tokenizer matters for long prompts only.
+    return stack.name != "dynamo default" or point.name == "long-32"
 
 
 def _log(run: Run) -> None:
@@ -89,6 +103,14 @@ def _arguments() -> argparse.Namespace:
         type=Path,
         default=dynamo.default_folder(),
         help="folder to install Dynamo into",
+    )
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help=(
+            "measure all sides at the same time, each with its part of the streams, and print the"
+            " ratios of the CPU times of frontends: other work of the machine slows all alike"
+        ),
     )
     _add_sides(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
@@ -164,6 +186,8 @@ def main() -> None:
             sides = _sides(args, folder)
         except NotReady as exc:
             raise SystemExit(str(exc)) from exc
+        if args.at_once and len(sides) < 2:
+            raise SystemExit("--at-once compares sides: name a second one, such as --beside FOLDER")
         _measure(args, sides)
 
 
@@ -204,7 +228,8 @@ def _measure(args: argparse.Namespace, sides: Sequence[Recipe]) -> NoReturn:
     runs: list[Run] = []
     status = 0
     try:
-        measure_points(args.chosen, sides, args.repetitions or (1 if args.quick else 3), runs)
+        repetitions = args.repetitions or (1 if args.quick else 3)
+        measure_points(args.chosen, sides, repetitions, runs, at_once=args.at_once)
     except NotReady as exc:
         sys.stderr.write(f"{exc}\n")
         status = 1
@@ -214,6 +239,8 @@ def _measure(args: argparse.Namespace, sides: Sequence[Recipe]) -> NoReturn:
         sys.stdout.write(report.table(runs))
         if args.what == "against-dynamo":
             sys.stdout.write("\n" + report.compare_bars(runs))
+        if args.at_once:
+            sys.stdout.write("\n" + report.ratios_at_once(runs))
         sys.stdout.write(f"\nwritten to {_write(args.results, args.what, runs)}\n")
     raise SystemExit(status)
 

@@ -1,6 +1,4 @@
-"""Measures a point with the load client in its own process, and the CPU time of all other
-processes.
-"""
+"""Measures a point with a load client for each side, and the CPU time of all other processes."""
 
 from __future__ import annotations
 
@@ -38,28 +36,45 @@ class Run(TypedDict):
     figures: LoadSummary
 
 
-def run(point: Point, stack: Stack, repetition: int) -> Run:
-    """Measure a point. Raise NotReady if the client fails."""
+def run(point: Point, stacks: Sequence[Stack], repetition: int) -> list[Run]:
+    """Measure a point on some sides at the same time.
+
+    Args:
+        point: the load of each side.
+        stacks: the sides.
+        repetition: number of the measurement.
+
+    Raises:
+        NotReady: a client failed.
+    """
     load_average = os.getloadavg()[0]
     begun_s = time.monotonic()
     busy_s = busy_seconds()
-    figures = _client(point, stack)
+    figures = _figures(point, stacks)
     wall_s = time.monotonic() - begun_s
     busy_s = busy_seconds() - busy_s
+    known_s = sum(_known_seconds(of_side, wall_s) for of_side in figures)
+    return [
+        {
+            "point": point.name,
+            "side": stack.name,
+            "repetition": repetition,
+            "load_average": load_average,
+            "others_cores": max(0.0, busy_s - known_s) / wall_s,
+            "events_per_text_token": of_side["events_per_token"]
+            * point.osl
+            / (point.osl - stack.framing_tokens),
+            "figures": of_side,
+        }
+        for stack, of_side in zip(stacks, figures, strict=True)
+    ]
+
+
+def _known_seconds(figures: LoadSummary, wall_s: float) -> float:
+    """Return the CPU time of a side and its client during a measurement of `wall_s`."""
     known_s = sum(spent["cpu_s"] for spent in figures["processes"].values())
     # wall_s includes the warm-up and the figures do not; assumes the same CPU use per second
-    known_s *= wall_s / figures["wall_s"]
-    return {
-        "point": point.name,
-        "side": stack.name,
-        "repetition": repetition,
-        "load_average": load_average,
-        "others_cores": max(0.0, busy_s - known_s) / wall_s,
-        "events_per_text_token": figures["events_per_token"]
-        * point.osl
-        / (point.osl - stack.framing_tokens),
-        "figures": figures,
-    }
+    return known_s * wall_s / figures["wall_s"]
 
 
 def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
@@ -87,16 +102,29 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
     ]
 
 
-def _client(point: Point, stack: Stack) -> LoadSummary:
-    argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
-    process = spawn(argv, env=stack.client_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def _figures(point: Point, stacks: Sequence[Stack]) -> list[LoadSummary]:
+    """Start the client of each side, and return what they measured."""
+    clients: list[subprocess.Popen[bytes]] = []
     try:
-        output, errors = process.communicate(timeout=_TIMEOUT_S)
+        for stack in stacks:
+            argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
+            pipe = subprocess.PIPE
+            clients.append(spawn(argv, env=stack.client_env, stdout=pipe, stderr=pipe))
+        return [
+            _summary(point, stack, client) for stack, client in zip(stacks, clients, strict=True)
+        ]
+    finally:
+        for client in clients:
+            client.kill()
+            client.wait()
+
+
+def _summary(point: Point, stack: Stack, client: subprocess.Popen[bytes]) -> LoadSummary:
+    """Wait for the end of a client, and return its output."""
+    try:
+        output, errors = client.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as exc:
         raise NotReady(f"{stack.name}, {point.name}: not measured within {_TIMEOUT_S:g} s") from exc
-    finally:
-        process.kill()
-        process.wait()
     if not output:
         raise NotReady(
             f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}"

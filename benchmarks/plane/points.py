@@ -22,6 +22,14 @@ class Point:
     pairs: int = 1  # number of prefill and decode workers
     clients: int = 1  # client processes
 
+    def shared(self, sides: int) -> Point:
+        """Return the part of this load that each of some sides gets, so that they all have it."""
+        return replace(
+            self,
+            streams=max(1, self.streams // sides),
+            requests=max(1, self.requests // sides),
+        )
+
 
 STEP_S = 0.0057  # step time of Dynamo's mock engine at its default speed
 # step time of the decode engine for idle streams, which get the first token only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, mean, median, stdev
 
 from ..summary import BUSY_CORES, LoadSummary
 from .measure import Run
@@ -154,3 +154,40 @@ def compare_bars(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
         values = f"{ours:>9.2f}{theirs:>9.2f}{ratio:>7.2f}{bar.most:>6.2f}"
         lines.append(f"{bar.what:<52}{bar.point:<11}{bar.against:<18}{values}  {outcome}")
     return "\n".join(lines) + "\n"
+
+
+def ratios_at_once(runs: Sequence[Run]) -> str:
+    """Return for each point the ratios of CPU times that were measured at the same time.
+
+    They are those of the first side's frontend to each other one's: the median, and the mean with
+    an interval of 95% over the repetitions.
+    """
+    sides = list(dict.fromkeys(run["side"] for run in runs if run["repetition"] == 0))
+    lines = []
+    for point in dict.fromkeys(run["point"] for run in runs):
+        costs = {
+            (run["side"], run["repetition"]): cpu("frontend")(run["figures"])
+            for run in runs
+            if run["point"] == point
+        }
+        for other in sides[1:]:
+            ratios = [
+                cost / costs[other, repetition]
+                for (side, repetition), cost in costs.items()
+                if side == sides[0] and costs.get((other, repetition))
+            ]
+            if ratios:
+                lines.append(
+                    f"{point}: frontend CPU per token, {sides[0]} / {other}, at the same time:"
+                    f" median {median(ratios):.3f}, mean {_mean_with_interval(ratios)}"
+                    f" ({len(ratios)} pairs)"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def _mean_with_interval(values: Sequence[float]) -> str:
+    """Return the mean and its interval of 95%, by the normal distribution."""
+    if len(values) < 2:
+        return f"{mean(values):.3f}"
+    half_width = NormalDist().inv_cdf(0.975) * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.3f} ± {half_width:.3f}"

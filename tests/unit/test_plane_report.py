@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.plane.measure import Run
-from benchmarks.plane.report import Bar, compare_bars, cpu, median_of, notes, table
+from benchmarks.plane.report import (
+    Bar,
+    compare_bars,
+    cpu,
+    median_of,
+    notes,
+    ratios_at_once,
+    table,
+)
 from benchmarks.summary import summarize
 
 
@@ -84,3 +92,17 @@ def test_table_when_printed_then_a_line_per_point_and_side() -> None:
         ["paced-32", "theirs"],
     ]
     assert " 7.00 " in lines[1]
+
+
+def test_at_once_when_pairs_then_ratios_within_each() -> None:
+    # The machine was twice as slow in the second pair, for both.
+    runs = [run("ours", 2), run("theirs", 1)]
+    runs += [{**run("theirs", 2), "repetition": 1}, {**run("ours", 6), "repetition": 1}]
+    assert "ours / theirs, at the same time: median 2.500, mean 2.500 ± 0.980 (2 pairs)" in (
+        ratios_at_once(runs)
+    )
+
+
+def test_at_once_when_interrupted_then_whole_pairs_only() -> None:
+    runs = [run("ours", 2), run("theirs", 1), {**run("ours", 6), "repetition": 1}]
+    assert "median 2.000, mean 2.000 (1 pairs)" in ratios_at_once(runs)
