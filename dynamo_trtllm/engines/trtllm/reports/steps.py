@@ -123,8 +123,9 @@ class StepReader:
         self._longest = 0  # the longest prompt of the last two polls
         self._longest_now = 0  # the value of the last one
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
-        self._ended: float | None = None  # the step before it
-        self._decode_s = 0.0  # the last decode step; 0: not known
+        # When the step before the oldest pending one ended; None: not known.
+        self._ended: float | None = None
+        self._decode_s = 0.0  # time of the last decode step; 0: not known
         self._is_warm_up = True
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
