@@ -138,7 +138,7 @@ class StartedWorker:
 
     async def _finish_requests(self) -> bool:
         # This includes requests that have not reached the engine yet.
-        await self.server.finished()
+        await self.server.until_finished()
         await self._engine.drain()
         return True
 
