@@ -138,9 +138,8 @@ class TransferBuffer:
         self._bounce: Tensor | None = None
         # On this stream, checksums are computed beside the steps.
         self._checksum_stream: torch.cuda.Stream | None = None
-        self._bounce_lock = (
-            threading.Lock()
-        )  # copies through `_bounce` are queued one after the other
+        # Copies through `_bounce` are queued one after the other.
+        self._bounce_lock = threading.Lock()
 
     def move_to_host(self) -> None:
         """Move the buffer to pinned host memory, for transfer backends that can't read GPU memory.
