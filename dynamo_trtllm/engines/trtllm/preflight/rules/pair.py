@@ -267,8 +267,8 @@ def seq_len_order(pair: PairFacts) -> Violation | None:
 )
 def buffer_differs(pair: PairFacts) -> Violation | None:
     """Find two sizes of the transfer buffer."""
-    prefill = pair.prefill.buffer
-    decode = pair.decode.buffer
+    prefill = pair.prefill.buffer_tokens
+    decode = pair.decode.buffer_tokens
     if prefill is None or decode is None or prefill == decode:
         return None
     return Violation(
