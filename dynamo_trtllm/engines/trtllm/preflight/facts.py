@@ -411,11 +411,8 @@ class RoleFacts:
     @property
     def prompt_limit(self) -> int | None:
         """The smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
-        known = [
-            limit
-            for limit in (self.number("max_seq_len"), self.buffer_tokens)
-            if limit and limit > 0
-        ]
+        limits = (self.number("max_seq_len"), self.buffer_tokens)
+        known = [limit for limit in limits if limit and limit > 0]
         return min(known) if known else None
 
     def layout(self) -> KvLayout | None:
