@@ -160,10 +160,7 @@ def decide(
     workers = [worker for worker in observation.workers if worker.is_fresh]
     present = _present(workers)
     demand = _demand(observation, workers)
-    groups = [
-        StreamGroup(worker.lasting_streams, bool(worker.shares.prefill)) for worker in workers
-    ]
-    predictor = Predictor(observation.cost, demand, limits, groups)
+    predictor = Predictor(observation.cost, demand, limits, _stream_groups(workers))
     decision = _compare(observation, workers, present, predictor)
     if decision.outcome is DecisionOutcome.CHANGE:
         decision, history = _delayed(decision, observation.at_s, history)
@@ -211,6 +208,13 @@ def _present(workers: Sequence[WorkerState]) -> RoleCounts:
     both = sum(bool(worker.shares.prefill and worker.shares.decode) for worker in workers)
     prefill = sum(not worker.shares.decode for worker in workers)
     return RoleCounts(prefill, len(workers) - prefill - both, both)
+
+
+def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
+    return [
+        StreamGroup(worker.lasting_streams, beside_prompts=bool(worker.shares.prefill))
+        for worker in workers
+    ]
 
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:

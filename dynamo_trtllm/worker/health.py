@@ -92,9 +92,8 @@ def health_app(
     Args:
         health: health of the worker.
         render_metrics: returns the body of /metrics.
-        actions: by path, functions that begin a change of the worker. They return "", or why the
-            change is impossible now. Only processes of this machine and senders with an API key may
-            call them.
+        actions: by path, functions that begin a change, and return why it is impossible now, or "".
+            Only processes of this machine and senders with an API key may call them.
         guard: checks a request, and notes its sender if that has an API key.
     """
 
@@ -121,8 +120,7 @@ def health_app(
 
     def action_handler(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
-            # A page of another site can make a browser of this machine send this request. Browsers
-            # add the Origin header then.
+            # Browsers add Origin to what a page of another site makes them send to this machine.
             is_from_page = request.header(b"origin") is not None
             has_key = request.sender is not None
             if not has_key and (is_from_page or not is_loopback(request.client)):

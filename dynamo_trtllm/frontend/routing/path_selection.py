@@ -150,8 +150,7 @@ def select_path(
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
-            # The pair is good enough, so no elastic worker that computes prompts gets a stream that
-            # slows them.
+            # The pair suffices: streams would only slow elastic workers that compute prompts.
             decode_parts = [part for part in decode_parts if not part.is_last]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
