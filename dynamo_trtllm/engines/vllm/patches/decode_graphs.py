@@ -48,7 +48,7 @@ def skip_before_capture(worker_class: Any) -> None:
     @functools.wraps(capture)
     def compile_or_warm_up_model(self: Any) -> Any:
         transfer = self.vllm_config.kv_transfer_config
-        dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)
+        dispatcher: Any = getattr(self.model_runner, "cudagraph_dispatcher", None)
         extra = {} if transfer is None else transfer.kv_connector_extra_config
         can_skip = dispatcher is not None and extra.get(NEVER_DECODES)
         # Without a separate routine, graphs of mixed steps have the same mode.
