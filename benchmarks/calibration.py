@@ -149,6 +149,7 @@ def open_loop_cells() -> Iterator[MeasuredCell]:
                 continue
             shape = Shape(cell["input_tokens"], cell["output_tokens"])
             rate = float(cell["requests_per_s"])
+            is_in_fit = (label, cell["topology"], str(shape), rate) in _FITTED
             yield MeasuredCell(
                 name=f"{label} {cell['topology']} {shape} {rate:g}/s",
                 engine="vllm",
@@ -165,8 +166,7 @@ def open_loop_cells() -> Iterator[MeasuredCell]:
                 },
                 rate=rate,
                 arguments={"kv_block_size": block, "max_num_tokens": step},
-                is_fitted=label in _STEPS_FITTED
-                or (label, cell["topology"], str(shape), rate) in _FITTED,
+                is_fitted=is_in_fit or label in _STEPS_FITTED,
                 version=version,
                 is_saturated=cell.get("is_saturated"),
             )
@@ -273,9 +273,8 @@ def show_errors(args: argparse.Namespace) -> None:
             kind = "fitted" if is_fitted else "predicted"
             saturated = _saturation(cell, outcome)
             if not cell.is_saturated:
-                found.setdefault((f"{cell.engine} {constants.versions[0]}", kind), []).append(
-                    errors
-                )
+                engine = f"{cell.engine} {constants.versions[0]}"
+                found.setdefault((engine, kind), []).append(errors)
             values = (f"{100 * errors[name]:+.0f}" for name in names)
             rows.append((cell.name, kind, *values, saturated))
         for (engine, kind), each in found.items():

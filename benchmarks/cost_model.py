@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
@@ -66,9 +66,6 @@ _LEARN_S = 1.01  # a worker learns once a second
 _KINDS = ("decode_step", "prefill_step", "first_token")
 
 
-T = TypeVar("T")
-
-
 class Loads(NamedTuple):
     """Lengths of prompts and numbers of concurrent requests."""
 
@@ -101,9 +98,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class Judged(NamedTuple):
-    """A predicted time, as a share of the measured one's."""
+    """How good a prediction was."""
 
-    error: float  # relative, of the prediction
+    error: float  # of the predicted time, as a share of the measured one
     is_within: bool  # the measured time was within the interval
 
 
@@ -120,10 +117,10 @@ class Bench:
     judged: defaultdict[str, list[Judged]] = field(default_factory=lambda: defaultdict(list))
     frozen: CostModel | None = None
     prefix: str = "learned"  # of the loads that run
-    number: int = 0  # of requests
-    report_number: int = 0  # of the last report, since which prompts with so many tokens were sent
-    new_tokens: int = 0
-    new_requests: int = 0
+    num_requests: int = 0
+    report_number: int = 0  # of the last report
+    new_requests: int = 0  # that were sent since that report
+    new_tokens: int = 0  # of the prompts of these requests
     samples: list[dict[str, Any]] = field(default_factory=list)  # all that was measured, in order
 
     def on_outcome(self, kind: str, ratio: float, is_covered: bool) -> None:
@@ -153,15 +150,20 @@ class Bench:
                     )
         self.model = self.service.load_report_with_cost().cost
 
-    async def ask(self, rnd: random.Random, prompt_tokens: int, output_tokens: int) -> None:
-        """Run one request, and judge the predictions of its first token."""
-        self.number += 1
+    async def ask(self, source: random.Random, prompt_tokens: int, output_tokens: int) -> None:
+        """Run one request, and judge the predictions of its first token.
+
+        Args:
+            source: chooses the tokens of the prompt.
+            prompt_tokens: tokens of the prompt.
+            output_tokens: tokens of the output.
+        """
+        self.num_requests += 1
+        usual_ids = range(100, min(2000, self.instance.card.vocab_size))
         request = GenerateRequest(
-            request_id=f"{self.number:016x}",
+            request_id=f"{self.num_requests:016x}",
             model=self.instance.card.name,
-            token_ids=token_ids(
-                rnd.choices(range(100, min(2000, self.instance.card.vocab_size)), k=prompt_tokens)
-            ),
+            token_ids=token_ids(source.choices(usual_ids, k=prompt_tokens)),
             sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
             deadline=self.clocks.epoch() + 600,
         )
@@ -228,12 +230,12 @@ class Bench:
     async def _lane(
         self, prompts: Sequence[int], until_s: float, seed: int, delay_s: float
     ) -> None:
-        rnd = random.Random(seed)
+        source = random.Random(seed)
         await asyncio.sleep(delay_s)
         while self.clocks.monotonic() < until_s:
-            await self.ask(rnd, rnd.choice(prompts), rnd.randint(2, 60))
-            if rnd.random() < 0.2:
-                await asyncio.sleep(rnd.random() * 0.2)
+            await self.ask(source, source.choice(prompts), source.randint(2, 60))
+            if source.random() < 0.2:
+                await asyncio.sleep(source.random() * 0.2)
 
     async def _keep_learning(self) -> None:
         while True:
@@ -339,7 +341,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "engine": args.engine,
         "rows": rows(bench.judged),
         "model": msgspec.to_builtins(bench.frozen),
-        "requests": bench.number,
+        "requests": bench.num_requests,
     }
 
 
@@ -350,21 +352,21 @@ def rows(judged: dict[str, list[Judged]]) -> list[dict[str, Any]]:
         for kind in _KINDS:
             for how in ("online", "frozen"):
                 values = judged.get(f"{loads} {kind} {how}", [])
-                if values:
-                    errors = sorted(value.error for value in values)
-                    row: dict[str, Any] = {
+                if not values:
+                    continue
+                errors = sorted(value.error for value in values)
+                num_within = sum(value.is_within for value in values)
+                found.append(
+                    {
                         "loads": loads,
                         "time": kind,
                         "prediction": how,
                         "count": len(values),
-                    }
-                    row |= {
                         "error_p50": median(errors),
                         "error_p90": errors[int(0.9 * len(errors))],
+                        "within": num_within / len(values),
                     }
-                    found.append(
-                        row | {"within": sum(value.is_within for value in values) / len(values)}
-                    )
+                )
     return found
 
 

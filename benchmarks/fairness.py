@@ -75,7 +75,7 @@ _BEGIN_S = 3.0  # until all client processes have started
 _SETTLE_S = 15.0  # requests of this time are sent, and not counted
 # Of Dynamo's mock engine, for which a step with one prompt takes about as long as here.
 _DYNAMO_SPEED = 0.6
-_MOST = 100.0  # requests per second, more than its worker can compute
+_FLOOD_RATE = 100.0  # requests per second, more than its worker can compute
 _END_S = 6.0  # after the last request of a load: those of A have ended, and the others are canceled
 
 
@@ -145,21 +145,21 @@ def _worker(name: str, mode: str, engine_args: Mapping[str, float]) -> dict[str,
 
 def at_random(rate: float, seconds: float, seed: int = 1) -> Iterator[float]:
     """Yield the times of requests that arrive independently of each other."""
-    random_ = random.Random(seed)
-    at_s = random_.expovariate(rate)
+    source = random.Random(seed)
+    at_s = source.expovariate(rate)
     while at_s < seconds:
         yield at_s
-        at_s += random_.expovariate(rate)
+        at_s += source.expovariate(rate)
 
 
 def in_bursts(rate: float, seconds: float, seed: int = 1) -> Iterator[float]:
     """Yield the times of requests of which _BURST arrive together."""
-    random_ = random.Random(seed)
+    source = random.Random(seed)
     between_s = _BURST / rate
     at_s = 0.0
     while at_s < seconds:
         yield from [at_s] * _BURST
-        at_s += between_s * random_.uniform(0.8, 1.2)
+        at_s += between_s * source.uniform(0.8, 1.2)
 
 
 def jain_index(values: Sequence[float]) -> float:
@@ -293,7 +293,7 @@ def measure_equal(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def measured_capacity(bench: Bench, counted_s: float) -> float:
     """Return how many requests per second are served while more wait."""
-    flood = [number / _MOST for number in range(int(_MOST * bench.seconds))]
+    flood = [number / _FLOOD_RATE for number in range(int(_FLOOD_RATE * bench.seconds))]
     records = bench.run({"b": flood})["b"]
     until_s = _SETTLE_S + counted_s
     served = [record for record in records if _SETTLE_S <= (record.first_s or 0.0) < until_s]

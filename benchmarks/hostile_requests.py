@@ -280,16 +280,17 @@ async def exchange(port: int, data: bytes, address: str = LOOPBACK) -> str:
             try:
                 writer.write(data)
                 head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(
-                    int(head.lower().partition(b"content-length: ")[2].split()[0])
-                )
+                _, _, rest = head.lower().partition(b"content-length: ")
+                length, _, _ = rest.partition(b"\r\n")
+                await reader.readexactly(int(length))
             finally:
                 writer.transport.abort()
     except TimeoutError:
         return "silent"
     except (OSError, asyncio.IncompleteReadError) as exc:
         return type(exc).__name__
-    return head.decode().split()[1]
+    _, status, *_ = head.decode().split()
+    return status
 
 
 async def send(port: int, request: Request) -> str:

@@ -189,11 +189,8 @@ class Client:
             except asyncio.CancelledError:
                 connection.close()
                 raise
-            if (
-                connection.is_open
-                and record.error != "timeout"
-                and not self._load.fresh_connections
-            ):
+            is_usable = connection.is_open and record.error != "timeout"
+            if is_usable and not self._load.fresh_connections:
                 self._idle.append(connection)
             else:
                 connection.close()

@@ -158,14 +158,13 @@ async def ask_all(
                 outcomes[type(exc).__name__] += 1
                 return
             answer = response.json()
-            if (
-                response.status_code == 200
-                and answer["usage"]["completion_tokens"] == body["max_tokens"]
-            ):
+            num_tokens = answer.get("usage", {}).get("completion_tokens")
+            if response.status_code == 200 and num_tokens == body["max_tokens"]:
                 outcomes["complete"] += 1
                 seconds.append(time.monotonic() - begun_s)
             else:
-                outcomes[str(answer.get("error", {}).get("code", response.status_code))] += 1
+                code = answer.get("error", {}).get("code", response.status_code)
+                outcomes[str(code)] += 1
 
         progress = asyncio.create_task(_print_progress(outcomes, count))
         await asyncio.gather(*(ask(number) for number in range(count)))
@@ -192,9 +191,10 @@ def explained(folder: Path, ids: list[str]) -> int:
         for request in recordings.find(name):
             events = {step.entry.event for step in request.steps}
             roles = {step.process.kind for step in request.steps}
-            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= events and len(
-                roles
-            ) == 1 + len(_ROLES)
+            is_whole = {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= events
+            # The frontend has recorded it, and a worker of each role.
+            if is_whole and len(roles) == 1 + len(_ROLES):
+                count += 1
     return count
 
 

@@ -185,9 +185,10 @@ def planned_workers(file: Path) -> list[MockWorker]:
     ]
 
 
-def _row(title: str, outcome: Outcome) -> tuple[str, list[float]]:
+def _values(outcome: Outcome) -> list[float]:
+    """Return the columns of a row."""
     figures = outcome.figures()
-    values = [
+    return [
         figures["output_tokens_per_s"],
         figures["ttft_ms"]["p50"],
         figures["ttft_ms"]["p90"],
@@ -196,7 +197,6 @@ def _row(title: str, outcome: Outcome) -> tuple[str, list[float]]:
         figures["worst_gap_ms"]["p50"],
         *(100 * outcome.attainment(slo) for slo in _SLOS),
     ]
-    return title, values
 
 
 def compared(
@@ -208,16 +208,19 @@ def compared(
     try:
         deployment.start()
         frontend_s = frontend_seconds(deployment, shape)
-        real = _row(f"{word} processes", measured(deployment, shape, args.rate, args.requests))
+        real = _values(measured(deployment, shape, args.rate, args.requests))
     finally:
         deployment.stop()
     assumed_s = frontend_s if args.frontend_ms is None else args.frontend_ms / 1000
     outcome = simulated(deployment, shape, args.rate, args.requests, assumed_s)
-    virtual = _row(f"{word} simulated", outcome)
-    rows = [(title, *(f"{value:.1f}" for value in values)) for title, values in (real, virtual)]
+    virtual = _values(outcome)
+    rows = [
+        (f"{word} {how}", *(f"{value:.1f}" for value in values))
+        for how, values in (("processes", real), ("simulated", virtual))
+    ]
     errors = [
         f"{100 * (guess / found - 1):+.1f} %" if found else ""
-        for guess, found in zip(virtual[1], real[1], strict=True)
+        for guess, found in zip(virtual, real, strict=True)
     ]
     rows.append((f"{word} outside of engines: {1000 * frontend_s:.1f} ms", *[""] * len(errors)))
     rows.append((f"{word} error", *errors))

@@ -70,9 +70,8 @@ class ProcessMeter:
             before = self._before[name]
             cpu_s = sum(now - before.get(pid, 0.0) for pid, now in _cpu_by_pid(root).items())
             costs[name] = cost(cpu_s, wall_s=wall_s, tokens=tokens, requests=requests)
-            costs[name]["rss_mib"] = sum(process.memory_info().rss for process in _alive(root)) / (
-                1 << 20
-            )
+            rss_bytes = sum(process.memory_info().rss for process in _alive(root))
+            costs[name]["rss_mib"] = rss_bytes / (1 << 20)
         return costs
 
 

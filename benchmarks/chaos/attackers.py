@@ -153,11 +153,11 @@ async def full_kv(context: FaultContext) -> None:
 
 async def _wait_full(deployment: Deployment, within_s: float) -> None:
     until_s = time.monotonic() + within_s
-    while (
-        share := max(
-            await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, d) for d in _DECODERS))
-        )
-    ) < _FULL:
+    while True:
+        readings = [asyncio.to_thread(deployment.kv_share, name) for name in _DECODERS]
+        share = max(await asyncio.gather(*readings))
+        if share >= _FULL:
+            return
         if time.monotonic() > until_s:
             raise NotReady(
                 f"only {share:.0%} of the KV blocks were used after {within_s:g} s: raise --hung-s"

@@ -136,7 +136,7 @@ class TransferEnd:
 
     async def done(self) -> float:
         """Wait until all queued copies are done. Return the time."""
-        await wait_event(self.transfer_buffer.mark())
+        await wait_event(self.transfer_buffer.record_event())
         return time.perf_counter()
 
 

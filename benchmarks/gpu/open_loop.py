@@ -111,7 +111,10 @@ def slos(args: argparse.Namespace) -> list[Slo]:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile, one of the values; NaN without values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else math.nan
+    if not values:
+        return math.nan
+    index = min(len(values) - 1, int(share * len(values)))
+    return sorted(values)[index]
 
 
 def mean(values: Sequence[float]) -> float:
@@ -176,12 +179,14 @@ def kept_rates(cells: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, flo
     ladder.
     """
     found: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for cell in cells:
-        shape = f"{cell['input_tokens']}/{cell['output_tokens']}"
-        for name, percent in cell["goodput_percent"].items():
-            key = (cell["topology"], shape, name)
-            rate = cell["requests_per_s"] if percent >= 100 * _GOOD_SHARE else 0.0
-            found[key] = max(found.get(key, (0.0, 0.0)), (rate, rate / cell["gpus"]))
+    for one_cell in cells:
+        shape = f"{one_cell['input_tokens']}/{one_cell['output_tokens']}"
+        for name, percent in one_cell["goodput_percent"].items():
+            key = (one_cell["topology"], shape, name)
+            is_kept = percent >= 100 * _GOOD_SHARE
+            rate = one_cell["requests_per_s"] if is_kept else 0.0
+            rates = (rate, rate / one_cell["gpus"])
+            found[key] = max(found.get(key, rates), rates)
     return [(*key, *rates) for key, rates in found.items()]
 
 
@@ -278,11 +283,11 @@ class Ladder:
         for word in self._args.topologies:
             workers = topology(self._plan, word.removeprefix(PREFIX))
             logs = self._args.out.parent / "logs"
-            deployment: GpuDeployment | RoutedServers = (
-                RoutedServers(self._plan, workers, logs)
-                if word.startswith(PREFIX)
-                else GpuDeployment(self._plan, workers, logs / f"{word}.log")
-            )
+            deployment: GpuDeployment | RoutedServers
+            if word.startswith(PREFIX):
+                deployment = RoutedServers(self._plan, workers, logs)
+            else:
+                deployment = GpuDeployment(self._plan, workers, logs / f"{word}.log")
             try:
                 say(
                     f"{word}: starting {len(workers)} workers,"
@@ -450,8 +455,9 @@ def _loads(text: str) -> list[tuple[tuple[int, int], list[float]]]:
     """Return each shape with its only rate."""
     found: list[tuple[tuple[int, int], list[float]]] = []
     for part in text.split(","):
-        shape, _, rate = part.partition("@")
-        found.append((_shapes(shape)[0], _numbers(rate)))
+        shape_text, _, rate = part.partition("@")
+        (shape,) = _shapes(shape_text)
+        found.append((shape, _numbers(rate)))
     return found
 
 

@@ -67,7 +67,9 @@ class Plan:
         if self.first is not None:
             return self.gpus[: self.first], self.gpus[self.first :]
         half = len(self.gpus) // 2
-        return (self.gpus[:half], self.gpus[half : 2 * half]) if half else (self.gpus, self.gpus)
+        if not half:
+            return self.gpus, self.gpus
+        return self.gpus[:half], self.gpus[half : 2 * half]
 
     @property
     def width(self) -> int:

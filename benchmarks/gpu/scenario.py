@@ -75,8 +75,12 @@ async def measure_shape(
 
 def _mean(after: tuple[float, float], before: tuple[float, float]) -> float:
     """Return the milliseconds per request between two readings of (seconds, count)."""
-    count = after[1] - before[1]
-    return round((after[0] - before[0]) / count * 1e3, 2) if count else 0.0
+    seconds_after, count_after = after
+    seconds_before, count_before = before
+    count = count_after - count_before
+    if not count:
+        return 0.0
+    return round((seconds_after - seconds_before) / count * 1e3, 2)
 
 
 def phase_totals(url: str) -> dict[str, tuple[float, float]]:

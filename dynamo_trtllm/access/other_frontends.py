@@ -11,7 +11,7 @@ from dynamo_trtllm.protocol.frontend_usage import KeyTotals
 # Frontends report once a second while they have something to report. After this time without a
 # report, a process has ended.
 REPORT_AGE_S: Final = 3.0
-_MINUTE_S: Final = 64.0  # for which usage per minute counts, see `key_usage`
+_MINUTE_S: Final = 64.0  # usage per minute counts for so long, see `key_usage`
 _NOTHING: Final = KeyTotals()
 
 

@@ -73,8 +73,10 @@ def page_host(request: HttpRequest) -> str | None:
 def _without_port(host: str) -> str:
     """Return the name or address in a Host header."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+        address, _, _ = host[1:].partition("]")
+        return address
+    name, _, _ = host.partition(":")
+    return name
 
 
 def _is_local_name(name: str) -> bool:

@@ -253,7 +253,7 @@ async def _recorded(request_id: str) -> RequestRecording | None:
     if folder is None:
         return None
     found: list[RequestRecording] = []
-    # Of the other errors: there is no folder.
+    # FileNotFoundError: there is no folder.
     with suppress(TimeoutError, FileNotFoundError):
         async with asyncio.timeout(_RECORDED_WITHIN_S):
             # The frontend records the end after it has sent the last event.
@@ -288,7 +288,7 @@ def show_verdict(
 
 
 def _terminal_columns() -> int:
-    """Return the columns of the terminal, or of 100 if there is none.
+    """Return the number of columns of the terminal; 100 if there is none.
 
     The output of this process may be relayed, so its input is asked, too.
     """

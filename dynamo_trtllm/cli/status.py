@@ -182,7 +182,8 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             raise NothingRuns(str(exc)) from exc
         except OSError as exc:
             raise NothingRuns(
-                f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
+                f"no frontend answers at {config.url} ({_reason_of(exc)}); start one, or change"
+                " --url"
             ) from exc
     has_namespace = config.source_of("namespace") != DEFAULT_SOURCE
     has_etcd = config.source_of("etcd_endpoints") != DEFAULT_SOURCE
@@ -206,7 +207,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
         except _RequestRejected as exc:
             looked.append(str(exc))
         except OSError as exc:
-            looked.append(f"no frontend answers at {DEFAULT_FRONTEND} ({_text(exc)})")
+            looked.append(f"no frontend answers at {DEFAULT_FRONTEND} ({_reason_of(exc)})")
     try:
         async with asyncio.timeout_at(deadline):
             report, namespaces = await _of_etcd(config)
@@ -413,7 +414,7 @@ async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _Stat
 
 def _mark_unreachable(status: ProcessStatus, error: Exception) -> None:
     status.state = UNREACHABLE
-    status.reason = _text(error)
+    status.reason = _reason_of(error)
 
 
 def _runs(pid: int) -> bool:
@@ -432,7 +433,8 @@ async def _of_server(
 ) -> ProcessStatus:
     """Check the first address of etcd or NATS. One with TLS or without a port is not checked."""
     status = ProcessStatus(name=name, role=name, state=REGISTERED, address=mask_address(addresses))
-    first = addresses.split(",")[0].strip()
+    first, _, _ = addresses.partition(",")
+    first = first.strip()
     parts = urllib.parse.urlsplit(first if "://" in first else f"//{first}")
     if parts.scheme in ("https", "tls") or parts.hostname is None or parts.port is None:
         return status
@@ -495,7 +497,7 @@ def _rejection(url: str, status: int, body: bytes, client: _StatusClient) -> str
     )
 
 
-def _text(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     number = getattr(error, "errno", None)
     if number:
         return os.strerror(number)

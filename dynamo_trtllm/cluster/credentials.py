@@ -68,8 +68,10 @@ def _read(path: Path, field: str) -> Credentials:
     except UntrustedFile as exc:
         raise ConfigError(f"{shown} {exc.problem}", field=field) from exc
     lines = text.splitlines()
-    user, separator, password = lines[0].partition(":") if len(lines) == 1 else ("", "", "")
-    if not (user and separator and password):
+    # More lines than one are rejected, and so is an empty file.
+    line = lines[0] if len(lines) == 1 else ""
+    user, _, password = line.partition(":")
+    if not (user and password):
         raise ConfigError(
             f"{shown} must have one line of the form USER:PASSWORD; {hint}", field=field
         )

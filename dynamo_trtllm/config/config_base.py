@@ -156,7 +156,7 @@ ROLE_IN_PATH: Final = "{role}"
 _ROLE_HELP = " {role} in its path stands for frontend, worker, planner, or tool for other commands."
 
 
-# titles in --help, in this order
+# The titles in --help, in this order.
 Group = Literal[
     "this command",
     "model",
@@ -199,7 +199,7 @@ def option(
         is_secret: the value is never printed, and child processes get it in their environment.
         help: text of the flag in `--help`.
     """
-    shown: JsonDict = {
+    extra: JsonDict = {
         "group": group,
         "aliases": list(aliases),
         "env": [env] if isinstance(env, str) else list(env),
@@ -209,7 +209,7 @@ def option(
         "words": list(words),
         "is_secret": is_secret,
     }
-    return Field(default=default, description=help, json_schema_extra=shown, repr=not is_secret)
+    return Field(default=default, description=help, json_schema_extra=extra, repr=not is_secret)
 
 
 class _RaisesConfigError(type(BaseModel)):  # type: ignore[misc]

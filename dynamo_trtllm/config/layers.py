@@ -243,7 +243,7 @@ def find_file(path: Path) -> Path:
     ours = _alias(path)
     for candidate in dict.fromkeys((path, ours)):
         for file in (candidate, *_packaged(candidate)):
-            if os.path.exists(file):  # pathlib's raises if the name is too long
+            if os.path.exists(file):  # `Path.exists` raises if the name is too long
                 if candidate != path:
                     log.info("%s does not exist; using %s", path, ours)
                 return file

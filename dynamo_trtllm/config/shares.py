@@ -44,7 +44,7 @@ def parse_shares(given: str) -> ShareSetting:
 
 
 def _share(text: str) -> float:
-    """Return a share. Raises ValueError if it is no number from 0 to 1."""
+    """Return a share. Raise ValueError if it is no number from 0 to 1."""
     try:
         share = float(text)
     except ValueError:

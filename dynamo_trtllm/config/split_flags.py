@@ -18,16 +18,17 @@ def split_words(words: Sequence[str], models: Sequence[type[Config]]) -> list[li
         words: a command line without the program name.
         models: classes of settings.
     """
-    takes_value = [flag_names(model) for model in models]
+    # Of each model: its flags, and whether each takes a value.
+    flags = [flag_names(model) for model in models]
     parts: list[list[str]] = [[] for _ in models]
     index = 0
     while index < len(words):
         name, equals, _ = words[index].partition("=")
-        owners = [owner for owner, names in enumerate(takes_value) if name in names]
-        if not owners or owners[0] == 0:
+        owners = [owner for owner, takes_value in enumerate(flags) if name in takes_value]
+        if not owners or 0 in owners:
             owners = [0]
         end = index + 1
-        if takes_value[owners[0]].get(name) and not equals:
+        if flags[owners[0]].get(name) and not equals:
             end += 1
         for owner in owners:
             parts[owner] += words[index:end]

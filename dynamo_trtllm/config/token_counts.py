@@ -23,10 +23,11 @@ def parse_tokens(text: str) -> int:
         ValueError: it names no whole number of tokens.
     """
     match = _NUMBER.fullmatch(text.strip())
-    count = Decimal(match["number"]) * _FACTORS[match["suffix"]] if match else None
-    if count is None or count != int(count):
-        raise ValueError("expected a number of tokens, such as 8192, 8k (8,000) or 8K (8,192)")
-    return int(count)
+    if match is not None:
+        count = Decimal(match["number"]) * _FACTORS[match["suffix"]]
+        if count == int(count):
+            return int(count)
+    raise ValueError("expected a number of tokens, such as 8192, 8k (8,000) or 8K (8,192)")
 
 
 def _from_text(given: Any) -> Any:

@@ -87,13 +87,15 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
     A section that is null, by default or in `given`, is one key.
     """
     for name, field in release.fields(release.library.root).items():
-        is_on = isinstance(given[name], Mapping) if name in given else field.is_built
-        inner = (
-            [part for owner in owners(release, field) for part in release.fields(owner)]
-            if is_on
-            else []
-        )
-        yield from (f"{name}.{part}" for part in inner) if inner else (name,)
+        is_section = isinstance(given[name], Mapping) if name in given else field.is_built
+        parts: list[str] = []
+        if is_section:
+            for owner in owners(release, field):
+                parts += release.fields(owner)
+        if parts:
+            yield from (f"{name}.{part}" for part in parts)
+        else:
+            yield name
 
 
 def is_known(library: LibraryReleases, key: str) -> bool:
@@ -106,7 +108,7 @@ def removed(release: ApiManifest, key: str) -> str:
 
     "": the release itself was read, or the nearest one has the argument, or no release had it.
     """
-    return _having(release.library, key) if _is_missing(release, key) else ""
+    return _releases_with(release.library, key) if _is_missing(release, key) else ""
 
 
 def _is_missing(release: ApiManifest, key: str) -> bool:
@@ -140,9 +142,9 @@ def _check(
 
 
 def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
-    having = _having(release.library, key)
-    if having:
-        fix = f"Remove it, or install a release that has it ({having})."
+    releases_with = _releases_with(release.library, key)
+    if releases_with:
+        fix = f"Remove it, or install a release that has it ({releases_with})."
         raise ConfigError(
             f"{where}: {release.library.name} {release.title} has no {key}. {fix}", field=key
         )
@@ -159,7 +161,7 @@ def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 
 
-def _having(library: LibraryReleases, key: str) -> str:
+def _releases_with(library: LibraryReleases, key: str) -> str:
     """Return the names of the releases that have the argument."""
     return ", ".join(
         release.name
@@ -170,9 +172,9 @@ def _having(library: LibraryReleases, key: str) -> str:
 
 def _known_places(library: LibraryReleases, key: str) -> str:
     """Return where the argument is known; "" if nowhere."""
-    having = _having(library, key)
-    if having:
-        return f"in {having}"
+    releases_with = _releases_with(library, key)
+    if releases_with:
+        return f"in {releases_with}"
     if library.unreleased is None:
         return ""
     parent, _, name = key.rpartition(".")

@@ -245,9 +245,10 @@ def override_layer(config: WorkerConfig) -> Source:
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
     settings = {name: getattr(config, name) for name in ENGINE_FLAGS}
     given = {name: value for name, value in settings.items() if value is not None}
-    # Every engine supports a parallel size of 1.
+    # Every engine supports a parallel size of 1, even if it has no argument for it.
     ones = {name for name, value in given.items() if name.endswith("_parallel_size") and value == 1}
-    names = [name for name in given if name in schema.model_fields or name not in ones]
+    left_out = ones - schema.model_fields.keys()
+    names = [name for name in given if name not in left_out]
     for name in names:
         _reject_foreign(config, name, schema, engine)
     for name in ("kernels_profile", "compile_cache"):

@@ -15,20 +15,21 @@ from typing import NamedTuple
 from dynamo_trtllm.protocol.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
 from dynamo_trtllm.protocol.messages import TokenIds
 
-# What a block is found by: the serial number of the block before it (its `hash` in KV events), or
-# the cache salt for the first block; and the tokens of the block.
+# What a block is found by: the serial number of the block before it (for the first block, the cache
+# salt), and the tokens of the block.
 _Key = tuple[int | str | None, bytes]
 
 
 class CachedBlock:
     """A full KV block that can be reused."""
 
-    __slots__ = ("hash", "is_forgotten", "key", "number", "users")
+    __slots__ = ("is_forgotten", "key", "number", "serial", "users")
 
-    def __init__(self, hash_: int, key: _Key, number: int) -> None:
-        self.hash = hash_
+    def __init__(self, serial: int, key: _Key, number: int) -> None:
+        # A number that no other block of the engine gets. In KV events it is the block's hash.
+        self.serial = serial
         self.key = key
-        self.number = number
+        self.number = number  # its place in the engine's memory
         self.users = 1  # requests
         self.is_forgotten = False
 
@@ -57,20 +58,19 @@ class BlockTable:
 class _StoredRun(NamedTuple):
     """Blocks that `store` has added to the cache and that follow each other in a prompt."""
 
-    parent: int | None  # hash of the block before the first one
+    parent: int | None  # serial number of the block before the first one
     blocks: list[KvBlock]
 
     @property
-    def last_hash(self) -> int:
-        return self.blocks[-1].hash
+    def last_serial(self) -> int:
+        return self.blocks[-1].hash  # in events, the serial number is the hash
 
 
 class BlockManager:
     """The KV blocks of one engine. Not thread-safe.
 
     The most recently freed blocks are reserved first, so that the operating system maps no more
-    memory than was used. The hash of a full block stands for all tokens up to its end. It is a
-    number that no other block of the engine gets.
+    memory than was used. The serial number of a full block stands for all tokens up to its end.
 
     Args:
         num_blocks: number of blocks.
@@ -85,9 +85,9 @@ class BlockManager:
         self._has_prefix_cache = has_prefix_cache
         self._free = list(range(num_blocks))  # the last ones are reserved first
         self._blocks: dict[_Key, CachedBlock] = {}
-        # Cached blocks without users, by hash. The least recently used one is the first.
+        # Cached blocks without users, by serial number. The least recently used one is the first.
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
-        self._last_hash = 0
+        self._last_serial = 0
         self._num_changes = 0  # changes after which a refused request may have enough blocks
 
     @property
@@ -154,7 +154,7 @@ class BlockManager:
         width = tokens.itemsize
         data = tokens.tobytes()
         chain = table.chain
-        parent = table.chain[-1].hash if table.chain else None
+        parent = table.chain[-1].serial if table.chain else None
         numbers = table.numbers[len(chain) :]
         runs: list[_StoredRun] = []
         begins = range(len(chain) * size, len(tokens) - size + 1, size)
@@ -163,17 +163,17 @@ class BlockManager:
             key = (salt if parent is None else parent, block_data)
             block = self._blocks.get(key)
             if block is None:
-                self._last_hash += 1
-                block = CachedBlock(self._last_hash, key, number)
+                self._last_serial += 1
+                block = CachedBlock(self._last_serial, key, number)
                 self._blocks[key] = block
                 if self.on_events is not None:
-                    if not runs or runs[-1].last_hash != parent:
+                    if not runs or runs[-1].last_serial != parent:
                         runs.append(_StoredRun(parent, []))
-                    runs[-1].blocks.append(KvBlock(block.hash, tokens[begin : begin + size]))
+                    runs[-1].blocks.append(KvBlock(block.serial, tokens[begin : begin + size]))
             else:
                 self._use((block,))
             chain.append(block)
-            parent = block.hash
+            parent = block.serial
         if self.on_events is not None and runs:
             self.on_events(
                 [
@@ -212,13 +212,13 @@ class BlockManager:
             if block is None:
                 break
             found.append(block)
-            before = block.hash
+            before = block.serial
         return found
 
     def _use(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
             if not block.users:
-                del self._unused[block.hash]
+                del self._unused[block.serial]
             block.users += 1
 
     def _release(self, chain: Sequence[CachedBlock]) -> list[int]:
@@ -235,7 +235,7 @@ class BlockManager:
             if block.is_forgotten:
                 free.append(block.number)
             else:
-                self._unused[block.hash] = block
+                self._unused[block.serial] = block
         return free
 
     def _evict(self, count: int) -> None:
@@ -248,4 +248,4 @@ class BlockManager:
 
     def _report_removed(self, blocks: Sequence[CachedBlock]) -> None:
         if self.on_events is not None and blocks:
-            self.on_events([BlocksRemoved(hashes=tuple(block.hash for block in blocks))])
+            self.on_events([BlocksRemoved(hashes=tuple(block.serial for block in blocks))])

@@ -300,4 +300,6 @@ def stop_token_ids(sampling: Sampling, info: EngineInfo) -> frozenset[int]:
     """
     ends = set(info.eos_token_ids)
     named = {token_id for token_id in sampling.stop_token_ids if token_id < info.vocab_size}
-    return frozenset(named - ends if sampling.ignore_eos else named | ends)
+    if sampling.ignore_eos:
+        return frozenset(named - ends)
+    return frozenset(named | ends)

@@ -140,7 +140,10 @@ class ApiManifest:
             self.enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
             found = owners.keys() | manifest["enums"].keys()
             is_own = file == name
-            complete = {name for name in found if is_own and f"{name} in part" not in gaps}
+            # What another release's manifest has counts as read in part.
+            complete: set[str] = set()
+            if is_own:
+                complete = {owner for owner in found if f"{owner} in part" not in gaps}
             partly = (partly | found) - complete
             not_read |= {gap for gap in gaps if not gap.endswith(" in part")}
         # Owners that no manifest covers; "… in part" for partly covered ones.
@@ -220,13 +223,16 @@ def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
     """Return the members that a manifest lists without types, as in
     `CompletionOutput.properties`.
     """
-    listed = [(enum.partition("."), value) for enum, values in enums.items() for value in values]
-    return frozenset(
-        f"{cls}.{part.partition('(')[0]}"
-        for (cls, _, kind), value in listed
-        if kind in ("properties", "members")
-        for part in value.split("/")
-    )
+    members: set[str] = set()
+    for enum, values in enums.items():
+        cls, _, kind = enum.partition(".")
+        if kind not in ("properties", "members"):
+            continue
+        for value in values:
+            # A value may list several members, and a method with its parameters: "a/b(x)".
+            names = [part.partition("(")[0] for part in value.split("/")]
+            members.update(f"{cls}.{name}" for name in names)
+    return frozenset(members)
 
 
 def _value(text: str | None) -> Any:

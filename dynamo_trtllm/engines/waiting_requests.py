@@ -63,9 +63,9 @@ def queue_order(request: GenerateRequest) -> QueueOrder:
 def step_limit(most: int, prompt: GenerateRequest) -> int:
     """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
 
-    They are half of the most if the client of the prompt has got its share while another one is
-    below its own: a prompt of that one may come at any time, and would wait for the end of the
-    step, or may be in this step and would wait for the rest of it.
+    They are half of `most` if the client of the prompt is above its share. It is so only while
+    another client is below its own, and a prompt of that client should not wait for a long step: it
+    may come while the step runs, or be in the step itself.
 
     Args:
         most: how many a step may have with other prompts.

@@ -90,7 +90,7 @@ class Checksums:
     def submit(self, block: MemoryRegion) -> Future[int]:
         """Hash a block on a thread, or at once if it is small.
 
-        The memory must stay allocated until the future is done, see `ended`.
+        The memory must stay allocated until the future is done, see `end_jobs`.
 
         Raises:
             TransferFailed: `close` was called.
@@ -204,7 +204,8 @@ class OfferChecksum:
         exc = job.exception()
         if exc is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-        # A done job calls this later, so `stop` waits for the lock.
+        # A job is done before it calls this. So `stop`, which has waited for the jobs, takes the
+        # lock, too.
         with self._lock:
             if self._stopped:
                 return
@@ -241,11 +242,11 @@ class OfferChecksum:
         """
         with self._lock:
             self._stopped = True
-        await ended(chain.from_iterable(self._jobs))
+        await end_jobs(chain.from_iterable(self._jobs))
 
 
 async def results(jobs: Sequence[Future[int]]) -> list[int]:
-    """Wait for hashes. A cancelled caller must await `ended`.
+    """Wait for hashes. A cancelled caller must await `end_jobs`.
 
     Raises:
         TransferFailed: they can't be computed.
@@ -273,7 +274,7 @@ def hashes_of(jobs: Sequence[Future[int]]) -> list[int]:
         raise TransferFailed(f"computing the checksum of KV failed: {exc}") from exc
 
 
-async def ended(jobs: Iterable[Future[Any]]) -> None:
+async def end_jobs(jobs: Iterable[Future[Any]]) -> None:
     """Cancel jobs that have not started, and wait for the others, even if this call is cancelled.
 
     The jobs read the caller's memory, so the caller must wait for them before it frees the memory.

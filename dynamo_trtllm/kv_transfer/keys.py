@@ -66,7 +66,7 @@ class TransferKeys:
         self._clock = clock
         self._looked_at = clock()
         self._version = version_of(path)
-        self._keep(read_keys(path))
+        self._use(read_keys(path))
 
     def signing(self) -> TransferKey:
         """Return the key that signs."""
@@ -78,7 +78,7 @@ class TransferKeys:
         self._reload_if_changed(_LOOK_EVERY_S)
         found = self._by_id.get(key_id)
         if found is None:
-            # Another worker may have read a new file a moment ago.
+            # Another worker may have read a new file a moment ago, so look at once.
             self._reload_if_changed(0.0)
             found = self._by_id.get(key_id)
         return found
@@ -102,13 +102,14 @@ class TransferKeys:
             for key in self._by_id.values()
         )
 
-    def _keep(self, keys: tuple[TransferKey, ...]) -> None:
+    def _use(self, keys: tuple[TransferKey, ...]) -> None:
         self._signing = keys[0]
         self._by_id = {key.key_id: key for key in keys}
 
-    def _reload_if_changed(self, most_often_s: float) -> None:
+    def _reload_if_changed(self, interval_s: float) -> None:
+        """Read the file if it has changed, unless it was looked at within `interval_s` seconds."""
         now = self._clock()
-        if now - self._looked_at < most_often_s:
+        if now - self._looked_at < interval_s:
             return
         self._looked_at = now
         version = version_of(self._path)
@@ -116,7 +117,7 @@ class TransferKeys:
             return
         self._version = version
         try:
-            self._keep(read_keys(self._path))
+            self._use(read_keys(self._path))
         except ConfigError as exc:
             self._on_failed_reload()
             log.error("the KV transfer keys so far stay valid: %s", exc.message)

@@ -35,7 +35,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     OfferChecksum,
     blocks,
     combined,
-    ended,
+    end_jobs,
     results,
 )
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
@@ -438,7 +438,7 @@ class TcpBackend:
             checksum = combined(before, await results(jobs))
         finally:
             # The jobs read the memory of the region, which may be freed after this.
-            await ended(jobs)
+            await end_jobs(jobs)
         if _CHECKSUM.pack(checksum) != theirs:
             raise self.checksums.mismatch(transfer_id)
         return checksum

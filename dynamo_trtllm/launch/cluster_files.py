@@ -272,22 +272,30 @@ def _pods(made: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> Work
     words = made.worker_words(worker)
     drain_s = float(worker.flags.get("drain_timeout_s", _DRAIN_S))
     variables = _VARIABLES.get(made.engine, {})
+    # The weights pass through the memory of the host.
+    if gpus:
+        cpus = max(8, 4 * gpus)
+        memory_gib = size_gib + 16 * gpus
+        memory_limit_gib = 2 * size_gib + 32 * gpus + shm_gib
+    else:
+        cpus = _CPUS
+        memory_gib = size_gib + 2
+        memory_limit_gib = 2 * size_gib + 4 + shm_gib
     return WorkerPods(
         role=worker.name,
         image=made.worker_image,
         args=words,
         replicas=worker.count,
         gpus=gpus,
-        cpus=max(8, 4 * gpus) if gpus else _CPUS,
-        # The weights pass through the memory of the host.
-        memory_gib=size_gib + 16 * max(1, gpus) if gpus else size_gib + 2,
-        memory_limit_gib=2 * size_gib + 32 * gpus + shm_gib if gpus else 2 * size_gib + 4 + shm_gib,
+        cpus=cpus,
+        memory_gib=memory_gib,
+        memory_limit_gib=memory_limit_gib,
         shm_gib=shm_gib,
         variables={name: f'"{value}"' for name, value in variables.items()},
         model_claim=f"{made.name}-model" if made.model_folder else "",
         engine_config_map=f"{made.name}-engine" if engine_file else "",
         engine_digest=_digest(engine_file),
-        near=ONE_NODE if gpus else "",
+        near_label=ONE_NODE if gpus else "",
         keeps_compiled=made.engine == "vllm",
         grace_s=math.ceil(drain_s) + _CLOSE_S,
     )

@@ -112,7 +112,7 @@ def _worker_configs(
 def _frontend_config(cluster: Mapping[str, str], more: Mapping[str, Any] | None) -> FrontendConfig:
     """Return the settings of the frontend. Raise ConfigError if one is wrong."""
     _check_settings("frontend_settings", more, cluster)
-    # These may have another address.
+    # `more` may have another address.
     settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
     return FrontendConfig(**(settings | dict(more or {})))
 

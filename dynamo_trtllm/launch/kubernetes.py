@@ -77,7 +77,7 @@ class WorkerPods:
         engine_config_map: ConfigMap with the engine's arguments; "": there is none.
         engine_digest: digest of that ConfigMap's content.
         node_rules: more expressions of nodes with suitable GPUs.
-        near: label of nodes, such as ONE_NODE; workers prefer nodes with the same value of it. "":
+        near_label: label of nodes, such as ONE_NODE; workers prefer nodes with the same value. "":
             any node.
         keeps_compiled: the folder of compiled kernels outlives a container.
         grace_s: seconds between SIGTERM and SIGKILL.
@@ -97,7 +97,7 @@ class WorkerPods:
     engine_config_map: str = ""
     engine_digest: str = ""
     node_rules: Sequence[str] = ()
-    near: str = ""
+    near_label: str = ""
     keeps_compiled: bool = False
     grace_s: int = 180
 
@@ -267,7 +267,9 @@ def _placement(name: str, pods: WorkerPods) -> str:
     if not pods.gpus:
         return ""
     rules = "".join(f"                  - {rule}\n" for rule in pods.node_rules)
-    together = Template(_NEAR).substitute(name=name, near=pods.near) if pods.near else ""
+    together = ""
+    if pods.near_label:
+        together = Template(_NEAR).substitute(name=name, near=pods.near_label)
     return _GPU_NODES + rules + together + _GPU_TAINT
 
 

@@ -224,7 +224,7 @@ def planner_flags(deployment: DeploymentConfig) -> Flags | None:
     limits = {name: frontend[name] for name in _LIMITS if name in frontend}
     if deployment.planner is not None:
         return limits | deployment.planner
-    has_elastic = any(one.disaggregation_mode is Role.ELASTIC for one in deployment.workers)
+    has_elastic = any(worker.disaggregation_mode is Role.ELASTIC for worker in deployment.workers)
     return limits if has_elastic and len(limits) == len(_LIMITS) else None
 
 
@@ -249,7 +249,7 @@ def _worker(
 def _planned(
     name: str,
     model: type[C],
-    http: str,
+    http_prefix: str,
     flags: Flags,
     env: Mapping[str, str],
     environ: Mapping[str, str],
@@ -259,28 +259,28 @@ def _planned(
     Args:
         name: name of the process.
         model: class of its settings.
-        http: prefix of the settings of its HTTP port.
+        http_prefix: prefix of the settings of its HTTP port.
         flags: its flags by field name.
         env: variables added to its environment.
         environ: environment that it inherits. Host and port may come from there.
     """
     argv = to_argv(model, flags)
     env = {**env, **to_environ(model, flags)}
-    port_flag = f"--{http}-port"
+    port_flag = f"--{http_prefix}-port"
     try:
         config = load(model, prog=name, argv=argv, environ={**environ, **env})
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
-    host = getattr(config, f"{http}_host")
-    if config.source_of(f"{http}_host") == DEFAULT_SOURCE:
+    host = getattr(config, f"{http_prefix}_host")
+    if config.source_of(f"{http_prefix}_host") == DEFAULT_SOURCE:
         host = LOOPBACK  # requests are not authenticated
-        argv.append(f"--{http}-host={host}")
+        argv.append(f"--{http_prefix}-host={host}")
     return config, {
         "name": name,
         "argv": tuple(word for word in argv if not word.startswith(f"{port_flag}=")),
         "env": env,
         "host": host,
-        "port": getattr(config, f"{http}_port") or 0,
+        "port": getattr(config, f"{http_prefix}_port") or 0,
         "port_flag": port_flag,
         "tls_files": config.tls_files,
     }

@@ -210,7 +210,7 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
         ConfigError: there is no such model, or its files can't be read.
     """
     name = config.model
-    path = os.path.expanduser(name)  # pathlib's raises if there is no such user
+    path = os.path.expanduser(name)  # `Path.expanduser` raises if there is no such user
     is_folder = os.path.isdir(path)
     is_bundled = name in bundled_models.BUNDLED
     is_hub_name = bundled_models.HUB_NAME.fullmatch(name) is not None

@@ -86,7 +86,7 @@ async def until(
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            # Otherwise, the total limit has cut this attempt short.
+            # If the total limit cut this attempt short, the reason of the one before says more.
             if limit_s == one_answer_s or not why:
                 why = "no response"
         except (NotYet, OSError) as exc:
@@ -243,7 +243,7 @@ class LocalServer(Child):
                 return ""
             return describe(await self.ended())
 
-        failure = "was cancelled"
+        failure = "was cancelled"  # unless `until` returns or raises NotYet
         try:
             failure = await until(answer_or_end, READY_TIMEOUT_S)
         except NotYet as exc:

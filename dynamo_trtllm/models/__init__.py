@@ -53,8 +53,9 @@ def locate(model: str) -> Path | None:
         return None
     if model == _SMOLLM2:
         return _smollm2_folder()
-    folder = Path(os.path.expanduser(model))  # pathlib's raises if there is no such user
-    if not os.path.isdir(folder):  # pathlib's raises if the name is too long
+    # The functions of `Path` raise if there is no such user, or if the name is too long.
+    folder = Path(os.path.expanduser(model))
+    if not os.path.isdir(folder):
         fix = "pass a folder"
         if HUB_NAME.fullmatch(model):
             _, _, name = model.partition("/")

@@ -432,12 +432,12 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
 
     MXFP4 quantizes only the experts; other methods quantize all matrices of the layers.
     """
-    # Bytes of a value that is not quantized, of one in an expert, and of one in another matrix.
-    item = _DTYPE_BYTES[model.dtype]
-    packed: float = item
+    # Of a value that is not quantized, of one in an expert, and of one in another matrix.
+    plain_bytes = _DTYPE_BYTES[model.dtype]
+    expert_bytes: float = plain_bytes
     if model.quantization in _BITS:
-        packed = _BITS[model.quantization] / 8
-    dense = item if model.quantization == "mxfp4" else packed
+        expert_bytes = _BITS[model.quantization] / 8
+    dense_bytes = plain_bytes if model.quantization == "mxfp4" else expert_bytes
     hidden = model.hidden_size
     inner = model.intermediate_size
     layers = model.num_layers
@@ -457,8 +457,8 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     router = experts * (hidden + 1)
     norms_and_routers = layers * (2 * hidden + router) + hidden
     return WeightBytes(
-        experts=layers * round(mlp * packed + expert_biases * item),
-        attention=layers * round(attention * dense + (biases + sinks) * item),
-        vocabulary=copies * model.vocab_size * hidden * item,
-        rest=norms_and_routers * item,
+        experts=layers * round(mlp * expert_bytes + expert_biases * plain_bytes),
+        attention=layers * round(attention * dense_bytes + (biases + sinks) * plain_bytes),
+        vocabulary=copies * model.vocab_size * hidden * plain_bytes,
+        rest=norms_and_routers * plain_bytes,
     )

@@ -28,6 +28,17 @@ from dynamo_trtllm.models.vocabulary import (
 )
 from dynamo_trtllm.protocol.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+WEIGHTS: Final = "weights.safetensors"
+WEIGHTS_HASH: Final = "weights.sha256"
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+TOUCHED_IDS: Final = "touched_ids"
+# Tensors with one row per touched id, in that order, and a last row for all other ids.
+VOCABULARY_TENSORS: Final = ("model.embed_tokens.weight", "lm_head.weight")
+_FORMAT: Final = "1"  # increment when the expanded folder changes for the same weights
+
 
 def write_tokenizer(folder: Path, *, context_length: int) -> None:
     """Write tokenizer.json (28 MB) and tokenizer_config.json.
@@ -86,18 +97,6 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
                 pairs.append((left, right))
         result.extend(sorted(pairs, key=ranks_of_parts))
     return result
-
-
-WEIGHTS: Final = "weights.safetensors"
-WEIGHTS_HASH: Final = "weights.sha256"
-TOKENIZER: Final = "tokenizer.json"
-TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-TOUCHED_IDS: Final = "touched_ids"
-# Tensors with one row per touched id, in that order, and a last row for all other ids.
-VOCABULARY_TENSORS: Final = ("model.embed_tokens.weight", "lm_head.weight")
-
-_FORMAT: Final = "1"  # increment when the expanded folder changes for the same weights
-log = logging.getLogger(__name__)
 
 
 def data_folder() -> Path:

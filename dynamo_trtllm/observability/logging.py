@@ -123,9 +123,9 @@ class TextFormatter(_OwnFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         about = [_iso(record.created), record.levelname, self._process_name]
-        served = _served()
-        if served != "-":
-            about.append(served)
+        id_text = _request_id_text()
+        if id_text != "-":
+            about.append(id_text)
         module = record.name.removeprefix(_OWN_PACKAGE)
         lines = [escape_controls(f"{' '.join(about)} {module}: {_message(record)}")]
         lines += [f"  {line}" for line in _traceback(record)]
@@ -139,14 +139,14 @@ class JsonFormatter(_OwnFormatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        served = _served()
+        id_text = _request_id_text()
         return json_line(
             time_s=record.created,
             level=record.levelname.lower(),
             process=self._process_name,
             logger=record.name,
             message=_message(record),
-            request_id=None if served == "-" else served,
+            request_id=None if id_text == "-" else id_text,
             exception="\n".join(_traceback(record)) or None,
         )
 
@@ -169,7 +169,8 @@ def _iso(time_s: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-def _served() -> str:
+def _request_id_text() -> str:
+    """Return the shortened id of the request that this task serves; "-": none."""
     return shorten(request_id.get(), _ID_CHARS)
 
 

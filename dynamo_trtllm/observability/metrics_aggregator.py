@@ -110,5 +110,6 @@ def sum_samples(text: str, prefix: str) -> dict[str, float]:
     for line in text.split("\n"):
         if line.startswith(prefix):
             sample, _, value = line.removeprefix(prefix).rpartition(" ")
-            sums[sample.partition("{")[0]] += float(value)
+            name, _, _ = sample.partition("{")
+            sums[name] += float(value)
     return {name: total for name, total in sums.items() if not name.endswith("_bucket")}

@@ -159,8 +159,8 @@ class RelayedOutput:
         """Wait for data to write. Return None after `finish`.
 
         Returns:
-            The data, and the number of dropped lines that it reports. This is 0 unless it is the
-                line about them.
+            The data, and the number of dropped lines that it reports: 0 unless the data is the line
+            about them.
         """
         with self._changed:
             if not self._chunks and self._is_dropping:

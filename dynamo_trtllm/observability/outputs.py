@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 from dynamo_trtllm.observability import output_relay
 
@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 RESTART_S: Final = 1.0  # the shortest time from a start of the relay to the next one
 _READ_BYTES: Final = 1 << 16
 _STREAMS: Final = {"stdout": 1, "stderr": 2}  # and their file descriptors
+
+
+class _Pipe(NamedTuple):
+    read_end: int
+    write_end: int
 
 
 class Outputs:
@@ -94,33 +99,34 @@ class Outputs:
 
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
-            # This closes, after a failure, what a successful start keeps.
-            failed = stack.enter_context(ExitStack())
+            # This closes what a successful start keeps.
+            on_failure = stack.enter_context(ExitStack())
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
-                failed.callback(os.close, original)
+                on_failure.callback(os.close, original)
             memory = os.memfd_create("lines")
-            failed.callback(os.close, memory)
+            on_failure.callback(os.close, memory)
             os.truncate(memory, output_relay.COUNTERS.size)
             # Pipes by the file to which an output leads.
-            pipes: dict[tuple[int, int], tuple[int, int]] = {}
+            pipes: dict[tuple[int, int], _Pipe] = {}
             for original in originals.values():
                 identity = _identity(original)
                 # Both outputs may lead to one file: one pipe keeps the order of their lines.
                 if identity not in pipes:
-                    pipes[identity] = os.pipe()
-                    read_end, write_end = pipes[identity]
-                    failed.callback(os.close, read_end)
-                    stack.callback(os.close, write_end)
-            read_ends = {pipes[_identity(original)][0]: original for original in originals.values()}
+                    pipe = pipes[identity] = _Pipe(*os.pipe())
+                    on_failure.callback(os.close, pipe.read_end)
+                    stack.callback(os.close, pipe.write_end)
+            read_ends = {
+                pipes[_identity(original)].read_end: original for original in originals.values()
+            }
             start_relay = partial(_start_relay, process_name, log_format, memory, read_ends)
             relay, self._control = start_relay()
             self._counters = mmap.mmap(memory, output_relay.COUNTERS.size)
             for name, file in _STREAMS.items():
-                os.dup2(pipes[_identity(originals[name])][1], file)
+                os.dup2(pipes[_identity(originals[name])].write_end, file)
                 if os.isatty(originals[name]):
                     setattr(sys, name, _terminal(getattr(sys, name), file))
-            failed.pop_all()
+            on_failure.pop_all()
         self._pid = os.getpid()
         self.originals = originals
         # A thread, because the event loop may wait for the pipe of a relay that was killed.

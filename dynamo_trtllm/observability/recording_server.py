@@ -36,6 +36,7 @@ _PART_BYTES: Final = 64 << 10
 _MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 NUM_LATEST: Final = 20  # requests
+# Events that end something, and the event with which it began.
 _CLOSES: Final = {
     RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
     RecordedEvent.CALL_ENDED: RecordedEvent.CALL_RECEIVED,

@@ -205,7 +205,8 @@ class RequestIds(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> RequestIds:
         """Read an id of a response, of `X-Request-Id`, of a log line, or of `explain`."""
-        keys = {request_key(text)[0]}
+        key, _ = request_key(text)
+        keys = {key}
         prefix = -1
         tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
@@ -214,7 +215,8 @@ class RequestIds(NamedTuple):
         if len(tail) == 8 and _HEX.fullmatch(tail):
             prefix = int(tail, 16)
         elif len(tail) == 16:
-            keys.add(request_key(tail)[0])
+            key, _ = request_key(tail)
+            keys.add(key)
         return cls(frozenset(keys), prefix, id_hash(text))
 
 

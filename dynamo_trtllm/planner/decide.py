@@ -160,8 +160,7 @@ def decide(
     workers = [worker for worker in observation.workers if worker.is_fresh]
     present = _present(workers)
     demand = _demand(observation, workers)
-    groups = [StreamGroup(one.lasting_streams, bool(one.shares.prefill)) for one in workers]
-    predictor = Predictor(observation.cost, demand, limits, groups)
+    predictor = Predictor(observation.cost, demand, limits, _stream_groups(workers))
     decision = _compare(observation, workers, present, predictor)
     if decision.outcome is DecisionOutcome.CHANGE:
         decision, history = _delayed(decision, observation.at_s, history)
@@ -206,9 +205,16 @@ def _undecided(observation: Observation) -> Decision | None:
 
 def _present(workers: Sequence[WorkerState]) -> RoleCounts:
     """Return the numbers of workers by the calls that they get now."""
-    both = sum(bool(one.shares.prefill and one.shares.decode) for one in workers)
-    prefill = sum(not one.shares.decode for one in workers)
+    both = sum(bool(worker.shares.prefill and worker.shares.decode) for worker in workers)
+    prefill = sum(not worker.shares.decode for worker in workers)
     return RoleCounts(prefill, len(workers) - prefill - both, both)
+
+
+def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
+    return [
+        StreamGroup(worker.lasting_streams, beside_prompts=bool(worker.shares.prefill))
+        for worker in workers
+    ]
 
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
@@ -286,24 +292,33 @@ def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
     yield fixed._replace(both=fixed.both + num_elastic)
 
 
-def _best(
-    workers: Sequence[WorkerState], predictor: Predictor
-) -> tuple[RoleCounts, PredictedTimes]:
+class _Candidate(NamedTuple):
+    """Numbers of workers that shares can make, and what is predicted for them."""
+
+    counts: RoleCounts
+    after: PredictedTimes
+
+
+def _best(workers: Sequence[WorkerState], predictor: Predictor) -> _Candidate:
     """Return the first split that keeps both limits; else see `decide`."""
-    *splits, both = [(counts, predictor.predict(counts)) for counts in _candidates(workers)]
-    for counts, prediction in splits:
-        if prediction.largest_part <= HEADROOM:
-            return counts, prediction
-    nearest = min(splits or [both], key=lambda one: one[1].largest_part)
-    is_missed = nearest[1].largest_part > 1
-    return both if is_missed and both[1].largest_part <= HEADROOM else nearest
+    *splits, both = [
+        _Candidate(counts, predictor.predict(counts)) for counts in _candidates(workers)
+    ]
+    for split in splits:
+        if split.after.largest_part <= HEADROOM:
+            return split
+    if not splits:
+        return both
+    split = min(splits, key=lambda candidate: candidate.after.largest_part)
+    is_missed = split.after.largest_part > 1
+    return both if is_missed and both.after.largest_part <= HEADROOM else split
 
 
 def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:
     """Return the shares that change, by id."""
     fixed = _present([worker for worker in workers if not worker.is_elastic])
     num_decode = counts.decode - fixed.decode
-    order = sorted((worker for worker in workers if worker.is_elastic), key=_decodes_before)
+    order = sorted((worker for worker in workers if worker.is_elastic), key=_decode_order)
     if counts.both > fixed.both:
         wanted = dict.fromkeys(order, ALL_WORK)
     else:
@@ -330,7 +345,7 @@ def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
     return {worker.id: one for worker, one in shares.items() if one != DRAINING}
 
 
-def _decodes_before(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
+def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
     """Return by what workers are chosen for decode calls, as a sort key."""
     shares = worker.shares
     return (

@@ -18,10 +18,10 @@ from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation,
 from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares
 
-WINDOW_S: Final = 10.0  # of which rates are means
+WINDOW_S: Final = 10.0  # rates are means of so long
 # The first reports after the planner has started have no rates yet.
 MIN_WINDOW_S: Final = 2.0
-GROWTH_S: Final = 5.0  # of which the growth of streams is a mean
+GROWTH_S: Final = 5.0  # the growth of streams is a mean of so long
 
 
 class PoolKey(NamedTuple):
@@ -102,12 +102,15 @@ class ReportWindow:
         """Return the means of the window: each report counts until the next one."""
         self._drop(now)
         begins = [max(counts.at_s, now - WINDOW_S) for counts in self._counts]
-        seconds = [end - begin for begin, end in pairwise([*begins, now])]
-        total_s = sum(seconds)
+        durations_s = [end - begin for begin, end in pairwise([*begins, now])]
+        total_s = sum(durations_s)
         if total_s <= 0:
             return _Means()
-        streams = sum(one.streams * s for one, s in zip(self._counts, seconds, strict=True))
-        context = sum(one.context_tokens * s for one, s in zip(self._counts, seconds, strict=True))
+        streams = 0.0
+        context = 0.0
+        for counts, duration_s in zip(self._counts, durations_s, strict=True):
+            streams += counts.streams * duration_s
+            context += counts.context_tokens * duration_s
         return _Means(streams / total_s, context / total_s, self._more_streams_per_s(now))
 
     def _more_streams_per_s(self, now: float) -> float:

@@ -102,7 +102,7 @@ class PlannerProcess(Lifecycle):
                 config, PlaneLimits(), self._tasks, self._metrics.message_unreadable
             )
             stack.push_async_callback(plane.aclose)
-            self._health.unreached = plane.rejection
+            self._health.why_unreachable = plane.rejection
             discovery = open_discovery(config, self._tasks, lease_ttl_s=LEASE_S)
             stack.push_async_callback(discovery.aclose)
             stack.push_async_callback(self._resign)
@@ -185,11 +185,11 @@ class PlannerProcess(Lifecycle):
 
     async def _leads(self, discovery: Discovery) -> bool:
         """Renew or try to get the leadership. Return whether this planner leads."""
-        had = self._leadership
+        before = self._leadership
         failure = ""
         try:
             async with asyncio.timeout(_CALL_S):
-                if had is not None and not await had.renew():
+                if before is not None and not await before.renew():
                     log.warning("another planner may lead by now: this one waits")
                     await self._resign()
                 if self._leadership is None:
@@ -199,12 +199,14 @@ class PlannerProcess(Lifecycle):
         except (Unreachable, TimeoutError) as exc:
             failure = str(exc) or "no answer"
         self._log_etcd(failure)
-        lead = self._leadership
-        if lead is not None and lead is not had:
+        leadership = self._leadership
+        if leadership is not None and leadership is not before:
             log.info(
-                "this planner leads namespace %s, epoch %d", self._config.namespace, lead.epoch
+                "this planner leads namespace %s, epoch %d",
+                self._config.namespace,
+                leadership.epoch,
             )
-        leads = lead is not None and not failure
+        leads = leadership is not None and not failure
         self._metrics.set_leader(is_leader=leads)
         return leads
 
@@ -233,7 +235,7 @@ class PlannerProcess(Lifecycle):
                     discovery,
                     self._config.namespace,
                     changes_of(decisions),
-                    present={one.id: one.shares for one in self._view.instances()},
+                    present={instance.id: instance.shares for instance in self._view.instances()},
                     epoch=leadership.epoch,
                     reason=reason_of(decisions),
                     writer=f"planner {self._name}",

@@ -200,7 +200,7 @@ def kv_transfer_features(prompt_tokens: float) -> Features:
 _DECODE_IN_PREFILL: Final = slice(
     PREFILL_TERMS.index("decode_requests"), PREFILL_TERMS.index("context_ki") + 1
 )
-_MOST = 1e6  # a larger number is damaged
+_MAX_COEFFICIENT = 1e6  # a larger one is damaged
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -218,9 +218,9 @@ class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Return True if no coefficient is missing, negative, too large or not a number."""
         if len(self.coefficients) != num_terms:
             return False
-        if not all(0 <= coefficient <= _MOST for coefficient in self.coefficients):
+        if not all(0 <= coefficient <= _MAX_COEFFICIENT for coefficient in self.coefficients):
             return False
-        return 0 <= self.low <= self.high <= _MOST
+        return 0 <= self.low <= self.high <= _MAX_COEFFICIENT
 
     def predict(self, features: Features) -> float:
         """Return the predicted seconds."""

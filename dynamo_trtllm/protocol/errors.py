@@ -42,7 +42,6 @@ class DynamoError(Exception):
         message = mask_credentials(shorten(message, MESSAGE_CHARS))
         super().__init__(message)
         self.message = message
-        # the request or configuration field at fault, if any
         self.field = field and shorten(field, FIELD_CHARS)
 
 

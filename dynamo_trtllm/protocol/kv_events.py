@@ -63,12 +63,9 @@ class BlocksRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """A reader forgets blocks: they are gone, or events were lost.
+    """A reader forgets blocks: they are gone, or events were lost."""
 
-    Args:
-        dp_rank: the data-parallel rank whose blocks are forgotten; None: all of the worker.
-    """
-
+    # Attention-DP rank whose blocks are forgotten. None: all blocks of the worker.
     dp_rank: int | None = None
 
 
@@ -177,8 +174,8 @@ class KvEventPublisher:
 
     Args:
         instance_id: id of the worker.
-        publish: send a message, if possible at once; False: it was not accepted now.
-        timing: when to send.
+        publish: sends a message if that is possible at once; False: it was not accepted now.
+        limits: when to send, and how much to keep.
     """
 
     def __init__(

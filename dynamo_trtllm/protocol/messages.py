@@ -586,6 +586,6 @@ def decode(data: bytes | memoryview, wanted: type[T]) -> T:
         _decoders[wanted] = decoder
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
-    # the last: nested too deeply
+    # RecursionError: the value is nested too deeply.
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as exc:
         raise BadFrame(f"not a {getattr(wanted, '__name__', wanted)}: {exc}") from exc

@@ -63,17 +63,20 @@ def _without_credentials(match: re.Match[str]) -> str:
     if ":" not in before:
         return word
     scheme, separator, _ = before.partition("://")
-    return (f"{scheme}{separator}" if separator else "") + MASK + at + after
+    prefix = f"{scheme}{separator}" if separator else ""
+    return f"{prefix}{MASK}{at}{after}"
 
 
 def mask_address(value: str) -> str:
     """Return an address setting with user and password masked, even if it is not a valid
     address.
     """
-    scheme, separator, rest = value.rpartition("://")
     if "@" in value:
-        scheme, separator, _ = value.partition("://") if separator else ("", "", "")
-        return f"{scheme}{separator}{MASK}@{value.rpartition('@')[2]}"
+        scheme, separator, _ = value.partition("://")
+        prefix = f"{scheme}{separator}" if separator else ""
+        _, _, server = value.rpartition("@")
+        return f"{prefix}{MASK}@{server}"
+    scheme, separator, rest = value.rpartition("://")
     host, colon, port = rest.partition(":")
     is_address = rest.startswith("[") or not colon or "," in rest or _PORT.fullmatch(port)
     # What is not an address may be a user and a password without their `@host`.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,10 +116,6 @@ def find_constants(
 def _read(path: Path) -> list[Constants]:
     content = read_yaml(path)
     try:
-        return msgspec.convert(_entries(content), list[Constants])
+        return msgspec.convert(content.get("constants"), list[Constants])
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{path} has no constants: {exc}; see docs/simulate.md") from exc
-
-
-def _entries(content: Mapping[str, Any]) -> Any:
-    return content.get("constants")

@@ -140,7 +140,7 @@ class Outcome:
     @property
     def is_saturated(self) -> bool:
         """Return whether the load is too high, see `waits_grow`."""
-        return waits_grow([one.ttft_s for one in self.good])
+        return waits_grow([request.ttft_s for request in self.good])
 
     def quantiles(self, of: Callable[[SimulatedRequest], float]) -> dict[str, float]:
         """Return the quantiles of a time of the good requests, in ms."""
@@ -163,7 +163,7 @@ class Outcome:
             "seconds": self.seconds,
             "output_tokens_per_s": self.output_tokens_per_s,
             "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.num_gpus,
-            "cached_share": _share(self.good),
+            "cached_share": _cached_share(self.good),
             "is_saturated": self.is_saturated,
             "ttft_ms": self.quantiles(lambda request: request.ttft_s),
             "tpot_ms": self.quantiles(lambda request: request.mean_gap_s),
@@ -171,7 +171,7 @@ class Outcome:
         }
 
 
-def _share(requests: Sequence[SimulatedRequest]) -> float:
+def _cached_share(requests: Sequence[SimulatedRequest]) -> float:
     """Return the share of the prompt tokens that came from a prefix cache."""
     total = sum(request.input_tokens for request in requests)
     return sum(request.cached_tokens for request in requests) / max(1, total)

@@ -185,13 +185,14 @@ class Response:
         Raises:
             OSError: the connection is lost, or the body is longer than `max_bytes`.
         """
-        body = bytearray(self._parsed.take_body())
-        while not self._parsed.is_complete:
-            await self._read_more()
+        body = bytearray()
+        while True:
             body += self._parsed.take_body()
             if len(body) > max_bytes:
                 raise ConnectionError(f"{self._name} is longer than {max_bytes} bytes")
-        return bytes(body)
+            if self._parsed.is_complete:
+                return bytes(body)
+            await self._read_more()
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """Yield the lines of the body as they arrive. Raises OSError."""

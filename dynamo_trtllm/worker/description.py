@@ -90,12 +90,14 @@ def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
         ConfigError: the engine can't run an elastic worker.
     """
     limits = info.limits
-    if not info.can_aggregate or not limits.kv_blocks:
-        lacks = (
-            "whole requests in every role" if limits.kv_blocks else "a known number of KV blocks"
-        )
+    missing = ""
+    if not info.can_aggregate:
+        missing = "whole requests in every role"
+    if not limits.kv_blocks:
+        missing = "a known number of KV blocks"
+    if missing:
         raise ConfigError(
-            f"--disaggregation-mode {Role.ELASTIC} needs {lacks}, which engine {info.engine} does"
+            f"--disaggregation-mode {Role.ELASTIC} needs {missing}, which engine {info.engine} does"
             f" not have; use another --disaggregation-mode",
             field="disaggregation_mode",
         )

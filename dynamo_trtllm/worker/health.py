@@ -53,13 +53,13 @@ class Health:
     shares_since: float | None = None  # seconds since the epoch; None: since it registered
 
     failure: str = ""  # the failure that ends this worker
-    # Returns why no request can arrive, such as a rejection by NATS; None: requests can.
-    unreached: Callable[[], str | None] = lambda: None
+    # Returns why no request can arrive, such as a rejection by NATS; None: requests can arrive.
+    why_unreachable: Callable[[], str | None] = lambda: None
 
     @property
     def why_not_ready(self) -> str:
         """Return the reason that users see; "" if there is none, or only the phase."""
-        return self.failure or self.reason or self.unreached() or ""
+        return self.failure or self.reason or self.why_unreachable() or ""
 
     @property
     def is_ready(self) -> bool:
@@ -67,7 +67,7 @@ class Health:
         return self.phase == "serving" and not self.why_not_ready
 
 
-Verbs = Mapping[str, Callable[[], str]]
+Actions = Mapping[str, Callable[[], str]]
 
 
 def _error_body(
@@ -81,7 +81,7 @@ def _error_body(
 def health_app(
     health: Health,
     render_metrics: Callable[[], bytes],
-    verbs: Verbs | None = None,
+    actions: Actions | None = None,
     guard: Guard | None = None,
 ) -> Router:
     """Return the app.
@@ -92,8 +92,8 @@ def health_app(
     Args:
         health: health of the worker.
         render_metrics: returns the body of /metrics.
-        verbs: by path, functions that begin a change of the worker and return why that can't be, or
-            "". Only processes of this machine and senders with an API key may call them.
+        actions: by path, functions that begin a change, and return why it is impossible now, or "".
+            Only processes of this machine and senders with an API key may call them.
         guard: checks a request, and notes its sender if that has an API key.
     """
 
@@ -118,24 +118,25 @@ def health_app(
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
 
-    def changing(begin: Callable[[], str]) -> Handler:
+    def action_handler(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
-            # Browsers send Origin: pages of other sites can make them ask this machine.
+            # Browsers add Origin to what a page of another site makes them send to this machine.
             is_from_page = request.header(b"origin") is not None
             has_key = request.sender is not None
             if not has_key and (is_from_page or not is_loopback(request.client)):
                 refusal = "this needs an API key, or a process of the worker's machine"
                 response.send_json(403, {"reason": refusal})
                 return
-            reason = begin()
-            response.send_json(409 if reason else 202, {"status": health.phase, "reason": reason})
+            obstacle = begin()
+            status = 409 if obstacle else 202
+            response.send_json(status, {"status": health.phase, "reason": obstacle})
 
         return change
 
     handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
     routes = [Route("GET", path, handler) for path, handler in handlers.items()]
-    if verbs is not None:
-        routes += [Route("POST", path, changing(begin)) for path, begin in verbs.items()]
+    if actions is not None:
+        routes += [Route("POST", path, action_handler(begin)) for path, begin in actions.items()]
     return Router(routes, guard=guard)
 
 
@@ -173,7 +174,7 @@ async def health_server(
         finally:
             tasks.release(task)
             server.stop()
-            # `BackgroundTasks` has reported a failure.
+            # An exception of the task is not raised: `BackgroundTasks` has reported it.
             await asyncio.gather(task, return_exceptions=True)
 
 
@@ -183,7 +184,7 @@ async def broadcast_load(
     publish: Callable[[bytes], bool],
     timing: WorkerTiming = TIMING,
 ) -> None:
-    """Publish the load, soon after it has changed, and from time to time if it does not change.
+    """Publish the load soon after each change, and from time to time while it does not change.
 
     It runs until it is cancelled. While no request runs, this task sleeps, so that thousands of
     idle workers cost little.
@@ -201,7 +202,7 @@ async def broadcast_load(
         was_called = called.is_set()
         called.clear()
         report = load()
-        # Apart from its number.
+        # Each report has another number, which is no change.
         is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
         if not is_same or clock() - published_at >= timing.unchanged_load_s:
             if not publish(encode(report)):
@@ -215,4 +216,5 @@ async def broadcast_load(
         with suppress(TimeoutError):
             async with asyncio.timeout(timing.unchanged_load_s):
                 await called.wait()
+            # Then one report covers the calls that arrive together.
             await asyncio.sleep(timing.called_s)

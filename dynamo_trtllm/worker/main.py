@@ -20,7 +20,7 @@ from typing import Any
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.config.text_table import format_table as columns
+from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.engines.arguments import Described, NoArguments, described_arguments
 from dynamo_trtllm.engines.factory import find_engine
 from dynamo_trtllm.observability import logging as observe_logging
@@ -67,7 +67,7 @@ def table(config: WorkerConfig) -> str:
     arguments = described(config)
     rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in arguments.every.items()]
     heading = f"\narguments of {arguments.title}\n"
-    body = columns([("argument", "value", "source"), *rows])
+    body = format_table([("argument", "value", "source"), *rows])
     notes = "".join(f"note: {note}\n" for note in arguments.notes)
     return heading + body + notes
 
@@ -182,8 +182,8 @@ def limit_exit(status: int) -> None:
         )
         os._exit(status)
 
-    # What is registered last runs first. `atexit` comes after these functions, in which libraries
-    # may hang already.
+    # Functions of `threading._register_atexit` run before those of `atexit`, and libraries may hang
+    # there already. What is registered last runs first.
     register = getattr(threading, "_register_atexit", atexit.register)
     limit = threading.Thread(target=end, name="exit-limit", daemon=True)
     register(limit.start)

@@ -91,7 +91,7 @@ class StartedWorker:
         if self.health.phase == "asleep":
             return ""
         if self.health.phase != "serving":
-            return self._busy()
+            return self._busy_reason()
         self._start_change("draining", self._fall_asleep(engine))
         return ""
 
@@ -106,7 +106,7 @@ class StartedWorker:
         if not isinstance(engine, Sleeps):
             return "this engine can't sleep"
         if self.health.phase != "asleep":
-            return self._busy()
+            return self._busy_reason()
         self._start_change("waking", self._wake_up(engine))
         return ""
 
@@ -129,8 +129,8 @@ class StartedWorker:
         except DynamoError as exc:
             log.warning("drain failed (%s): %s", exc.code, exc.message)
 
-    async def aclose(self) -> None:
-        """End the change in progress, and deregister. Idempotent."""
+    async def deregister(self) -> None:
+        """Cancel a sleep or wake in progress, and remove the registration. Idempotent."""
         await self.tasks.cancel(self._change)
         await self.registration.aclose()
 
@@ -138,7 +138,7 @@ class StartedWorker:
 
     async def _finish_requests(self) -> bool:
         # This includes requests that have not reached the engine yet.
-        await self.server.finished()
+        await self.server.until_finished()
         await self._engine.drain()
         return True
 
@@ -158,7 +158,7 @@ class StartedWorker:
 
     # --- sleep and wake ---------------------------------------------------------------------------
 
-    def _busy(self) -> str:
+    def _busy_reason(self) -> str:
         return f"the worker is {self.health.phase}; retry later"
 
     def _start_change(self, phase: str, change: Coroutine[Any, Any, None]) -> None:
@@ -167,7 +167,7 @@ class StartedWorker:
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
         await change
-        # A task of `tasks` that ends otherwise counts as failed.
+        # `tasks` counts a task that ends without a release as failed.
         if self._change is not None:
             self.tasks.release(self._change)
 

@@ -363,7 +363,7 @@ class Worker(Lifecycle):
             timing=self._timing,
         )
         self._started_worker = started
-        stack.push_async_callback(started.aclose)
+        stack.push_async_callback(started.deregister)
         self._health.phase = "serving"
         return started
 
@@ -421,7 +421,7 @@ class Worker(Lifecycle):
         def render_metrics() -> bytes:
             return self._metrics.render(asdict(engine.stats()))
 
-        verbs = {"/sleep": self._sleep, "/wake": self._wake}
+        actions = {"/sleep": self._sleep, "/wake": self._wake}
         access = AccessControl(config)
         access.count = self._metrics.count
         if config.api_keys_file is not None:
@@ -432,7 +432,7 @@ class Worker(Lifecycle):
             certificate.count = self._metrics.count
             following = self._tasks.start(certificate.follow_files(), "tls-certificate")
             stack.push_async_callback(self._tasks.cancel, following)
-        app = health_app(self._health, render_metrics, verbs, access.check_status)
+        app = health_app(self._health, render_metrics, actions, access.check_status)
         server = health_server(
             config.system_host, config.system_port, app, self._tasks, certificate
         )
@@ -443,7 +443,7 @@ class Worker(Lifecycle):
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await connect_plane(config, limits, self._tasks, self._metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
-        self._health.unreached = plane.rejection
+        self._health.why_unreachable = plane.rejection
         return plane
 
     async def _load(self, engine: Engine, discovery: Discovery) -> EngineInfo:
@@ -489,7 +489,8 @@ class Worker(Lifecycle):
     async def _drain(self, started: StartedWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await started.aclose()
+        # First, so that frontends send no more requests.
+        await started.deregister()
         await started.drain()
         self._health.phase = "stopped"
 

@@ -78,12 +78,12 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePai
 
     service = ScriptedService(gated)
     serving = await bench.worker.serve(SUBJECT, service)
-    await asyncio.wait_for(serving.finished(), SOON_S)
+    await asyncio.wait_for(serving.until_finished(), SOON_S)
     asking = asyncio.create_task(collect(bench.caller, make_request()))
     await asyncio.wait_for(service.started.wait(), SOON_S)
     assert serving.running == 1
     serving.is_accepting = False
-    finished = asyncio.create_task(serving.finished())
+    finished = asyncio.create_task(serving.until_finished())
     await asyncio.sleep(0.05)
     assert not finished.done()
     gate.set()

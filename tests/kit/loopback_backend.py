@@ -15,7 +15,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     ChecksumMode,
     Checksums,
     combined,
-    ended,
+    end_jobs,
     results,
 )
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -99,7 +99,7 @@ class LoopbackBackend(TcpBackend):
         try:
             return await results(jobs)
         finally:
-            await ended(jobs)
+            await end_jobs(jobs)
 
     async def _with_ready(self, transfer_id: str, index: int) -> PublishedRegions:
         while (entry := self._entry(transfer_id)).ready <= index:

@@ -192,7 +192,7 @@ async def test_worker_counts_bad_numbers_and_continues() -> None:
         for bad in bad_messages(message):
             transport.publish(subject, bad.data)
     await asyncio.sleep(0)
-    await server.finished()
+    await server.until_finished()
     assert num_unreadable > 400
     chunks = [chunk async for chunk in call_stream(plane, "s", request())]
     assert chunks == list(ANSWER)

@@ -47,7 +47,7 @@ class Synced:
 class Rejected:
     """A record was rejected, or the reason changed, or the rejected record is gone or valid."""
 
-    key: str  # escaped and shortened by `keys.shown_key`
+    key: str  # escaped and shortened by `records.shown_key`
     reason: str | None  # None: it is gone or valid
 
 

@@ -167,14 +167,15 @@ class EtcdConnection:
         Raises:
             Unreachable: etcd does not answer, or rejects the user of this process.
         """
-        used = self._token
+        token_before = self._token
         try:
             async with self.attempt() as (etcd, metadata):
                 return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
         except Unreachable:
-            was_token_rejected = used is not None and self._token is None
+            was_token_rejected = token_before is not None and self._token is None
             if not was_token_rejected:
                 raise
+        # The next attempt logs in again.
         async with self.attempt() as (etcd, metadata):
             return await getattr(etcd, name)(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
 
@@ -185,20 +186,22 @@ class EtcdConnection:
         grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or
         UsageError for a call that `aclose` ended.
         """
-        used = self._current
+        index = self._current
+        etcd = self._calls[index]
         try:
-            yield _Call(self._calls[used], await self._metadata(self._calls[used]))
+            yield _Call(etcd, await self._metadata(etcd))
             self.answered = True
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             # Another call may have changed to the next endpoint already.
-            if used == self._current:
-                self._current = (used + 1) % len(self._calls)
+            if index == self._current:
+                self._current = (index + 1) % len(self._calls)
             self._reopen_if_changed()
-            raise self._failure(used, exc) from exc
+            raise self._failure(index, exc) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
+            # Nothing has cancelled this task: `aclose` has ended the call.
             if self.closed and task is not None and not task.cancelling():
-                raise self.unreachable(used, "closed") from exc
+                raise self.unreachable(index, "closed") from exc
             raise
 
     async def _metadata(self, etcd: EtcdCalls) -> Metadata:

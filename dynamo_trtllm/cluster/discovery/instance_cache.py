@@ -99,10 +99,12 @@ class InstanceCache:
         changes = _Changes()
         if self._rejected:
             listed_shown = {shown_key(key) for key in listed}
-            for shown in [shown for shown in self._rejected if shown not in listed_shown]:
+            gone = [shown for shown in self._rejected if shown not in listed_shown]
+            for shown in gone:
                 del self._rejected[shown]
                 changes.rejections.append(Rejected(shown, None))
-        for key in [key for key in self._records if key not in listed]:
+        missing = [key for key in self._records if key not in listed]
+        for key in missing:
             removed_at_s = self._missing.setdefault(key, now_s + self._grace_s)
             # An instance that does not fit is not in use, so it needs no time to register again.
             if removed_at_s <= now_s or key not in self._added:
@@ -220,8 +222,9 @@ class InstanceCache:
             if before is None or before.card != chosen.card:
                 changes.chosen.append(CardChosen(chosen.card))
             # The others fit as before, unless the chosen card requires something else of them now.
-            is_same = before is not None and before.requires_same(chosen)
-            for key in keys if is_same else cards.instances:
+            others_fit_as_before = before is not None and before.requires_same(chosen)
+            checked_keys = keys if others_fit_as_before else cards.instances
+            for key in checked_keys:
                 self._check_fit(key, cards.instances[key], chosen, changes, is_new=key in keys)
         return changes.events()
 

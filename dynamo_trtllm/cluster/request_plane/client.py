@@ -349,8 +349,8 @@ class PlaneClient:
         else:
             lost = errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
-            # A stream without an acknowledgment (None) ends with an error that says so.
-            if lost_own_connection or receiver.last_ping_before_ack is not None:
+            # A stream that is not acknowledged ends with an error of its own, which says so.
+            if lost_own_connection or receiver.is_acknowledged:
                 receiver.fail(lost)
 
 

@@ -133,7 +133,8 @@ class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 _NIL = msgspec.Raw(b"\xc0")
-# In one message. Each takes 10 microseconds, and a frontend has fewer streams.
+# Maximum of unreadable frames in one message. Each takes 10 microseconds. A frontend has fewer
+# streams.
 _MAX_BAD_FRAMES = 4096
 
 
@@ -164,12 +165,12 @@ def read_batch(data: bytes, on_unreadable: Callable[[errors.BadFrame], None]) ->
         on_unreadable(exc)
         raw = decode(data, _RawBatch)
     frames: list[Frame] = []
-    bad = 0
+    num_bad = 0
     for raw_frame in raw.frames:
         frame = _read_frame(raw_frame)
         if frame is None or frame.failure is not None:
-            bad += 1
-        if bad > _MAX_BAD_FRAMES:
+            num_bad += 1
+        if num_bad > _MAX_BAD_FRAMES:
             raise errors.BadFrame(
                 f"more than {_MAX_BAD_FRAMES} of {len(raw.frames)} frames are unreadable"
             )

@@ -96,7 +96,7 @@ class NatsAccess:
         return context
 
 
-# of errors of the server, in lower case as nats-py passes them on
+# Parts of the server's error texts, in lower case as nats-py passes them on.
 DENIED: Final = "permissions violation"
 # "authorization violation", "user authentication expired", "authentication timeout" and others
 _REJECTED: Final = "auth"
@@ -122,9 +122,8 @@ class NatsClient(Client):
 
     def __init__(self, access: NatsAccess) -> None:
         super().__init__()
-        self.requires_tls = (
-            False  # also of servers that the first one names; set by `connect_client`
-        )
+        # Also of servers that the first one names. `connect_client` sets it.
+        self.requires_tls = False
         self._access = access
         self._inbox_prefix = bytearray(access.inbox_prefix.encode())  # also before `connect`
         self._credentials_file: CredentialsFile | None = None

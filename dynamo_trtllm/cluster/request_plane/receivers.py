@@ -70,6 +70,11 @@ class StreamReceiver(TaskStream):
         self.waiting: list[Frame] = []  # received, not yet fed
 
     @property
+    def is_acknowledged(self) -> bool:
+        """Return True if the worker has confirmed that it received the call."""
+        return self.last_ping_before_ack is not None
+
+    @property
     def received(self) -> int:
         """Return the number of frames received, including waiting ones."""
         return self._next_number + len(self.waiting)
@@ -210,7 +215,7 @@ class StreamReceiver(TaskStream):
         Return False before the worker has acknowledged the call, because the worker may not have
         received it.
         """
-        if self.has_ended or self.last_ping_before_ack is None:
+        if self.has_ended or not self.is_acknowledged:
             return False
         self._send_cancel(awaits_kv=True)
         return True

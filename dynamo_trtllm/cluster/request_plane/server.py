@@ -162,7 +162,7 @@ class PlaneServer:
         await self.transport.until_subscribed(timeout_s)
         self._heartbeat.start()
 
-    async def finished(self) -> None:
+    async def until_finished(self) -> None:
         """Wait until no stream runs."""
         await self._idle.wait()
 

@@ -87,11 +87,18 @@ async def run_in_daemon_thread(
 LOADING_WEIGHTS = "loading weights"
 
 
+def _report_nothing() -> str:
+    return ""
+
+
 class LoadProgress:
     """How far the loading of one engine is."""
 
     def __init__(
-        self, weight_bytes: int, reported: Callable[[], str] = str, look_every_s: float = 2.0
+        self,
+        weight_bytes: int,
+        reported: Callable[[], str] = _report_nothing,
+        look_every_s: float = 2.0,
     ) -> None:
         """Note the memory in use.
 
@@ -181,7 +188,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         build: Callable[[], tuple[V, Any]],
         args: LibraryArgs,
         checkpoint: Checkpoint,
-        reported: Callable[[], str] = str,
+        reported: Callable[[], str] = _report_nothing,
     ) -> V:
         """Return the library's bindings and store its engine object.
 

@@ -47,20 +47,21 @@ class GrammarMatcher:
         self._matcher = grammars[0].matcher
         self._stop_ids = list(stop_ids)
         self._unfinished_ids = list(unfinished_ids)
-        # The last tokens before a trigger; None after it.
-        self._free: list[int] | None = [] if grammars[0].trigger_ids else None
-        self._most_free = max(len(grammar.trigger_ids) for grammar in grammars)
-        self._words = np.zeros((size + 31) // 32, dtype=np.int32)
+        # The newest output tokens, of which the last may become a trigger. None: one has come, and
+        # the output follows its grammar.
+        self._before_trigger: list[int] | None = [] if grammars[0].trigger_ids else None
+        self._longest_trigger = max(len(grammar.trigger_ids) for grammar in grammars)
+        self._mask_words = np.zeros((size + 31) // 32, dtype=np.int32)
         self._size = size
 
     def accept_token(self, token_id: int) -> None:
         """Advance the state by the next output token."""
-        if self._free is not None:
-            self._free = [*self._free, token_id][-self._most_free :]
+        if self._before_trigger is not None:
+            self._before_trigger = [*self._before_trigger, token_id][-self._longest_trigger :]
             for trigger_ids, matcher in self._grammars:
-                if tuple(self._free[-len(trigger_ids) :]) == trigger_ids:
+                if tuple(self._before_trigger[-len(trigger_ids) :]) == trigger_ids:
                     self._matcher = matcher
-                    self._free = None
+                    self._before_trigger = None
                     return
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
             reason = self._matcher.get_error()
@@ -72,7 +73,7 @@ class GrammarMatcher:
         Args:
             logits: [vocabulary].
         """
-        if self._free is not None:
+        if self._before_trigger is not None:
             if self._unfinished_ids:
                 logits[self._unfinished_ids] = -torch.inf
             return
@@ -86,8 +87,10 @@ class GrammarMatcher:
         if is_over:
             allowed = np.zeros(self._size, dtype=np.bool_)
         else:
-            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-            bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
+            self._matcher.unsafe_compute_mask_ptr(
+                self._mask_words.ctypes.data, self._mask_words.nbytes
+            )
+            bits = np.unpackbits(self._mask_words.view(np.uint8), bitorder="little")
             allowed = bits[: self._size].view(np.bool_)
         if can_end:
             allowed[self._stop_ids] = True

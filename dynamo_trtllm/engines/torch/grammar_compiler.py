@@ -155,15 +155,15 @@ class _Compilation:
 
     def __init__(self, task: asyncio.Task[CompiledFormat]) -> None:
         self.task = task
-        self.waiting = 0
+        self.num_waiting = 0
 
     async def result(self) -> CompiledFormat:
-        self.waiting += 1
+        self.num_waiting += 1
         try:
             return await asyncio.shield(self.task)
         finally:
-            self.waiting -= 1
-            if not self.waiting:
+            self.num_waiting -= 1
+            if not self.num_waiting:
                 self.task.cancel()
 
 

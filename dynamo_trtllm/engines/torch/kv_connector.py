@@ -53,7 +53,7 @@ class KvConnector(KvTransfers):
         self, backend: TransferBackend, config: WorkerConfig, *, instance_id: int, layout: KvLayout
     ) -> None:
         super().__init__(backend, config, engine="torch", instance_id=instance_id, layout=layout)
-        self._copying = ThreadPoolExecutor(1, "torch-copied")
+        self._copy_waiter = ThreadPoolExecutor(1, "torch-copied")  # waits for copies on the GPU
 
     async def start(self, transfer_buffer: TransferBuffer) -> None:
         """Start the transfer backend and register the transfer buffer with it.
@@ -121,7 +121,7 @@ class KvConnector(KvTransfers):
                 event.synchronize()
                 loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, ready)
 
-        following = self._copying.submit(follow)
+        following = self._copy_waiter.submit(follow)
         following.add_done_callback(_log_copy_error)
 
     def engine_state(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
@@ -161,7 +161,7 @@ class KvConnector(KvTransfers):
     async def aclose(self) -> None:
         """End all KV transfers, then close the backend."""
         await super().aclose()
-        await asyncio.to_thread(self._copying.shutdown)
+        await asyncio.to_thread(self._copy_waiter.shutdown)
 
 
 def _log_copy_error(copying: Future[None]) -> None:

@@ -98,6 +98,8 @@ class ModelRunner:
     ) -> Tensor:
         """Return for each sequence that is sampled whether its keys are finite.
 
+        For prompts, the result of this step is added to that of their earlier chunks, `finite`.
+
         Returns:
             bool [rows], on the device.
         """

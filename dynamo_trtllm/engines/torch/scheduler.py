@@ -240,15 +240,15 @@ class Scheduler:
             self.on_end(reason)
 
     def _run_iteration(self) -> None:
-        busy = bool(self._prefilling or self._decoding)
+        waits = not (self._prefilling or self._decoding)
         while True:
             try:
-                message = self._posted.get(block=not busy)
+                message = self._posted.get(block=waits)
             except queue.Empty:
                 break
             message()
             # Wait for at most one message, then take those that are queued.
-            busy = True
+            waits = False
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
@@ -266,7 +266,7 @@ class Scheduler:
 
     def _take_stats(self) -> EngineStats:
         return EngineStats(
-            running=self._running(),
+            running=self._num_running(),
             waiting=len(self._waiting),
             kv_blocks_used=self.blocks.manager.used,
             kv_blocks_total=self.pool.num_blocks,
@@ -305,7 +305,7 @@ class Scheduler:
 
         Return the resource that it lacks; "" if it can start.
         """
-        if self._running() >= self.args.max_batch_size:
+        if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
             seq.allocation = self.transfer_buffer.allocate(
@@ -315,7 +315,7 @@ class Scheduler:
                 return "transfer_buffer"
         return "" if self.blocks.reserve(seq) else "kv_blocks"
 
-    def _running(self) -> int:
+    def _num_running(self) -> int:
         running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
         # Of an elastic engine, these take no place in the batch: they may wait for decode calls of
         # another one that waits for places in its batch.
@@ -358,7 +358,7 @@ class Scheduler:
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            # Negative if the prompts so far have more than this request may fill the step to.
+            # The prompts before may have filled the step further than this one may.
             left_of_step = max(0, step_limit(budget, seq.request) - num_planned)
             count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:
@@ -384,7 +384,7 @@ class Scheduler:
             elif seq.awaits_step:
                 seq.awaits_step = False
                 seq.phases.end("decode_wait")
-            self._emit(seq, token)
+            self._handle_token(seq, token)
         if len(self._non_finite) >= _MAX_NON_FINITE:
             raise EngineFailed(
                 f"the model's output was NaN or infinite in {len(self._non_finite)} requests within"
@@ -413,7 +413,8 @@ class Scheduler:
         }
         self._non_finite = recent | {client_request(seq.request): now}
 
-    def _emit(self, seq: TorchSequence, token: SampledToken | None) -> None:
+    def _handle_token(self, seq: TorchSequence, token: SampledToken | None) -> None:
+        """Add a token to its sequence, and emit it, export the prompt's KV, or end the sequence."""
         if token is None:
             self._end_non_finite(seq)
             return

@@ -136,9 +136,10 @@ class TransferBuffer:
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
         # Staging memory on the GPU, if the buffer is in host memory.
         self._bounce: Tensor | None = None
-        # Computes checksums beside the steps.
-        self._checking: torch.cuda.Stream | None = None
-        self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
+        # On this stream, checksums are computed beside the steps.
+        self._checksum_stream: torch.cuda.Stream | None = None
+        # Copies through `_bounce` are queued one after the other.
+        self._bounce_lock = threading.Lock()
 
     def move_to_host(self) -> None:
         """Move the buffer to pinned host memory, for transfer backends that can't read GPU memory.
@@ -209,7 +210,7 @@ class TransferBuffer:
 
         It can be allocated again once the copies that are queued so far are done.
         """
-        event = self.mark()
+        event = self.record_event()
         if event is None:
             self._used.remove(allocation)
         else:
@@ -266,7 +267,7 @@ class TransferBuffer:
         rows_by_region = torch.split(rows, rows_per_region)
         for region, region_rows in zip(allocation.regions, rows_by_region, strict=True):
             self._gather(region, region_rows)
-            event = self.mark()
+            event = self.record_event()
             if event is not None:
                 events.append(event)
         return events
@@ -275,7 +276,7 @@ class TransferBuffer:
         if self._bounce is None:
             torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(region))
             return
-        with self._bouncing:
+        with self._bounce_lock:
             passing = self._bounce[: len(region)]
             torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(passing))
             region.copy_(passing, non_blocking=True)
@@ -295,7 +296,7 @@ class TransferBuffer:
         if self._bounce is None:
             self._pool.all_rows.index_copy_(0, region_rows, self._as_rows(region))
             return
-        with self._bouncing:
+        with self._bounce_lock:
             passing = self._bounce[: len(region)]
             passing.copy_(region, non_blocking=True)
             self._pool.all_rows.index_copy_(0, region_rows, self._as_rows(passing))
@@ -307,16 +308,16 @@ class TransferBuffer:
         if memory.device.type != "cuda":
             return checksum(memory)
         with torch.cuda.device(memory.device):
-            if self._checking is None:
-                self._checking = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._checking):
+            if self._checksum_stream is None:
+                self._checksum_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._checksum_stream):
                 return checksum(memory)
 
     def _as_rows(self, region: Tensor) -> Tensor:
         """Return the bytes of a region as rows of the pool, [rows, elements]."""
         return region.view(self._pool.row_dtype).view(-1, self._pool.all_rows.shape[1])
 
-    def mark(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """Record an event after all work queued so far on the device's default stream.
 
         Returns:

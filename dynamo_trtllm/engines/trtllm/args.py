@@ -197,29 +197,29 @@ def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -
         leaves["num_postprocess_workers"] = SourcedValue(0, ADAPTER)
 
 
-def _check_together(get: Mapping[str, Any]) -> None:
+def _check_together(values: Mapping[str, Any]) -> None:
     """Check TensorRT-LLM's constraints between arguments.
 
     Args:
-        get: values by dotted key.
+        values: values by dotted key.
 
     Raises:
         ConfigError: two arguments conflict.
     """
-    sizes = get.get("cuda_graph_config.batch_sizes")
-    largest = get.get("cuda_graph_config.max_batch_size")
+    sizes = values.get("cuda_graph_config.batch_sizes")
+    largest = values.get("cuda_graph_config.max_batch_size")
     if sizes and largest and max(sizes) != largest:
         raise ConfigError(
             f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but"
             f" cuda_graph_config.max_batch_size is {largest}. Set only one of them.",
             field="cuda_graph_config.batch_sizes",
         )
-    if get.get("attention_dp_config.enable_balance"):
+    if values.get("attention_dp_config.enable_balance"):
         for name in ("timeout_iters", "batching_wait_iters"):
             key = f"attention_dp_config.{name}"
-            if (get.get(key) or 0) < 0:
+            if (values.get(key) or 0) < 0:
                 raise ConfigError(
-                    f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key
+                    f"{key} is {values[key]}: expected 0 or more with enable_balance", field=key
                 )
 
 
@@ -267,8 +267,8 @@ def _advice(
                 notes.append(f"{exc.message}; dropped")
             continue
         if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":
-            # pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in
-            # _torch/model_config.py
+            # See pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in
+            # _torch/model_config.py.
             notes.append(
                 f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it"
                 " exists"

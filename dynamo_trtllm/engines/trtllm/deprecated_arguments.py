@@ -35,10 +35,11 @@ def translate(source: Source, notes: list[str]) -> Source:
             work.put(f"{_LEGACY_SECTION}.{key}", key, value)
     for old, new in LIBRARY.moved.items():
         work.move(old, new)
-    work.graphs()
-    if (overlap := work.pop_flag("enable_overlap_scheduler")) is not None:
-        work.put("enable_overlap_scheduler", "disable_overlap_scheduler", not overlap)
-    work.transceiver()
+    work.translate_graphs()
+    overlaps = work.pop_flag("enable_overlap_scheduler")
+    if overlaps is not None:
+        work.put("enable_overlap_scheduler", "disable_overlap_scheduler", not overlaps)
+    work.capitalize_backend()
     if work.values.get("backend") == "pytorch":
         del work.values["backend"]  # the engine sets it
     return source._replace(values=work.values)
@@ -52,12 +53,13 @@ class _ArgumentTranslation(NamedTuple):
     notes: list[str]
 
     def move(self, old: str, new: str) -> None:
+        """Move the value of a key, if it is set, to the key that replaces it."""
         parent, _, last = old.rpartition(".")
         level = self.values.get(parent) if parent else self.values
         if isinstance(level, dict) and last in level:
             self.put(old, new, level.pop(last))
 
-    def graphs(self) -> None:
+    def translate_graphs(self) -> None:
         """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the
         default.
         """
@@ -72,7 +74,8 @@ class _ArgumentTranslation(NamedTuple):
             self.values["cuda_graph_config"] = None
             self._note("use_cuda_graph", "cuda_graph_config: null")
 
-    def transceiver(self) -> None:
+    def capitalize_backend(self) -> None:
+        """Write the transceiver's backend in capitals, as current releases do."""
         level = self.values.get(_TRANSCEIVER)
         backend = level.get("backend") if isinstance(level, dict) else None
         if isinstance(level, dict) and isinstance(backend, str) and backend != backend.upper():
@@ -80,6 +83,7 @@ class _ArgumentTranslation(NamedTuple):
             self._note(f"{_TRANSCEIVER}.backend: {backend}", backend.upper())
 
     def pop_flag(self, key: str) -> bool | None:
+        """Remove a key, and return its value; None if it is not set."""
         if key not in self.values:
             return None
         value = self.values.pop(key)
@@ -88,6 +92,7 @@ class _ArgumentTranslation(NamedTuple):
         raise ConfigError(f"{self.where}: {key} is {value!r}: expected true or false", field=key)
 
     def put(self, old: str, new: str, value: Any) -> None:
+        """Set the key `new` to a value that came from the deprecated key `old`."""
         *parents, last = new.split(".")
         level = self.values
         for parent in parents:

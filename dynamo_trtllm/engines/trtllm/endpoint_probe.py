@@ -50,9 +50,9 @@ class EndpointProbe:
         try:
             await asyncio.shield(probe)
         except OSError as exc:
-            reason = (
-                f"no answer within {self._timeout_s:g} s" if isinstance(exc, TimeoutError) else exc
-            )
+            reason = str(exc)
+            if isinstance(exc, TimeoutError):
+                reason = f"no answer within {self._timeout_s:g} s"
             raise TransferFailed(
                 f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}"
             ) from exc

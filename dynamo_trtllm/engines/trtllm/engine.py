@@ -157,10 +157,10 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
-        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
+        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         return "" if has_names else "this TensorRT-LLM can't sleep"
 
     async def sleep(self) -> None:
@@ -407,17 +407,12 @@ def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str,
     fcfs.
     """
     policy = str(facts.args.get("scheduler_config.waiting_queue_policy")).rpartition(".")[2]
-    features = (
-        ["priority"] if "priority" in bindings.parameters and policy.lower() == "priority" else []
-    )
-    return (
-        *features,
-        *(
-            ["dp_rank"]
-            if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None
-            else []
-        ),
-    )
+    features: list[str] = []
+    if "priority" in bindings.parameters and policy.lower() == "priority":
+        features.append("priority")
+    if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None:
+        features.append("dp_rank")
+    return tuple(features)
 
 
 def sleep_obstacle(facts: RoleFacts) -> str:

@@ -181,9 +181,9 @@ class TrtllmLibrary:
                 return (
                     f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
                 )
-        return (
-            size_change(self.block_tokens, self._stats_poller.kv_cache) if self.block_tokens else ""
-        )
+        if not self.block_tokens:
+            return ""
+        return size_change(self.block_tokens, self._stats_poller.kv_cache)
 
     def _log_stall(self) -> None:
         """Log what a report of a stalled executor needs, and what is lost when this process ends
@@ -378,11 +378,10 @@ class TrtllmCall:
             name: getattr(params, name)
             for name in sorted(bindings.disagg_fields - {"request_type"})
         }
-        # the id that this call was given
-        if not values.get("disagg_request_id") and self._disagg is not None:
-            values |= {
-                name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg
-            }
+        # If the result has no id, the one that this call was given counts.
+        given = self._disagg or {}
+        if not values.get("disagg_request_id") and "disagg_request_id" in given:
+            values["disagg_request_id"] = given["disagg_request_id"]
         state = pack(values, release=bindings.release)
         return (
             Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=chunk.logprobs),

@@ -21,7 +21,9 @@ def has_torch_sampler(args: TrtllmArgs) -> bool:
     """
     if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
         return True
-    return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
+    # The value may be an enum, whose text begins with its class.
+    _, _, sampler = str(args.get("sampler_type")).rpartition(".")
+    return sampler != "TRTLLMSampler"
 
 
 def dp_ranks(facts: RoleFacts) -> int:
@@ -48,10 +50,9 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
     candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
-    buffer = facts.buffer
-    # longer prompts use a fallback that fails with NIXL
-    if buffer and phase is not Phase.AGGREGATED:
-        candidates.append(PromptLimit(buffer, BUFFER))
+    # Longer prompts than the transfer buffer use a fallback that fails with NIXL.
+    if facts.buffer_tokens and phase is not Phase.AGGREGATED:
+        candidates.append(PromptLimit(facts.buffer_tokens, BUFFER))
     if phase is not Phase.DECODE and not facts.is_enabled("enable_chunked_prefill"):
         candidates.append(
             PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill")

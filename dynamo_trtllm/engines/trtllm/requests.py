@@ -184,7 +184,13 @@ def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
     else:
         ends = {"queue": "first_scheduled_time", "prefill": "first_token_time"}
     moments = [getattr(times, name, None) for name in ("arrival_time", *ends.values())]
-    at = [moment.total_seconds() if isinstance(moment, timedelta) else 0.0 for moment in moments]
-    if at[0] <= 0 or at != sorted(at):  # zero: it has not happened
+    # 0: it has not happened.
+    times_s = [
+        moment.total_seconds() if isinstance(moment, timedelta) else 0.0 for moment in moments
+    ]
+    if times_s[0] <= 0 or times_s != sorted(times_s):
         return {}
-    return {phase: end - begin for phase, begin, end in zip(ends, at, at[1:], strict=False)}
+    return {
+        phase: end_s - begin_s
+        for phase, begin_s, end_s in zip(ends, times_s, times_s[1:], strict=False)
+    }

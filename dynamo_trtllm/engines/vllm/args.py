@@ -32,6 +32,14 @@ SCHEDULER = "dynamo_trtllm.engines.vllm.steps.MeasuredScheduler"
 TRANSFER_BLOCK_TOKENS = 128
 # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`.
 _LEASE_SPARE_S = 5
+# An elastic engine sends and reads KV.
+_KV_ROLES: Final = {
+    Role.PREFILL: "kv_producer",
+    Role.DECODE: "kv_consumer",
+    Role.ELASTIC: "kv_both",
+}
+# Arguments whose product is the number of ranks over which vLLM distributes experts.
+_EXPERT_RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
 
 def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryArgs:
@@ -161,7 +169,7 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
     if wanted is None:
         return None
     source = config.source_of("expert_parallel_size")
-    sizes = dict.fromkeys(_RANKS, 1)
+    sizes = dict.fromkeys(_EXPERT_RANKS, 1)
     for key in sizes.keys() & leaves.keys():
         sizes[key] = int(leaves[key].value)
     ranks = math.prod(sizes.values())
@@ -182,15 +190,6 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> Source
             field="expert_parallel_size",
         )
     return SourcedValue(is_on, source)
-
-
-# An elastic engine sends and reads KV.
-_KV_ROLES: Final = {
-    Role.PREFILL: "kv_producer",
-    Role.DECODE: "kv_consumer",
-    Role.ELASTIC: "kv_both",
-}
-_RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
 
 def _meanings(config: WorkerConfig) -> list[str]:

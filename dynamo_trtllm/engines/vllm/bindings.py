@@ -6,7 +6,6 @@ before it.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
+OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
 def explain_oom(
@@ -77,11 +77,6 @@ def explain_oom(
             f" this machine{fix}"
         )
     return None
-
-
-log = logging.getLogger(__name__)
-
-OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
 class VllmBindings:

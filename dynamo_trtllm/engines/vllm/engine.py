@@ -80,8 +80,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
 }
-# Unless the user has set it. FlashInfer compiles its sampler with nvcc for 136 s on the first start
-# with a type of GPU.
+# These apply unless the user has set them. FlashInfer compiles its sampler with nvcc for 136 s on
+# the first start with a type of GPU.
 _PREFERRED = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 

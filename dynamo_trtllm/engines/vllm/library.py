@@ -234,6 +234,7 @@ class VllmCall:
         # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by
         # vLLM's output handler, once per step and request (vllm/v1/engine/output_processor.py of
         # 0.24.0).
+        # An output may have come before `put` is replaced.
         early = collector.output
         collector.put = put
         self._is_submitted = True

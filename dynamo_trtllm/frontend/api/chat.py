@@ -1,6 +1,6 @@
 """Define the request of `POST /v1/chat/completions`.
 
-`frontend/generation/preprocess` translates it for an engine.
+`frontend/requests/preprocess` translates it for an engine.
 """
 
 from __future__ import annotations

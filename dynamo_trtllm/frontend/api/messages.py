@@ -1,6 +1,6 @@
 """Define the request of `POST /v1/messages`, Anthropic's Messages API, and of its `count_tokens`.
 
-`frontend/generation/messages` translates it for an engine.
+`frontend/messages_api` translates it for an engine.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ class RequestModel(BaseModel):
             return data
         accepted = {}
         listed = _listed_names(cls)
-        for name in [name for name in data if name in listed]:
-            value = data[name]
-            if value is None or name in cls.hints:
+        # Known fields come first, so that an error of theirs is reported before an unknown field.
+        for name, value in data.items():
+            if name not in listed or value is None or name in cls.hints:
                 continue
             if name in _names(cls):
                 accepted[name] = value

@@ -1,6 +1,6 @@
 """Define the request of `POST /v1/responses`.
 
-`frontend/generation/responses` interprets its items.
+`frontend/responses_api/items` interprets its items.
 """
 
 from __future__ import annotations

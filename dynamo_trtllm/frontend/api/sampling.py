@@ -209,6 +209,7 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
+        # Reading these rejects a value that has two names and differs between them.
         _ = self.past_eos, self.salt, self.requested_priority
         if (
             self.attention_dp_relax

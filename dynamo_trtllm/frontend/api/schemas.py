@@ -77,13 +77,18 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     reference = schema.get("$ref", "#")
     if not (isinstance(reference, str) and reference.startswith("#")):
         invalid(f"may only refer to itself (#/…) at {_pointer(where)}/$ref")
-    for name in _MAPS + _LISTS:
-        members = schema.get(name, {} if name in _MAPS else [])
-        if not isinstance(members, dict if name in _MAPS else list):
-            wanted = "an object" if name in _MAPS else "a list"
-            invalid(f"must have {wanted} at {_pointer(where)}/{name}, not {kind_of(members)}")
-        for key, member in members.items() if isinstance(members, dict) else enumerate(members):
+    for name in _MAPS:
+        members = schema.get(name, {})
+        if not isinstance(members, dict):
+            invalid(f"must have an object at {_pointer(where)}/{name}, not {kind_of(members)}")
+        for key, member in members.items():
             _check(member, (where, name, key), depth + 1)
+    for name in _LISTS:
+        members = schema.get(name, [])
+        if not isinstance(members, list):
+            invalid(f"must have a list at {_pointer(where)}/{name}, not {kind_of(members)}")
+        for index, member in enumerate(members):
+            _check(member, (where, name, index), depth + 1)
     for name in _ONES:
         # "items" was a list in old drafts
         if name in schema and not isinstance(schema[name], list):

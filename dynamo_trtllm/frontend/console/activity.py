@@ -139,15 +139,19 @@ class RequestActivity:
         worker = timeline.decode_instance
         if worker is None or timeline.first_s is None:
             return
-        before, before_s = self._counted.get(choice, (0, 0.0))
-        new = choice.num_tokens - before
-        if new <= 0:
+        num_before, last_before_s = self._counted.get(choice, (0, 0.0))
+        num_new = choice.num_tokens - num_before
+        if num_new <= 0:
             return
         progress = self._progress_of(worker)
-        progress.tokens += new
-        # The first token has no gap before it.
-        progress.num_gaps += new if before else new - 1
-        progress.gap_s += timeline.last_s - (before_s if before else timeline.first_s)
+        progress.tokens += num_new
+        if num_before:
+            progress.num_gaps += num_new
+            progress.gap_s += timeline.last_s - last_before_s
+        else:
+            # The first token has no gap before it.
+            progress.num_gaps += num_new - 1
+            progress.gap_s += timeline.last_s - timeline.first_s
         self._counted[choice] = (choice.num_tokens, timeline.last_s)
 
     def _note_stream(self, choice: Choice, now_s: float) -> None:

@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S: Final = 1.0  # between two samples
 MAX_READERS: Final = 32  # of one process
-_WANTED_S: Final = 3.5  # after a sample of a process with readers, samples are sent
+# For so long after a sample of another process with readers, this process sends samples, too. It is
+# more than three samples, so that a lost one does not matter.
+_WANTED_S: Final = 3.5
 
 
 @dataclass(eq=False)

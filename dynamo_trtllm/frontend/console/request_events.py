@@ -23,7 +23,7 @@ from dynamo_trtllm.observability.request_timeline import outcome, timeline_notes
 from dynamo_trtllm.protocol.errors import InvalidRequest, Overloaded
 
 _TIMEOUT_S: Final = 2.0  # for the answers of all processes
-# Frontends are not registered, so their number is not known: at least so long.
+# Frontends are not registered, so nothing says when all have answered: this is the shortest wait.
 _SETTLE_S: Final = 0.3
 _MAX_WAITING: Final = 8  # each answer takes up to 300 ms of CPU time in each process
 _MAX_ID_CHARS: Final = 256

@@ -41,8 +41,8 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
-_FORMS: Final = {_MESSAGES: messages_error}
-_HINT: Final = "; see /docs for the API"
+_ERROR_FORMS: Final = {_MESSAGES: messages_error}
+_NOT_FOUND_HINT: Final = "; see /docs for the API"
 
 
 class FrontendApp(NamedTuple):
@@ -84,17 +84,17 @@ def build_app(
     app_state = AppState(config, models, request_router, metrics, traces)
     _register_gauges(app_state, access, metrics)
     response_store = _response_store(config, store, metrics)
-    stored = ResponseRoutes(response_store, app_state.running)
+    response_routes = ResponseRoutes(response_store, app_state.running)
     responses = ResponsesAdapter(response_store)
     routes = [
-        _generating("/v1/chat/completions", CHAT, app_state),
-        _generating("/v1/completions", TEXT, app_state),
-        _generating("/v1/responses", responses, app_state),
-        _generating(_MESSAGES, MessagesAdapter(), app_state),
-        Route("GET", "/v1/responses/{id}", stored.retrieve),
-        Route("DELETE", "/v1/responses/{id}", stored.delete),
-        Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
-        Route("GET", "/v1/responses/{id}/input_items", stored.input_items),
+        _generation_route("/v1/chat/completions", CHAT, app_state),
+        _generation_route("/v1/completions", TEXT, app_state),
+        _generation_route("/v1/responses", responses, app_state),
+        _generation_route(_MESSAGES, MessagesAdapter(), app_state),
+        Route("GET", "/v1/responses/{id}", response_routes.retrieve),
+        Route("DELETE", "/v1/responses/{id}", response_routes.delete),
+        Route("POST", "/v1/responses/{id}/cancel", response_routes.cancel),
+        Route("GET", "/v1/responses/{id}/input_items", response_routes.input_items),
         *tokenization_routes(app_state, responses),
         *_status_routes(StatusRoutes(models, metrics, not_ready_reason)),
         Route("GET", "/openapi.json", openapi),
@@ -111,7 +111,9 @@ def build_app(
         added = hooks.route_list(routes, partial(_open_body, app_state))
     guard = _guard(config, access)
     origins = config.allowed_origins
-    router = Router(routes, _HINT, origins, _FORMS, guard=guard, before=before, added=added)
+    router = Router(
+        routes, _NOT_FOUND_HINT, origins, _ERROR_FORMS, guard=guard, before=before, added=added
+    )
     return FrontendApp(router, access, app_state.limits, traces, console, response_store)
 
 
@@ -187,7 +189,7 @@ def _trace_exporter(config: FrontendConfig, metrics: FrontendMetrics) -> TraceEx
     )
 
 
-def _generating(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:
+def _generation_route(path: str, api: ApiAdapter[B], app_state: AppState) -> Route:
     """Return the route of an API that generates."""
     serve = partial(serve_request, api, app_state)
     return Route("POST", path, partial(handle_request, api.endpoint, serve, app_state))

@@ -78,13 +78,13 @@ class ConsoleRoutes:
             response.on_drain = reader.end
             response.start_events({})
             response.write(hello)
-            last = await reader.until_ended()
+            last_event = await reader.until_ended()
             response.continue_on_disconnect()
             response.keeps_alive = False
             if reader.error is not None:
                 response.fail(reader.error)
             else:
-                await response.send_events(last, last=True)
+                await response.send_events(last_event, last=True)
         finally:
             self._feed.leave(reader)
 

@@ -11,7 +11,7 @@ import orjson
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
-PAGE_MAY = (
+_PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -29,4 +29,4 @@ def _openapi() -> bytes:
 async def docs(_: HttpRequest, response: HttpResponse) -> None:
     """Answer with a page that shows `/openapi.json`. It loads nothing from other servers."""
     page = files("dynamo_trtllm.frontend").joinpath("docs.html").read_bytes()
-    response.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": PAGE_MAY})
+    response.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": _PAGE_POLICY})

@@ -35,6 +35,7 @@ def frontend_server(
     """
     wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
     files = allow_files(wanted, ", or lower --max-connections")
+    # If the limit is very low, connections get half of the files.
     for_connections = max(files - _OTHER_FILES, files // 2)
     reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
     # The settings have the names of the limits.
@@ -45,8 +46,9 @@ def frontend_server(
         keeps_all_headers=keeps_all_headers,
         **configured,
     )
-    if limits.max_connections > for_connections - reserved:
-        limits = replace(limits, max_connections=for_connections - reserved)
+    most = for_connections - reserved
+    if limits.max_connections > most:
+        limits = replace(limits, max_connections=most)
     return HttpServer(
         handler,
         limits,

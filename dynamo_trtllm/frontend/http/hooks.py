@@ -186,9 +186,9 @@ class Hooks:
         self._count_failure: Callable[[str], None] = lambda code: None
         for hook in self._middleware:
             _check_hook(hook, "middleware")
-        for given, handler in self._routes.items():
+        for method_and_path, handler in self._routes.items():
             _check_hook(handler, "routes")
-            _check_route(given)
+            _check_route(method_and_path)
 
     def __bool__(self) -> bool:
         return bool(self._middleware or self._routes)
@@ -208,11 +208,12 @@ class Hooks:
             ConfigError: a path is one of the frontend's own.
         """
         routes = []
-        for given, handler in self._routes.items():
-            method, path = given.split(" ")
+        for method_and_path, handler in self._routes.items():
+            method, path = method_and_path.split(" ")
             if any(path_pattern(other.path).fullmatch(path) for other in others):
                 raise ConfigError(
-                    f"route {given!r} has a path of the frontend itself; choose another one",
+                    f"route {method_and_path!r} has a path of the frontend itself; choose another"
+                    " one",
                     field="routes",
                 )
             routes.append(Route(method, path, partial(self._answer, handler, open_body)))
@@ -336,7 +337,10 @@ class Hooks:
         """
         return {
             "middleware": [_importable_name(hook) for hook in self._middleware],
-            "routes": {given: _importable_name(handler) for given, handler in self._routes.items()},
+            "routes": {
+                method_and_path: _importable_name(handler)
+                for method_and_path, handler in self._routes.items()
+            },
             "hook_timeout_s": self._timeout_s,
         }
 
@@ -352,7 +356,9 @@ def import_hooks(names: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         "middleware": [_imported(name) for name in names["middleware"]],
-        "routes": {given: _imported(name) for given, name in names["routes"].items()},
+        "routes": {
+            method_and_path: _imported(name) for method_and_path, name in names["routes"].items()
+        },
         "hook_timeout_s": names["hook_timeout_s"],
     }
 
@@ -442,14 +448,14 @@ def _check_hook(hook: Any, argument: str) -> None:
         ) from exc
 
 
-def _check_route(given: object) -> None:
+def _check_route(method_and_path: object) -> None:
     """Raise ConfigError unless it is a method and a path."""
-    if isinstance(given, str) and _ROUTE.fullmatch(given):
-        names = _PARAMETER.findall(given)
+    if isinstance(method_and_path, str) and _ROUTE.fullmatch(method_and_path):
+        names = _PARAMETER.findall(method_and_path)
         if len(set(names)) == len(names):
             return
     raise ConfigError(
-        f"route {shown(given)} is not a method and a path; write it like 'GET /hello' or"
+        f"route {shown(method_and_path)} is not a method and a path; write it like 'GET /hello' or"
         " 'POST /hello/{name}'",
         field="routes",
     )

@@ -81,6 +81,7 @@ class StatusRoutes:
         limit = read_limit(request, LISTED, MAX_LISTED)
         instances = self._models.instances()
         shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
+        # One instance of each endpoint.
         endpoints = {
             (instance.namespace, instance.component, instance.endpoint): instance
             for instance in instances
@@ -91,15 +92,16 @@ class StatusRoutes:
             "status": "not_ready" if reasons else "healthy",
             "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
             "num_instances": {str(role): count for role, count in num_by_role.items()},
-            "instances": [self._instance(instance) for instance in shown],
+            "instances": [self._row(instance) for instance in shown],
             **self._models.readiness(limit),
         }
         if reasons:
             body["message"] = "; ".join(reasons)
         response.send_json(200, body)
 
-    def _instance(self, instance: Instance) -> dict[str, Any]:
-        row = _instance(instance)
+    def _row(self, instance: Instance) -> dict[str, Any]:
+        """Return the entry of an instance in /health; that of an elastic worker has its shares."""
+        row = _instance_row(instance)
         shares = self._models.shares_of(instance)
         if shares is not None:
             row |= shares_object(shares, self._models.shares_since(instance))
@@ -125,7 +127,7 @@ async def version(_: HttpRequest, response: HttpResponse) -> None:
     response.send_json(200, {"version": dynamo_trtllm.__version__})
 
 
-def _instance(instance: Instance) -> dict[str, Any]:
+def _instance_row(instance: Instance) -> dict[str, Any]:
     return {
         "component": instance.component,
         "endpoint": instance.endpoint,

@@ -37,6 +37,9 @@ from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.support.http_server.server import Route
 
+# Characters of stored responses that a request renders; only `/v1/responses` has stored ones.
+_NO_STORED_CHARS = 0
+
 
 def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> list[Route]:
     """Return the routes of this module. `responses` resolves the references of `/v1/responses`."""
@@ -61,7 +64,7 @@ async def _tokenization(
     body: TokenizeRequest, served: ServedModel, owner: str
 ) -> tuple[Callable[[], TokenizationObject], int]:
     """Return the work that answers `/tokenize`."""
-    return partial(_tokenized, body, served), 0
+    return partial(_tokenized, body, served), _NO_STORED_CHARS
 
 
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
@@ -109,7 +112,7 @@ async def _detokenization(
         except InvalidRequest as exc:
             raise InvalidRequest(exc.message, field="tokens") from exc
 
-    return prepare, 0
+    return prepare, _NO_STORED_CHARS
 
 
 def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
@@ -118,12 +121,12 @@ def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
     async def resolve(
         body: ResponseRequest, served: ServedModel, owner: str
     ) -> tuple[Callable[[], InputTokensObject], int]:
-        prompt, size = await adapter.resolve_prompt(body, served, owner)
+        prompt_ids, stored_chars = await adapter.resolve_prompt(body, served, owner)
 
         def count() -> InputTokensObject:
-            return {"object": "response.input_tokens", "input_tokens": len(prompt())}
+            return {"object": "response.input_tokens", "input_tokens": len(prompt_ids())}
 
-        return count, size
+        return count, stored_chars
 
     return resolve
 
@@ -136,4 +139,4 @@ async def _message_tokens(
     def count() -> MessageTokensObject:
         return {"input_tokens": len(messages_prompt(body, served))}
 
-    return count, 0
+    return count, _NO_STORED_CHARS

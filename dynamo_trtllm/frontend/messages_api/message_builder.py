@@ -122,10 +122,10 @@ class _ToolUseBlock(_TextBlock):
     def add(self, text: str) -> bytes:
         self._texts.append(text)
         if self._is_object is None:
-            begun = text.lstrip(_BLANKS)
-            if begun:
-                self._is_object = begun[0] == "{"
-                text = begun
+            stripped = text.lstrip(_BLANKS)
+            if stripped:
+                self._is_object = stripped[0] == "{"
+                text = stripped
         return self._delta(text) if self._is_object else b""
 
     def finish(self) -> bytes:

@@ -45,15 +45,15 @@ def messages_of(
     system: Iterable[MessageText],
     turns: Sequence[Turn],
     *,
-    system_is_first: bool,
+    allows_later_system: bool,
 ) -> tuple[Message, ...]:
     """Return the messages of a conversation.
 
     Args:
         system: the system prompt.
         turns: the turns. Consecutive ones of a role are one turn.
-        system_is_first: later system messages become the user's, because the model's prompt format
-            may not have them.
+        allows_later_system: False: later system messages become the user's, because the model's
+            prompt format may not have them.
 
     Raises:
         InvalidRequest: a tool result without an earlier call.
@@ -63,7 +63,7 @@ def messages_of(
     if instructions:
         messages.append(Message(role="system", content=instructions))
     called: set[str] = set()
-    for role, turns_of_role in _runs(turns, system_is_first=system_is_first):
+    for role, turns_of_role in _runs(turns, allows_later_system=allows_later_system):
         if role == "assistant":
             messages += _answer(turns_of_role, called)
         elif role == "user":
@@ -88,12 +88,12 @@ class _Run(NamedTuple):
     turns: list[_Placed]
 
 
-def _runs(turns: Sequence[Turn], *, system_is_first: bool) -> list[_Run]:
+def _runs(turns: Sequence[Turn], *, allows_later_system: bool) -> list[_Run]:
     """Return runs of turns with one role."""
     runs: list[_Run] = []
     for index, turn in enumerate(turns):
         role: str = turn.role
-        if role == "system" and system_is_first:
+        if role == "system" and not allows_later_system:
             role = "user"
         if not runs or runs[-1].role != role:
             runs.append(_Run(role, []))
@@ -199,7 +199,7 @@ def messages_input(body: CountTokensRequest, served: ServedModel) -> MessagesInp
     is_harmony = served.card.renderer == "harmony"
     effort, ignored = _effort(body, served)
     conversation = Conversation(
-        messages=messages_of(body.system, body.messages, system_is_first=not is_harmony),
+        messages=messages_of(body.system, body.messages, allows_later_system=is_harmony),
         tools=tuple(map(_function, body.functions)),
         reasoning_effort=effort or "medium",
         template_args=_template_args(body, served),

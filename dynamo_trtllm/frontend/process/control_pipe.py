@@ -26,7 +26,8 @@ _LENGTH: Final = struct.Struct("<I")
 class _Message(msgspec.Struct, frozen=True, array_like=True):
     """A request for a snapshot of the receiver's metrics, or the reply to one.
 
-    If it is neither, the sender is ready. When the parent is ready, all processes are.
+    A message that is neither says that its sender is ready. The parent is ready once all processes
+    are.
     """
 
     request: Number = 0  # counts from 1
@@ -60,14 +61,15 @@ class ControlPipe:
         try:
             async with asyncio.TaskGroup() as group:
                 while (message := await self._next()) is not None:
-                    future = self._waiting.get(message.reply)
                     if message.request:
                         group.create_task(self._reply(message.request))
-                    elif not message.reply:
+                    elif message.reply:
+                        future = self._waiting.get(message.reply)
+                        if future is not None and not future.done():
+                            future.set_result(message.snapshot)
+                    else:
                         self.is_other_ready = True
                         self._on_ready()
-                    elif future is not None and not future.done():
-                        future.set_result(message.snapshot)
         finally:
             self.close()
 

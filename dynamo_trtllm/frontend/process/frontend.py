@@ -49,7 +49,7 @@ _NO_LISTS: dict[str, object] = dict.fromkeys(
     ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()
 )
 _NO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
-_EARLY = {
+_EARLY_ANSWERS = {
     "/live": (200, {"status": "live"}),
     "/ready": (503, {"status": "loading", "reason": _STARTING}),
     "/health": (200, {"status": "loading", **_NO_LISTS, **_NO_COUNTS, "message": _STARTING}),
@@ -59,8 +59,8 @@ _EARLY = {
 class StartupGate:
     """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
 
-    Status requests are answered at once. Another one needs the models: an earlier answer would be
-    404.
+    Status requests are answered at once. All others need the models: without them, the answer would
+    be 404.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,12 @@ class StartupGate:
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer the request, now or once the gate is decided. Raises ClientDisconnected."""
         set_request_id(request, response)
-        if self._app is None and request.path in _EARLY and request.method in ("GET", "HEAD"):
-            status, body = _EARLY[request.path]
+        if (
+            self._app is None
+            and request.path in _EARLY_ANSWERS
+            and request.method in ("GET", "HEAD")
+        ):
+            status, body = _EARLY_ANSWERS[request.path]
             response.send_json(status, body, retry_headers(status))
             return
         response.cancel_on_disconnect()
@@ -168,14 +172,14 @@ class Frontend(Lifecycle):
         if config.workers > 1:
             from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
 
-            with reserve_port(config) as port:
-                _warn_if_exposed(config, port)
-                # An error is reported once, and before processes start.
+            with reserve_port(config) as reserved:
+                _warn_if_exposed(config, reserved)
+                # Both read files. Here, an error is reported once, and before processes start.
                 AccessControl(config)
                 server_certificate(config.tls_files)
-                number = port.getsockname()[1]
+                port = reserved.getsockname()[1]
                 hooks = self._hooks.names() if self._hooks else None
-                group = ProcessGroup(config, number, process_environment(), hooks)
+                group = ProcessGroup(config, port, process_environment(), hooks)
                 return asyncio.run(group.run())
         uvloop.run(self.serve_with_signals())
         return 0
@@ -204,7 +208,7 @@ class Frontend(Lifecycle):
                 " command line do; use one of them, or workers=1",
                 field="workers",
             )
-        # Otherwise, the caller decides who can connect.
+        # A caller that passes a socket has decided who can connect to it.
         if self._sock is None:
             config.check_exposure()
         access = AccessControl(config, self._usage)
@@ -227,9 +231,10 @@ class Frontend(Lifecycle):
         )
         self._server = server
         app = self._run_app(gate, server, access, certificate)
-        running = asyncio.create_task(app, name="frontend-app")
-        running.add_done_callback(lambda _: gate.close())
-        work = [running, asyncio.create_task(self._stop_requested(), name="frontend-stop")]
+        app_task = asyncio.create_task(app, name="frontend-app")
+        app_task.add_done_callback(lambda _: gate.close())
+        # The server stops when the first of these tasks ends.
+        work = [app_task, asyncio.create_task(self._stop_requested(), name="frontend-stop")]
         if self._pipe is not None:
             work.append(asyncio.create_task(_follow_parent(self._pipe), name="frontend-parent"))
         for task in work:
@@ -239,10 +244,10 @@ class Frontend(Lifecycle):
         try:
             await server.serve(sock)
         finally:
-            ended = await cancel_all(work)
-        for failure in ended:
-            if isinstance(failure, Exception):
-                raise failure
+            outcomes = await cancel_all(work)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
 
     async def _stop_requested(self) -> None:
         await self._stop_event.wait()

@@ -57,7 +57,7 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
             f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of"
             f" the {cores} CPU cores; one process per core is enough"
         )
-    # This fails if another frontend has the port, too, with which `bind` would share it.
+    # Unlike the shared `bind` below, this fails also if another frontend has the port.
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
     return bind(config.http_host, port, is_shared=True)
@@ -157,10 +157,11 @@ class ProcessGroup:
             child_end,
             closing(ControlPipe(reader, writer, self._total_metrics, on_ready)) as pipe,
         ):
-            # The child has an output relay of its own, and counts its dropped lines.
+            # The child gets the outputs themselves and not this process's relay, because it has a
+            # relay of its own, which counts its dropped lines.
             streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}
             child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
-            # Otherwise, the pipe would stay open when the child ends.
+            # While this process has the child's end, too, the pipe stays open when the child ends.
             child_end.close()
             self._pipes[name] = pipe
             try:
@@ -171,6 +172,7 @@ class ProcessGroup:
             finally:
                 del self._pipes[name]
                 self._aggregator.ended(name)
+        # A process that has never been ready is not restarted: it would fail in the same way.
         if name not in self._ready and not self._supervisor.is_stopping:
             status = await child.ended()
             exit_status = combined_exit_status({name: status}) or 1

@@ -54,7 +54,8 @@ _OTHERS_START = "other processes of this frontend are starting"
 # For the totals of all processes. The parent's wait per process is shorter.
 _METRICS_TIMEOUT_S = 5.0
 _FAILURE_VISIBLE_S = 1.0  # how long `/ready` reports a failure before the port is closed
-# Longest wait for existing models before the first request is accepted: others may be ready.
+# After this time, requests are accepted even if some of the existing models are not loaded: others
+# may be.
 _LOADING_S = 15.0
 
 
@@ -125,9 +126,9 @@ def _not_ready_reason(
 ) -> str | None:
     """Return the reason for which `/ready` answers 503; None: it answers 200.
 
-    While NATS is away, clients get 503 from each frontend. So an outage is no reason: without any
-    ready frontend, an orchestrator would let clients wait for a connection. A rejection by NATS is
-    one, because other frontends may have the right credentials.
+    An outage of NATS is no reason. It concerns all frontends, and clients get 503 from each. If no
+    frontend was ready, an orchestrator would let clients wait for a connection instead. A rejection
+    by NATS is a reason, because other frontends may have the right credentials.
     """
     reason = tasks.reason or plane.rejection()
     if reason:
@@ -252,7 +253,7 @@ async def follow_loads(
     """Take the load that workers report, and drop that of gone workers, until cancelled."""
 
     def take(report: LoadReport) -> None:
-        # Without the instance, the report came late or too early.
+        # A report of an unknown instance came before its registration, or after its end.
         if view.instance(report.instance_id) is not None:
             loads.on_report(report, clock())
 
@@ -292,7 +293,8 @@ def router_of(
 ) -> RequestRouter:
     """Return the router of requests.
 
-    It counts queries of death and collected KV in `metrics`. `seed`: of random choices of workers.
+    It counts queries of death and collected KV in `metrics`. `seed` makes its random choices of
+    workers repeatable.
     """
     suspects = Suspects(metrics.query_of_death, clock=clocks.monotonic)
     return RequestRouter(
@@ -311,7 +313,7 @@ def router_of(
 def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement | None:
     """Return what selects workers by cost or predicted times, if the router mode does.
 
-    `seed`: of random choices.
+    `seed` makes its random choices repeatable.
     """
     if config.router_mode not in ("least-loaded", "kv", "slo"):
         return None

@@ -217,8 +217,8 @@ class RunningAnswers:
     def track(self, answer: Answer, client: str, owner: str = "") -> _RunningAnswer:
         """Return a context manager: the answer is one of them while its `with` block runs.
 
-        The block is of the current task. Its end raises Cancelled if a client has cancelled the
-        answer.
+        The block runs in the current task, which `cancel` cancels. If a client has done that, the
+        end of the block raises Cancelled.
 
         Args:
             answer: the answer.

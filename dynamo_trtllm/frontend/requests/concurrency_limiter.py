@@ -94,8 +94,8 @@ class ConcurrencyLimiter:
         count = claim.num_choices
         places = claim.places
         are_permits_free = not self._lacks_permits and self.in_use + count <= self.limit
-        is_first = places.model not in self._queues
-        if are_permits_free and is_first and self._may_hold(claim):
+        others_wait = places.model in self._queues
+        if are_permits_free and not others_wait and self._may_hold(claim):
             counters = self.counters(places.model)
             counter = counters.counter(claim.client)
             # The client gets no credit for the time in which none of its requests waited.
@@ -219,7 +219,7 @@ class ConcurrencyLimiter:
             self._finished.restart()
 
     def _let_run(self, first: QueuedRequest, share: ClientShare) -> None:
-        """Let the first request of its queue run. `share`: what its client has got."""
+        """Let the first request of a queue run. `share` is that of its client."""
         claim = first.claim
         model = claim.places.model
         self._queues[model].take(first)
@@ -273,9 +273,10 @@ class ConcurrencyLimiter:
         self.grant()
 
     def _is_full(self, count: int) -> bool:
-        """Return whether a request for so many choices may not wait."""
+        """Return whether the queue has no place for a request of `count` choices."""
         if len(self._waiting) < self._max_queued:
             return False
+        # While there are permits for all, requests wait for workers only, and need no place.
         return self.in_use + self._num_waiting_choices + count > self.limit
 
     def _add(self, waiting: QueuedRequest) -> None:
@@ -293,7 +294,7 @@ class ConcurrencyLimiter:
         self._forget(waiting)
 
     def _forget(self, waiting: QueuedRequest) -> None:
-        """Do not count a request that has left the queue of its model."""
+        """Count a request that has left the queue of its model no more. Drop an empty queue."""
         model = waiting.claim.places.model
         if self._queues[model].is_empty:
             del self._queues[model]

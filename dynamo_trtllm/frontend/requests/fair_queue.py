@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.requests.recent_rate import RecentRate
 from dynamo_trtllm.frontend.requests.token_counters import (
@@ -22,8 +22,8 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep those of all others waiting. When a
-# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank,
-# and there for requests that are late.
+# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
+# In this turn, a request of the rank that is late goes before one that is not.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # Choices that must have begun while others waited, before a wait is predicted from their rate.
@@ -45,6 +45,17 @@ class Claim:
     late_at_s: float = math.inf
 
 
+class _Order(NamedTuple):
+    """The place of a request among those of one client and one rank: the least value is first."""
+
+    is_late: bool
+    priority: int
+    number: int  # of its arrival
+
+
+_NO_ORDER: Final = _Order(is_late=False, priority=0, number=0)  # before it is queued
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """A request that waits."""
@@ -52,9 +63,8 @@ class QueuedRequest:
     claim: Claim
     more_tokens: Callable[[], int]  # see `CountedRequest`
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
-    queued_s: float = 0.0
-    # Whether it is late, its priority, and the number of its arrival.
-    order: tuple[bool, int, int] = (False, 0, 0)
+    queued_s: float = 0.0  # when it was queued, by the queue's clock
+    order: _Order = _NO_ORDER
     counted: CountedRequest | None = None  # None: it has no permits yet
 
 
@@ -74,10 +84,9 @@ class _Flow:
     def put_late_last(self, now: float) -> None:
         """Put the first requests behind the others if they are late."""
         requests = self.requests
-        while not requests[0].order[0] and requests[0].claim.late_at_s <= now:
+        while not requests[0].order.is_late and requests[0].claim.late_at_s <= now:
             late = requests.pop(0)
-            _, priority, number = late.order
-            late.order = (True, priority, number)
+            late.order = late.order._replace(is_late=True)
             insort(requests, late, key=_order)
 
     def first_late(self) -> QueuedRequest | None:
@@ -163,6 +172,7 @@ class _Rank:
 
     def least(self) -> float:
         """Return the least counter of the clients whose requests wait."""
+        # All clients may hold permits here, and no request is late, so there is a first one.
         first = self.first(lambda _: True, -math.inf)
         assert first is not None
         return first.counter.value
@@ -242,7 +252,7 @@ class FairQueue:
         self._update()
         claim = request.claim
         number = next(self._numbers)
-        request.order = (False, claim.priority, number)
+        request.order = _Order(is_late=False, priority=claim.priority, number=number)
         request.queued_s = self._clock()
         counter = self._counters.counter(claim.client)
         rank = self._ranks.setdefault(claim.rank, _Rank())
@@ -271,12 +281,14 @@ class FairQueue:
         now = self._clock()
         for rank in self._in_turn():
             flow = rank.first(may_hold, now)
-            if flow is not None:
-                late = flow.first_late() if self._is_overdue_turn() else None
+            if flow is None:
+                continue
+            if self._is_overdue_turn():
+                late = flow.first_late()
                 is_overdue = late is not None and now - late.queued_s >= OVERDUE_AFTER_S
                 if late is not None and is_overdue and may_hold(late.claim):
                     return late
-                return flow.requests[0]
+            return flow.requests[0]
         return None
 
     def take(self, first: QueuedRequest) -> None:
@@ -335,12 +347,12 @@ class FairQueue:
             del self._ranks[rank]
 
 
-def _order(request: QueuedRequest) -> tuple[bool, int, int]:
+def _order(request: QueuedRequest) -> _Order:
     return request.order
 
 
 def _is_late(request: QueuedRequest) -> bool:
-    return request.order[0]
+    return request.order.is_late
 
 
 def _num_choices(request: QueuedRequest) -> int:

@@ -21,32 +21,32 @@ def components(graph: Graph) -> Iterator[list[Any]]:
     # For each node, the smallest number of the pending nodes that it reaches.
     lowest: dict[Any, int] = {}
     pending: list[Any] = []  # nodes whose component is not complete
-    is_pending: set[Any] = set()
+    pending_set: set[Any] = set()
     for root in graph:
         if root in number:
             continue
         path: list[tuple[Any, Iterator[Any]]] = []
-        following: Any = root
+        unvisited: Any = root
         while True:
-            if following is not None:
-                number[following] = lowest[following] = len(number)
-                pending.append(following)
-                is_pending.add(following)
-                path.append((following, iter(graph[following])))
+            if unvisited is not None:
+                number[unvisited] = lowest[unvisited] = len(number)
+                pending.append(unvisited)
+                pending_set.add(unvisited)
+                path.append((unvisited, iter(graph[unvisited])))
             node, others = path[-1]
-            following = None
+            unvisited = None
             for other in others:
                 if other not in number:
-                    following = other
+                    unvisited = other
                     break
-                if other in is_pending:
+                if other in pending_set:
                     lowest[node] = min(lowest[node], number[other])
-            if following is not None:
+            if unvisited is not None:
                 continue
             path.pop()
             if lowest[node] == number[node]:
-                component = _taken(pending, node)
-                is_pending.difference_update(component)
+                component = _pop_component(pending, node)
+                pending_set.difference_update(component)
                 yield component
             if not path:
                 break
@@ -54,7 +54,7 @@ def components(graph: Graph) -> Iterator[list[Any]]:
             lowest[parent] = min(lowest[parent], lowest[node])
 
 
-def _taken(pending: list[Any], first: Any) -> list[Any]:
+def _pop_component(pending: list[Any], first: Any) -> list[Any]:
     """Remove a component from the end of the pending nodes and return it."""
     component = []
     while True:
@@ -68,8 +68,8 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
     """Return an upper bound of the number of nodes on a path that visits no node twice.
 
     It is exact without cycles. In a component, a path descends from child to child, and a reference
-    begins the next descent. Each descent has another beginning, so that a path has at most the
-    longest descents from all beginnings.
+    begins the next descent, at its target. No two descents of a path begin at the same node. So a
+    path has at most as many nodes as the longest descents from all targets have together.
 
     Args:
         children: the children of each node. They form trees, and a node comes before its children.
@@ -86,17 +86,17 @@ def longest_path(children: Graph, references: Mapping[Any, Any]) -> int:
         own = component_of[node]
         inner = [descents[child] for child in children[node] if component_of[child] == own]
         descents[node] = 1 + max(inner, default=0)
-    beginnings = set(references.values())
+    targets = set(references.values())
     lengths: list[int] = []  # the length of the longest path from each component
     for number, component in enumerate(ordered):
         others: set[int] = set()
         for node in component:
             others.update(component_of[other] for other in graph[node])
         others.discard(number)
-        below = max((lengths[other] for other in others), default=0)
-        inside = sum(descents[node] for node in component if node in beginnings)
+        longest_after = max((lengths[other] for other in others), default=0)
+        inside = sum(descents[node] for node in component if node in targets)
         # Without a cycle, a component is one node.
-        lengths.append(below + max(1, inside))
+        lengths.append(longest_after + max(1, inside))
     return max(lengths, default=0)
 
 

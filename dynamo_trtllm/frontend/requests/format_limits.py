@@ -29,7 +29,7 @@ from dynamo_trtllm.protocol.messages import OutputFormat, StructuredOutput
 _WRITTEN_OUT: Final = "symbols with repetitions and rules written out"
 _GROUPS: Final = "nesting of groups"
 _LEVELS: Final = "nesting of objects with references followed"
-_COUNT: Final = "minItems, maxItems, minContains, minProperties and maxProperties"
+_COUNT_LIMIT: Final = "minItems, maxItems, minContains, minProperties and maxProperties"
 LIMITS: Final = {
     # Limits of all formats of a request together:
     "rules": 1_000,
@@ -43,13 +43,13 @@ LIMITS: Final = {
     _LEVELS: 1_000,
     "properties of an object": 500,
     "patternProperties": 64,
-    _COUNT: 10_000,
+    _COUNT_LIMIT: 10_000,
     "multipleOf": 1_000,
 }
 """The limits by name. Errors and docs/request-limits.md use these names."""
 
 _HUGE: Final = 10**12  # sizes are computed up to this value
-_COUNTS: Final = (
+_COUNT_KEYWORDS: Final = (
     "minItems",
     "maxItems",
     "minProperties",
@@ -68,7 +68,7 @@ def check_formats(guided: StructuredOutput, field: str) -> None:
     part: StructuredOutput | None = guided
     while part is not None:
         for alternative in part.alternatives:
-            _add(alternative, usage)
+            _add_format(alternative, usage)
         part = part.otherwise
 
 
@@ -98,7 +98,7 @@ class _Usage:
         raise InvalidRequest(f"the format in {self._field} {text}", field=self._field)
 
 
-def _add(alternative: OutputFormat, usage: _Usage) -> None:
+def _add_format(alternative: OutputFormat, usage: _Usage) -> None:
     if alternative.grammar:
         _add_grammar(alternative.grammar, usage)
     elif alternative.regex:
@@ -163,9 +163,10 @@ def _written_out(grammar: GrammarSyntax) -> int:
 def _add_schema(schema: Any, usage: _Usage) -> None:
     multiples: set[Fraction] = set()
     is_combined = False
+    # Objects are named by their `id()`, because they can't be keys.
     children: dict[int, list[int]] = {}
-    references: dict[int, int] = {}  # object to the object that its $ref refers to
-    targets: dict[str, Any] = {}
+    references: dict[int, int] = {}  # from an object to the object that its $ref refers to
+    targets: dict[str, Any] = {}  # the values that references refer to, by the text of $ref
     for node in _objects(schema):
         _check_object(node, usage)
         _add_patterns(node, usage)
@@ -218,10 +219,10 @@ def _check_object(node: Mapping[str, Any], usage: _Usage) -> None:
     patterns = node.get("patternProperties")
     if isinstance(patterns, dict):
         usage.check("patternProperties", len(patterns))
-    for name in _COUNTS:
+    for name in _COUNT_KEYWORDS:
         bound = node.get(name)
-        if isinstance(bound, int | float) and bound > LIMITS[_COUNT]:
-            usage.check(_COUNT, _HUGE if bound >= _HUGE else int(bound))
+        if isinstance(bound, int | float) and bound > LIMITS[_COUNT_LIMIT]:
+            usage.check(_COUNT_LIMIT, _HUGE if bound >= _HUGE else int(bound))
 
 
 def _add_patterns(node: Mapping[str, Any], usage: _Usage) -> None:

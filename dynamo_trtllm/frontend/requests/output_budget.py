@@ -1,6 +1,7 @@
 """Limit the memory of unsent output: tokens that were generated, but not sent to the client yet.
 
-An answer that is not streamed has it until its end, a stream while its client reads slowly.
+All output of an answer that is not streamed is unsent until its end. A stream has unsent output
+while its client reads slowly.
 """
 
 from __future__ import annotations
@@ -100,20 +101,24 @@ class Output:
         if added <= 0:
             return
         if self.in_use > MAX_OUTPUT_BYTES:
-            self._end(self._too_large(), False)
+            # What waits stays before the error.
+            drops_output = False
+            self._end(self._too_large(), drops_output)
         elif self._budget.in_use > MAX_TOTAL_OUTPUT_BYTES:
             self._budget.end_largest()
 
     def drop(self, error: DynamoError) -> None:
         """Drop the output, and end the request with an error."""
         self.set(0)
-        self._end(error, True)
+        drops_output = True
+        self._end(error, drops_output)
 
     def close(self) -> None:
-        """Stop to count this request."""
+        """Stop counting this request."""
         if self.in_use:
             self.set(0)
-        # The function before refers to this object, which would be a reference cycle.
+        # The former function belongs to an object that refers to this one: it would be a reference
+        # cycle.
         self._end = _do_nothing
         self._budget.outputs.discard(self)
 

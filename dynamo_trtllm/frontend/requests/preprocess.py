@@ -387,6 +387,7 @@ def _prompt_logprobs(
 
 
 def _check_scored(tokens: int, alternatives: int, name: str) -> None:
+    """Raise InvalidRequest if the log-probabilities of so many prompt tokens are too many."""
     limit = _MAX_SCORED_TOKENS * _SCORED_ENTRIES // max(_SCORED_ENTRIES, 1 + alternatives)
     if tokens > limit:
         raise InvalidRequest(
@@ -540,6 +541,7 @@ def _no_text_ids(
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
+    """Return the stop tokens of the request that the model does not have itself."""
     return (
         frozenset(requested.stop_token_ids)
         - set(served.renderer.stop_token_ids)

@@ -37,7 +37,8 @@ _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
 # 15 ms for 48 KiB.
 TURN_BYTES = 16 << 10
 _SAMPLE_STRIDE = 61  # each 61st byte is looked at
-_BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
+# A text with more bytes than this for each blank has no words. English and code have 4 to 8.
+_BYTES_PER_BLANK = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +202,7 @@ class BodyBudget:
     def _max_bytes(self, size: int) -> int:
         """Return how many bytes may be in use when a body grows to this size.
 
-        Not for the favored body.
+        The favored body may exceed them, see `_fits`.
         """
         if size <= TINY_BODY_BYTES:
             return self.limit
@@ -304,12 +305,12 @@ def check_json(request: HttpRequest) -> None:
 
     Browsers let every web page send a body without a type, or with that of a form, to any server.
     """
-    given = request.header(b"content-type")
-    if given is None:
+    content_type = request.header(b"content-type")
+    if content_type is None:
         raise errors.UnsupportedMedia(
             "the header Content-Type is missing; send Content-Type: application/json"
         )
-    kind = given.split(";")[0].strip().lower()
+    kind = content_type.split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise errors.UnsupportedMedia(
             f"Content-Type {kind!r} is not supported; send application/json"
@@ -364,7 +365,8 @@ async def _receive_body(
             parts.append(part)
         return b"".join(parts)
     finally:
-        parts.clear()  # an error refers to this frame
+        # An error refers to this frame, and would keep the parts in memory.
+        parts.clear()
 
 
 def _too_large(max_bytes: int) -> errors.PayloadTooLarge:

@@ -230,6 +230,7 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         f"{name}:{seconds:.4f}s" for name, seconds in phases.items() if seconds >= _MIN_LOGGED_S
     ]
     tenant = timeline.facts.tenant
+    # A name with None keeps its place in the line, and gets its value below.
     known = {
         "status": end.status,
         "path": timeline.facts.path,
@@ -241,7 +242,7 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         "isl": end.usage.prompt_tokens,
         "osl": end.usage.completion_tokens,
         "cached_tokens": end.usage.cached_tokens,
-        "queued": _seconds(phases.get("frontend_queue", 0.0)),
+        "queued": _seconds_text(phases.get("frontend_queue", 0.0)),
         "ttft": None,
         "tpot": None,
         "workers_path": None,
@@ -256,15 +257,15 @@ def _summary(timeline: RequestTimeline, end: RequestEnd) -> str:
         known["prefill"] = answer.prefill_ids()
         known["decode"] = answer.decode_ids()
         if timeline.first_s is not None:
-            known["ttft"] = _seconds(timeline.first_s - timeline.begun_s)
+            known["ttft"] = _seconds_text(timeline.first_s - timeline.begun_s)
         tpot_s = seconds_per_token(answer.choices)
         if tpot_s is not None:
-            known["tpot"] = _seconds(tpot_s)
+            known["tpot"] = _seconds_text(tpot_s)
     chosen = timeline.choices[0].timeline.chosen if timeline.choices else None
     if chosen is not None:
         known["workers_path"] = chosen.path
-        known["predicted_ttft"] = _seconds(chosen.ttft_s)
-        known["predicted_gap"] = _seconds(chosen.gap_s)
+        known["predicted_ttft"] = _seconds_text(chosen.ttft_s)
+        known["predicted_gap"] = _seconds_text(chosen.gap_s)
     return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
 
@@ -281,7 +282,7 @@ def _finish_text(outcome: str | DynamoError, answer: Answer | None) -> str:
     return outcome
 
 
-def _seconds(value: float) -> str | None:
+def _seconds_text(value: float) -> str | None:
     """Format a time in seconds; None if it rounds to zero."""
     return f"{value:.4f}s" if value >= _MIN_LOGGED_S else None
 

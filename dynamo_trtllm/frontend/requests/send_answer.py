@@ -136,10 +136,10 @@ class RunningChoices:
         """End the streams of all choices that still run."""
         self._unsent.stop_writing()
         await self._deltas.aclose()
-        # In turns with other requests.
         running = [choice for choice in self._answer.choices if choice.is_running]
         try:
             if running:
+                # Many choices are cancelled in turns with other requests.
                 await self._state.turns.cancels.run(running, Choice.cancel)
         finally:
             # Choices are left if this task was cancelled during its turns.
@@ -164,7 +164,8 @@ class RunningChoices:
                 if isinstance(item, DynamoError):
                     raise item
                 yield item
-                # An item that is not streamed waits in the builder until all choices have ended.
+                # Without a stream, the item still counts: the builder has it until all choices have
+                # ended.
                 if is_streamed:
                     # `deliver` has added the same number.
                     num_sent = scored_tokens(item) if is_scored else item.tokens + 1

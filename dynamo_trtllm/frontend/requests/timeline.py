@@ -129,7 +129,7 @@ class RequestTimeline:
             notify(self, plan)
 
     def accepted(self, answer: Answer) -> None:
-        """Note the answer of the request, which waits for its permits next, if any can be had."""
+        """Note the answer of the request, whose choices wait for permits next."""
         self.answer = answer
 
     def left_queue(self) -> None:
@@ -142,8 +142,6 @@ class RequestTimeline:
         """Note that the choices of the answer were created, and will be started next."""
         assert self.answer is not None
         self.choices = self.answer.choices
-        for choice in self.choices:
-            choice.timeline.arrived_s = self.begun_s
         for choice in self.choices:
             choice.timeline.arrived_s = self.begun_s
         for notify in self._subscribers.started:
@@ -204,8 +202,10 @@ class RequestTimeline:
 
     def spans_with(self, choice: Choice) -> list[Span]:
         """Return the spans of this request with those of one of its choices."""
-        respond = [] if choice.finish is None else [Span("respond", choice.timeline.last_s)]
-        return [*self.spans, *choice.timeline.spans, *respond]
+        spans = [*self.spans, *choice.timeline.spans]
+        if choice.finish is not None:
+            spans.append(Span("respond", choice.timeline.last_s))
+        return spans
 
 
 def _do_nothing(seconds: float, count: int) -> None: ...
@@ -213,6 +213,7 @@ def _do_nothing(seconds: float, count: int) -> None: ...
 
 def last_of(choices: Sequence[Choice]) -> Choice:
     """Return the choice that ended last, or one that has not ended."""
+    # A choice that has not ended is the largest, because True is more than False.
     return max(choices, key=lambda choice: (choice.finish is None, choice.timeline.last_s))
 
 

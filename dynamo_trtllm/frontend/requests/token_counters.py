@@ -26,7 +26,7 @@ from dynamo_trtllm.protocol.messages import ClientShare
 
 OUTPUT_COST: Final = 2  # prompt tokens that a token of the output counts as, as in the paper
 # By how much a client may be behind those that wait, if a request of it has begun within IDLE_S. A
-# few seconds of a worker.
+# worker computes so many tokens in a few seconds.
 BURST_TOKENS: Final = 32_768
 IDLE_S: Final = 30.0
 # By how much a client is behind if it is below its share. Clients whose requests wait get equal

@@ -31,10 +31,12 @@ from dynamo_trtllm.support import http_client
 log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 60.0
+# A version, the id of a trace, the id of a span, and flags. Version ff and ids of zeros are not
+# valid, and version 00 has no further fields.
 _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
-_ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
+_PHASE_ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
 # kinds of spans
 _INTERNAL = 1
 _SERVER = 2
@@ -157,7 +159,8 @@ class TraceExporter:
                 if self._queue:  # the rest, after a failure
                     self._queued.set()
         finally:
-            self._warned_at_s = time.monotonic()  # one warning at the end counts all
+            # Keep `_send_all` from warning: one warning at the end counts all.
+            self._warned_at_s = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.limits.timeout_s):
                     if sending is not None:
@@ -273,7 +276,7 @@ def phase_intervals(request: EndedRequest) -> Iterator[PhaseInterval]:
 def _usual_order(part: tuple[str, str]) -> int:
     """Return the place of a role's phase; phases that are not known come last."""
     _, phase = part
-    return _ORDER.get(phase, len(_ORDER))
+    return _PHASE_ORDER.get(phase, len(_PHASE_ORDER))
 
 
 def _span(

@@ -50,8 +50,8 @@ class UsageReports:
     A frontend may have several processes.
 
     Args:
-        limits: the limits of this process. They say what clients take, and get its share of the
-            workers.
+        limits: the limits of this process. Reports read from them what clients take here. Reports
+            of others set in them which share of the workers this process may take.
         keys: usage of the API keys; None: no key has limits.
         clock: returns seconds of a monotonic clock.
     """

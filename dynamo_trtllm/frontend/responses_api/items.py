@@ -55,7 +55,7 @@ _CallItem: TypeAlias = FunctionCallItem | CustomCallItem | LocalShellCallItem
 
 
 def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> Item:
-    """Return the item as it is stored and listed. `named` adds an id if it has none."""
+    """Return the item as it is stored and listed. `with_ids` adds an id if it has none."""
     if isinstance(item, MessageItem):
         head: Item = {"id": item.id, "type": "message", "role": item.role}
         part: Item = {"type": "input_text"}
@@ -75,7 +75,7 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
     return fields
 
 
-def named(items: Iterable[Item], response_id: str) -> list[Item]:
+def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
     """Return the items with an id each. Ids from clients are not changed."""
     found = []
     for index, item in enumerate(items):
@@ -124,8 +124,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             messages.append(_result(item, called))
         if is_call:
             called[item["call_id"]] = item["call_id"]
-            item_or_no_id = item["id"] or ""
-            called[item_or_no_id] = item["call_id"]
+            if item["id"]:
+                called[item["id"]] = item["call_id"]
     return messages + _assistant(turn)
 
 
@@ -276,7 +276,7 @@ class _Item:
             yield _event("output_item.added", self._index, item=item | {"content": []})
             yield self._event("content_part.added", part=self._part(""))
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
         """Add a text. Return the event of the text; None if the item has events only at its end."""
         self._texts.append(text)
         if not logprobs:
@@ -310,7 +310,7 @@ class _WholeCall(_Item):
     def start(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
+    def add_text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent | None:
         self._texts.append(text)
         return None
 
@@ -361,7 +361,7 @@ class OutputBuilder:
             if part.text or part.name is not None:
                 item = self._item(kind, part, events)
                 if part.text:
-                    event = item.text(part.text, self._take_logprobs(kind, part.logprobs))
+                    event = item.add_text(part.text, self._take_logprobs(kind, part.logprobs))
                     if event is not None:
                         events.append(event)
             elif part.logprobs:
@@ -379,7 +379,7 @@ class OutputBuilder:
         events: list[OutputEvent] = []
         logprobs = self._take_logprobs(self._open.kind)
         if logprobs:
-            event = self._open.text("", logprobs)
+            event = self._open.add_text("", logprobs)
             if event is not None:
                 events.append(event)
         finish_events = list(self._open.finish(status))

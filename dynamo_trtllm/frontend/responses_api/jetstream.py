@@ -82,7 +82,7 @@ class JetStreamStore:
         size = self._chunk_bytes
         first = size - _COUNT.size
         rest = [value[start : start + size] for start in range(first, len(value), size)]
-        with self._connected("write"):
+        with self._translating_errors("write"):
             for number, chunk in enumerate(rest, start=1):
                 await self._bucket.put(f"{key}.{number}", chunk)
             # The first chunk is written last: with it, the value is complete.
@@ -105,7 +105,7 @@ class JetStreamStore:
         head = await self._read_chunk(key)
         if head is None:
             return
-        with self._connected("write"):
+        with self._translating_errors("write"):
             await self._bucket.purge(key)
             for number in _numbers_of_others(head):
                 await self._bucket.purge(f"{key}.{number}")
@@ -115,7 +115,7 @@ class JetStreamStore:
         await close_client(self._client)
 
     async def _read_chunk(self, key: str) -> bytes | None:
-        with self._connected("read"):
+        with self._translating_errors("read"):
             try:
                 entry = await self._bucket.get(key)
             except js_errors.NotFoundError:
@@ -123,8 +123,8 @@ class JetStreamStore:
             return entry.value
 
     @contextmanager
-    def _connected(self, what: str) -> Iterator[None]:
-        """Translate NATS errors.
+    def _translating_errors(self, what: str) -> Iterator[None]:
+        """Translate the NATS errors of a block. `what`: what the block does, for their text.
 
         Without a connection, raise at once, because the client would wait for one.
         """

@@ -36,8 +36,8 @@ from dynamo_trtllm.frontend.responses_api.items import (
     characters,
     formatted_head,
     messages_of,
-    named,
     normalized,
+    with_ids,
 )
 from dynamo_trtllm.frontend.responses_api.response_store import (
     References,
@@ -145,7 +145,7 @@ class ResponseBuilder:
         return self._base | {"status": status, "output": self._output.items(open_item)} | fields
 
     def input_items(self) -> list[Item]:
-        return named(self._items, self.id)
+        return with_ids(self._items, self.id)
 
     def pack(self, response: dict[str, Any]) -> bytes | None:
         """Serialize the response for the store.
@@ -226,8 +226,8 @@ class ResponseBuilder:
 
         If the error came before the first delta, the events of the start precede them.
         """
-        begun = b"" if self._next else self.start()
-        return begun + self._last_events(error)
+        start_events = b"" if self._next else self.start()
+        return start_events + self._last_events(error)
 
     def _last_events(self, error: DynamoError) -> bytes:
         events = self._output.finish("incomplete")

@@ -64,7 +64,8 @@ class ChoiceTimeline:
     def attempt_began(self) -> None:
         """Begin the spans of an attempt.
 
-        A failed attempt before it becomes one span, or the part after its tokens.
+        One span `retry` replaces those of a failed attempt before it. If that attempt sent tokens,
+        its spans stay, and the span `migration` begins after its last token.
         """
         spans = self.spans
         if spans and spans[-1].phase == "decode":
@@ -167,7 +168,7 @@ class ChoiceTimeline:
         RECORDER.record(request.request_id, RecordedEvent.PLACED, prefill_id, decode_id, packed)
 
     def waiting_for_workers(self, request: GenerateRequest, quarantined: Pair) -> None:
-        """Note that there are no workers. `quarantined`: a pair that is; (None, 0): none is."""
+        """Note that there are no workers. `quarantined`: a quarantined pair; (None, 0): none is."""
         if self.place is not None:
             self.place.waits_for_workers()
         prefill_id, decode_id = quarantined
@@ -199,7 +200,7 @@ class ChoiceTimeline:
     def call_failed(
         self, request: GenerateRequest, worker: Instance, error: DynamoError, *, goes_on: bool
     ) -> None:
-        """Note that a call has failed. `goes_on`: the request does."""
+        """Note that a call has failed. `goes_on`: the request continues."""
         RECORDER.record(
             request.request_id, RecordedEvent.CALL_FAILED, worker.id, goes_on, reason=error.code
         )

@@ -303,6 +303,7 @@ class Placement:
             for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
                 # Others are excluded from the view, or have another pairing key.
                 is_candidate = instance_id in by_id and view.keys.get(instance_id) == key
+                # An elastic instance of the view may have no share in this role.
                 if is_candidate and (not view.shares or by_id[instance_id] in instances):
                     chosen[instance_id] = by_id[instance_id]
         for _ in range(limit - len(chosen)):

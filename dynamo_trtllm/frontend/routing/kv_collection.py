@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 
-_LAST = 1 << 20  # the priority behind that of every request
+_LOWEST_PRIORITY = 1 << 20  # behind that of every request
 
 COLLECTED = "ok"
 NOTHING = "nothing"  # the prefill call ended without KV
@@ -49,7 +49,8 @@ class KvCollector:
 
     # Longest collection, in seconds: equal to KV_WAIT_S in engines/external/runner.py.
     collection_s = 30.0
-    # At the same time. The KV of further requests stays until the library's timeout.
+    # Limit of the collections at the same time. The KV of further requests stays until the
+    # library's timeout.
     max_collections = 1024
     # Longest wait for the collections in progress when the frontend stops, in seconds.
     close_s = 5.0
@@ -194,7 +195,7 @@ class KvCollection:
             self._request,
             kv_params,
             deadline=time.time() + self._collector.collection_s,
-            priority=_LAST if knows_priorities else 0,
+            priority=_LOWEST_PRIORITY if knows_priorities else 0,
         )
         plane = self._collector.plane
         self._kv_params = kv_params

@@ -216,16 +216,20 @@ class ModelRegistry:
         now = time.monotonic()
         quarantined = breakers.quarantined
         pairs = {name: pairs_of(view, quarantined) for name, view in views.items()}
-        open_pairs = []
+        quarantined_pairs = []
         if quarantined:
-            open_pairs = [(name, pair) for name, pair in _with_models(pairs) if pair in quarantined]
+            quarantined_pairs = [
+                (name, pair) for name, pair in _with_models(pairs) if pair in quarantined
+            ]
         # Quarantined pairs come first. The others follow, without a second row for the former.
-        first_pairs = islice(chain(open_pairs, _with_models(pairs)), limit + len(open_pairs))
+        first_pairs = islice(
+            chain(quarantined_pairs, _with_models(pairs)), limit + len(quarantined_pairs)
+        )
         shown = dict.fromkeys(first_pairs)
         mismatched = chain.from_iterable(map(mismatches, views.values()))
         return ReadinessReport(
             num_pairs=sum(map(len, pairs.values())),
-            num_quarantined=len(open_pairs),
+            num_quarantined=len(quarantined_pairs),
             pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
             mismatched=list(islice(mismatched, limit)),
             rejected_records=[
@@ -315,12 +319,12 @@ class ModelRegistry:
     def _warn_of_another_card(self, instance: Instance) -> None:
         """Warn if the instance's card differs from the card in use.
 
-        That one changes as workers come and go. The context length of prefill workers may differ:
-        they reject prompts that are too long for them.
+        The card in use changes as workers come and go. The context length of prefill workers may
+        differ: they reject prompts that are too long for them.
         """
         card = self._cards[instance.card.name]
-        own = {"context_length"} if instance.role is Role.PREFILL else set()
-        names = [name for name in card.__struct_fields__ if name not in own]
+        may_differ = {"context_length"} if instance.role is Role.PREFILL else set()
+        names = [name for name in card.__struct_fields__ if name not in may_differ]
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
         if differ:
             log.warning(
@@ -350,7 +354,7 @@ class ModelRegistry:
 
     async def _load(self, name: str) -> None:
         """Load the renderer of the model's current card, retrying while the model has instances."""
-        logged = ""
+        logged_error = ""
         try:
             while (card := self._card_to_load(name)) is not None:
                 try:
@@ -366,8 +370,10 @@ class ModelRegistry:
                         reason = not_ready_reason(self._view.model(name), name, None)
                         log.info("model %s is loaded, but not available yet: %s", name, reason)
                 except DynamoError as exc:
-                    if exc.message != logged:  # the same error is logged once, not per attempt
-                        logged = exc.message
+                    if (
+                        exc.message != logged_error
+                    ):  # the same error is logged once, not per attempt
+                        logged_error = exc.message
                         unexpected = exc if isinstance(exc, InternalError) else None
                         log.error(
                             "model %s cannot be loaded yet (%s): %s",
@@ -504,7 +510,7 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
 def mismatches(view: ModelView) -> Iterator[str]:
     """Yield a line for each instance that matches no instance of the other role.
 
-    It has the fields that differ.
+    The line has the fields that differ.
     """
     for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
         keys = {view.keys[instance.id] for instance in other}

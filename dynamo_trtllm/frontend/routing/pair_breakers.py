@@ -240,7 +240,7 @@ class PairBreakers:
 
         The outcome of these requests decides whether a breaker closes.
         """
-        # This is called per request.
+        # This is called per request, so it usually takes only this comparison.
         if now < self._half_open_at:
             return
         due = [pair for pair in self._open if self._statuses[pair].open_until <= now]

@@ -95,7 +95,8 @@ class PairProbes:
         self._probing: set[Pair] = set()
         self._changes = self._view.subscribe()
         self._queue: list[_Due] = []  # a heap
-        self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
+        # For each pair in the queue, its earliest time. Entries with another time are outdated.
+        self._due_at: dict[Pair, float] = {}
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, _MAX_CONCURRENT)
         )

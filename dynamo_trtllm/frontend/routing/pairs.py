@@ -54,7 +54,8 @@ def selected(prefill: Instance, decode: Instance) -> WorkerSelection:
 def can_transfer(prefill: Instance, decode: Instance, request: GenerateRequest) -> bool:
     """Return whether the KV of a request fits what elastic instances have for KV transfers.
 
-    Two of them that hand over to each other could otherwise wait for each other's blocks for ever.
+    Otherwise, two of them that transfer KV to each other could wait for each other's blocks for
+    ever.
     """
     tokens = len(request.token_ids)
     for instance in (prefill, decode):

@@ -88,8 +88,8 @@ class _PathPart(msgspec.Struct, frozen=True):
 
     worker: WorkerForecast
     num_missed: int  # this request if it misses a limit there, and those that it delays
-    pressure: float
-    num_delayed: int
+    pressure: float  # by which parts are compared: blurred, and divided by the worker's share
+    num_delayed: int  # requests there that miss a limit because of this one
     gap_s: float
     first_token_s: float = 0.0
     is_last: bool = False  # others come before it
@@ -150,6 +150,7 @@ def select_path(
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
+            # The pair suffices: streams would only slow elastic workers that compute prompts.
             decode_parts = [part for part in decode_parts if not part.is_last]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
@@ -158,6 +159,7 @@ def select_path(
     paths += _aggregated_paths(Path.ON_AGGREGATED, aggregated, limits, waited_s)
     if not any(path.num_missed == 0 for path in paths):
         if paths:
+            # Workers without a share of decode calls are needed only if there is no other path.
             prefills = [worker for worker in prefills if worker.takes_streams]
         paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
     return min(paths, key=partial(_order_of_path, random), default=None)
@@ -185,7 +187,7 @@ def _best_pair(
         return None
     is_one = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_one:
-        # The parts are sorted.
+        # The first parts are the best ones.
         return _pair_path(prefills[0], decodes[0], limits, waited_s)
     pairs = [
         (prefill, decode)
@@ -234,10 +236,10 @@ def _decode_part(
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    order = _blurred(pressure, random) / worker.share
+    compared = _blurred(pressure, random) / worker.share
     is_packed = worker.has_streams and pressure <= _PACKED
     is_last = worker.is_slowed_by_streams and not is_packed
-    return _PathPart(worker, num_delayed + misses, order, num_delayed, gap_s, is_last=is_last)
+    return _PathPart(worker, num_delayed + misses, compared, num_delayed, gap_s, is_last=is_last)
 
 
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:

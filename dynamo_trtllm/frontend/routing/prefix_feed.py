@@ -24,12 +24,12 @@ from dynamo_trtllm.support.background import wait_for_first
 
 log = logging.getLogger(__name__)
 
-# After the first request for a snapshot. Each one after it waits twice as long.
+# The pause after the first request for a snapshot. It doubles with each further request.
 PAUSE_S: Final = 2.0
 _MAX_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
 _AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
-_UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
+_MAX_UNANSWERED = 3  # requests after which the worker's blocks are forgotten
 
 
 @dataclass(eq=False)
@@ -64,12 +64,13 @@ class PrefixFeed:
             while True:
                 changed = self.view.changed
                 self._wake.clear()
-                now = {
+                # The last change of each instance; None: it was removed.
+                latest = {
                     instance.id: instance if is_added else None
                     for instance, is_added in self._changes
                 }
                 self._changes.clear()
-                for instance_id, instance in now.items():
+                for instance_id, instance in latest.items():
                     if instance is None:
                         self.known.remove_instance(instance_id)
                     else:
@@ -117,7 +118,7 @@ class PrefixFeed:
         failure = ""
         for count in itertools.count():
             async with self._slots:
-                if count == _UNANSWERED:
+                if count == _MAX_UNANSWERED:
                     text = "worker %x did not send its prefix cache, asked %d times: %s"
                     log.warning(text, instance.id, count, failure)
                     # The worker may be in sync by now.

@@ -33,7 +33,7 @@ class _InstanceMasks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
     # Returns 0 for a block that no instance has. Look-ups call it often, and a function of Python
-    # would take twice as long as this method of the number 0.
+    # would take twice as long as this method, which multiplies 0 by the hash.
     __missing__ = (0).__mul__
 
 
@@ -88,8 +88,9 @@ class PrefixIndex:
             levels.append((len(hashes), mask))
         # The mask of a block has the bits of the block after it, and maybe more. So a mask with
         # more bits is a larger number, and a binary search finds the next block that has more.
+        # The loop ends when `mask` has all bits of `matching`.
         index = 0
-        while matching | mask != mask and len(levels) < _MAX_LEVELS:
+        while (matching | mask) != mask and len(levels) < _MAX_LEVELS:
             index = bisect_right(hashes, mask, index, key=masks.__getitem__)
             if index == len(hashes):
                 break

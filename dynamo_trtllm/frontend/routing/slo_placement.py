@@ -38,9 +38,9 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
-# Workers of a role that are compared, of more than these. A prediction takes longer than a cost.
-# With three of four, the elastic worker that has all streams was not compared with four of ten
-# requests, and these let each worker generate.
+# Limit of the workers of a role that are compared, because a prediction takes longer than a cost.
+# With a limit of three, four of ten requests were not compared with the one of four elastic workers
+# that had all streams. These requests began streams at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared

@@ -1,9 +1,8 @@
 """Limit how many choices of a model are at its workers, so that the others wait in the frontend.
 
 Workers have queues of their own, in order of arrival: what waits there delays all clients alike. In
-the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy:
-
-There are three limits:
+the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy. It
+has three limits:
 
 1. prompts that are not computed: those of the step that a prefill worker runs, and of the next one.
    For clients below their share, the limit is twice as high, because their prompts go first.
@@ -397,9 +396,10 @@ class StartWindow:
 
     def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""
-        kept = 1.0 - 1.0 / _RECENT_PROMPTS
-        self._prompt_tokens = kept * self._prompt_tokens + prompt_tokens
-        self._cached_tokens = kept * self._cached_tokens + cached_tokens
+        # Earlier prompts count less with each further one.
+        decay = 1.0 - 1.0 / _RECENT_PROMPTS
+        self._prompt_tokens = decay * self._prompt_tokens + prompt_tokens
+        self._cached_tokens = decay * self._cached_tokens + cached_tokens
 
     def set_limits(self, limits: Sequence[int]) -> None:
         """Set what this process may take of the workers, as parts of WINDOW.
@@ -432,10 +432,10 @@ class StartWindow:
                 # otherwise, the worker would begin a step of others between two of their prompts.
                 limit *= 2
             # A choice may cost more than a worker's part, if other frontends take most of it.
-            cost_here = min(cost, limit // num_workers)
+            counted_cost = min(cost, limit // num_workers)
             # The total is known at once, and usually low enough.
-            if usage.total + cost_here > limit:
-                if self._limited_cost(usage, limit) + cost_here > limit:
+            if usage.total + counted_cost > limit:
+                if self._limited_cost(usage, limit) + counted_cost > limit:
                     return False
         return True
 

@@ -96,9 +96,12 @@ def capacity(view: ModelView, *, uses_all_paths: bool = False) -> WorkerCapacity
 
 def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | None:
     has_pairs = bool(view.prefill and view.decode)
-    prefill = view.prefill if has_pairs else view.aggregated or view.decode
-    decode = view.decode if has_pairs else prefill
-    if has_pairs and uses_all_paths:
+    prefill = view.prefill
+    decode = view.decode
+    if not has_pairs:
+        prefill = view.aggregated or view.decode
+        decode = prefill
+    elif uses_all_paths:
         can_aggregate = [*view.aggregated]
         can_aggregate += [worker for worker in view.prefill if worker.can_aggregate]
         can_aggregate += [worker for worker in view.decode if worker.can_aggregate]
@@ -119,10 +122,10 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
         # Prompts for them would all wait at the others.
         computing = {worker.id for worker in view.prefill}
         elastic = {worker.id for worker in prefill if worker.role is Role.ELASTIC}
-        beside = elastic - computing
-        num_prompts -= len(beside)
+        without_prompts = elastic - computing
+        num_prompts -= len(without_prompts)
         step_tokens = [
-            tokens_beside_streams(tokens) if tokens and worker.id in beside else tokens
+            tokens_beside_streams(tokens) if tokens and worker.id in without_prompts else tokens
             for worker, tokens in zip(prefill, step_tokens, strict=True)
         ]
     return WorkerCapacity(
@@ -156,7 +159,9 @@ def _step_choices(worker: Instance) -> int:
 def _slots(worker: Instance) -> int:
     """Return how many choices run and wait at a worker that is never idle; 0: not known."""
     batch_size = worker.limits.max_batch_size
-    return batch_size and batch_size + max(_MIN_AHEAD, batch_size // _AHEAD_DIVISOR)
+    if not batch_size:
+        return 0
+    return batch_size + max(_MIN_AHEAD, batch_size // _AHEAD_DIVISOR)
 
 
 def _kv_tokens(workers: Sequence[Instance]) -> int:

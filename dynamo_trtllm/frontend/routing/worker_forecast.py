@@ -15,7 +15,8 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 # Python 3.11 looks up a member of an enum in 150 ns.
 _PREFILL: Final = Role.PREFILL
 _ELASTIC: Final = Role.ELASTIC
-# Prompts that a step of a prefill worker computes beside a whole request: one may wait for a step.
+# If a prefill worker runs a whole request, the steps of its stream are taken to have so many
+# further prompts: while one is computed, another may wait for the next step.
 _PROMPTS_OF_STEP: Final = 2
 # Until first tokens were measured: a call waits for half of the running step, and for all steps
 # after it.
@@ -74,7 +75,7 @@ class WorkerForecast:
         self._prompt_tokens = prompt_tokens
         report = load.report
         assert report is not None
-        # Of these, `running` has prefill calls, too.
+        # At these workers, `report.running` counts prefill calls, which are no streams.
         has_prompts = instance.role is _PREFILL or instance.role is _ELASTIC
         streams = load.unseen_requests - load.unseen_prefills
         context = report.context_tokens

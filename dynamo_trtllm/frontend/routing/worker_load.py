@@ -87,7 +87,7 @@ class InstanceLoad:
     report: LoadReport | None = None
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
-    # The model needs nothing of equal workers.
+    # `cost` is complete without measurements of equal workers.
     is_cost_measured: bool = False
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 

@@ -35,8 +35,9 @@ _CLOSERS: Final = {'"': '"', "{": "}", "[": "]"}
 _STRING_STOP: Final = re.compile(r'["\\]')
 _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
 _CONTENT: Final = Channel.CONTENT
-_Waiting: TypeAlias = Generator[None, None, bool]
+# Both yield when they need more text. The second one returns whether it found what it parses.
 _Parsing: TypeAlias = Generator[None, None, None]
+_Waiting: TypeAlias = Generator[None, None, bool]
 
 
 class _Output:
@@ -53,11 +54,11 @@ class _Output:
         self.out = DeltaBuilder()  # receives reasoning, content and calls
         self.num_reasoning_texts = 0  # the texts of reasoning that it has received
         # Whether the text is reasoning. A prompt for such a model may end with <think>.
-        self.is_inside = reasoning_parser == "deepseek_r1"
-        self.is_over = reasoning_parser == "none"  # all further text is the answer
-        self.is_text = False  # all further text is content
+        self.is_in_reasoning = reasoning_parser == "deepseek_r1"
+        self.is_reasoning_over = reasoning_parser == "none"  # all further text is the answer
+        self.is_all_content = False  # all further text is content
         self._num_calls = 0  # calls that have begun
-        self._has_begun = False  # the current text is certainly a call
+        self._is_certain = False  # what is parsed now is certainly a call
         # Text that was read and not emitted. It is content if it belongs to no call.
         self._unseen: list[str] = []
         # Of the current call:
@@ -68,14 +69,14 @@ class _Output:
 
     def parse(self) -> _Parsing:
         """Parse the whole output."""
-        if not self.is_over:
+        if not self.is_reasoning_over:
             yield from self._reasoning()
         if self._tool_call_parser == "hermes":
             yield from self._hermes_answer()
         elif self._tool_call_parser == "json":
             yield from self._json_answer()
         self.out.add(_CONTENT, self._rest())
-        self.is_text = True
+        self.is_all_content = True
         yield
 
     def show_unseen(self) -> None:
@@ -86,7 +87,7 @@ class _Output:
     def finish_answer(self) -> None:
         """Emit the withheld text as content, unless it is part of a call or separates calls."""
         is_separator = self._num_calls and _SEPARATORS.fullmatch("".join(self._unseen))
-        if not (self._has_begun or is_separator):
+        if not (self._is_certain or is_separator):
             self.show_unseen()
 
     def _rest(self) -> str:
@@ -107,16 +108,18 @@ class _Output:
             shown = text.lstrip()
             is_marked = shown.startswith(THINK)
             if is_marked:
-                self.is_inside = True
+                self.is_in_reasoning = True
                 shown = shown[len(THINK) :].lstrip()
-            # After the marker, a character decides. Without it, the text must rule it out.
-            is_decided = shown != "" if is_marked else not THINK.startswith(shown)
+            if is_marked:
+                is_decided = bool(shown)  # the first character after the marker has come
+            else:
+                is_decided = not THINK.startswith(shown)  # the text can't become the marker
             if is_decided or self.has_ended:
                 break
             yield
             text += self._rest()
-        if not self.is_inside:
-            self.is_over = True
+        if not self.is_in_reasoning:
+            self.is_reasoning_over = True
             self.text = text
             self.at = 0
             return
@@ -128,8 +131,8 @@ class _Output:
             held = reasoning[len(reasoning) - num_held :]
             reasoning, marker, rest = (held + self._rest()).partition(END_THINK)
         self._reason(reasoning)
-        self.is_inside = False
-        self.is_over = True
+        self.is_in_reasoning = False
+        self.is_reasoning_over = True
         rest = rest.lstrip()
         while not rest:
             yield
@@ -224,7 +227,7 @@ class _Output:
     # --- calls ------------------------------------------------------------------------------------
 
     def _call(self, blanks: re.Pattern[str]) -> _Waiting:
-        """Parse the object of a call, after `blanks`."""
+        """Parse the object of a call, after `blanks`. Return False if there is none."""
         if not (yield from self._skip("{", blanks)):
             return False
         self._name = ""
@@ -235,7 +238,7 @@ class _Output:
             self._unseen.clear()
             if "arguments" not in self._keys:
                 self.out.add_arguments(self._num_calls - 1, "{}")
-        self._has_begun = False
+        self._is_certain = False
         return is_complete
 
     def _members(self) -> _Waiting:
@@ -261,14 +264,14 @@ class _Output:
             if not is_valid:
                 return False
             self._begin_if_certain()
-        return self._has_begun
+        return self._is_certain
 
     def _begin_if_certain(self) -> None:
-        if self._has_begun or not self._name:
+        if self._is_certain or not self._name:
             return
         if "arguments" not in self._keys and self._tool_call_parser != "hermes":
             return  # other JSON may have a name, too
-        self._has_begun = True
+        self._is_certain = True
         self._unseen.clear()
         self.out.begin_call(self._num_calls, self._name)
         self.out.add_arguments(self._num_calls, "".join(self._arguments))
@@ -281,7 +284,7 @@ class _Output:
         """
         part = self.text[self.at : end]
         self.at = end
-        if is_argument and self._has_begun:
+        if is_argument and self._is_certain:
             if part:
                 self._unseen.clear()
                 self.out.add_arguments(self._num_calls - 1, part)
@@ -401,23 +404,24 @@ class ChatOutputParser:
     def finish(self) -> StepOutput:
         self._push(self._text.finish())
         self._output.has_ended = True
-        if not self._output.is_over:
+        if not self._output.is_reasoning_over:
             self._parse("")
         self._output.finish_answer()
         return self._take()
 
     def _take(self) -> StepOutput:
-        self._is_plain = self._output.is_text
+        self._is_plain = self._output.is_all_content
         return self._output.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
+        """Parse tokens, and count those of reasoning: they are parsed one by one for that."""
         output = self._output
         at = 0
-        while at < len(token_ids) and not output.is_over:
+        while at < len(token_ids) and not output.is_reasoning_over:
             num_texts = output.num_reasoning_texts
-            was_inside = output.is_inside
+            was_in_reasoning = output.is_in_reasoning
             self._push(self._text.push(token_ids[at : at + 1]))
-            is_between_markers = was_inside and output.is_inside
+            is_between_markers = was_in_reasoning and output.is_in_reasoning
             has_reasoning_text = output.num_reasoning_texts > num_texts
             if is_between_markers or has_reasoning_text:
                 output.out.reasoning_tokens += 1
@@ -427,7 +431,7 @@ class ChatOutputParser:
 
     def _push(self, decoded: StepOutput) -> None:
         for delta in decoded.deltas:
-            if self._output.is_text:
+            if self._output.is_all_content:
                 self._output.out.add(_CONTENT, delta.text)
             else:
                 self._parse(delta.text)

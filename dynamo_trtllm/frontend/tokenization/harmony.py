@@ -382,7 +382,11 @@ def _turn(
                     field="messages",
                 )
             yield HarmonyMessage(
-                oh.Role.TOOL, message.content, address.recipient, "assistant", address.channel
+                oh.Role.TOOL,
+                message.content,
+                author=address.recipient,
+                recipient="assistant",
+                channel=address.channel,
             )
         case "system" | "developer":
             yield _developer(message.content)
@@ -398,13 +402,20 @@ def _call(call: ToolCall, functions: frozenset[str]) -> HarmonyMessage:
     _check_name(call.name, "messages")
     text = harmony_builtins.call_text(call, functions)
     if text is None:
-        recipient = f"functions.{call.name}"
         return HarmonyMessage(
-            oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json"
+            oh.Role.ASSISTANT,
+            call.arguments,
+            recipient=f"functions.{call.name}",
+            channel="commentary",
+            content_type="json",
         )
-    channel = harmony_builtins.CHANNEL
-    content_type = harmony_builtins.CONTENT_TYPE
-    return HarmonyMessage(oh.Role.ASSISTANT, text, None, call.name, channel, content_type)
+    return HarmonyMessage(
+        oh.Role.ASSISTANT,
+        text,
+        recipient=call.name,
+        channel=harmony_builtins.CHANNEL,
+        content_type=harmony_builtins.CONTENT_TYPE,
+    )
 
 
 def _check_name(name: str, field: str) -> None:

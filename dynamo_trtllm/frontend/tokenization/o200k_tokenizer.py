@@ -27,7 +27,7 @@ from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 # without it two threads may load at once, and each keeps a copy of 50 MB
 _LOADING: Final = threading.Lock()
 _READ_BYTES: Final = 1 << 16
-# openai-harmony takes 0.4 ms for them, and at most 5 ms if they are one word
+# openai-harmony encodes a text of this length in 0.4 ms, or in at most 5 ms if it is one word.
 SHORT_CHARS: Final = 1000
 # Until fastokens is loaded, openai-harmony encodes longer texts, too: in 18 ms, and at most 0.12 s.
 # This time grows with the square of the length of a word (a text of one word would take 24 s), and
@@ -88,11 +88,13 @@ class O200kTokenizer:
 
         Special tokens in it are encoded as text. Raises InvalidRequest, see `FastTokenizer`.
         """
-        if self._fast is None and (
-            len(text) <= SHORT_CHARS or (len(text) <= _LONG_CHARS and not _has_long_run(text))
-        ):
-            return token_ids(self.harmony.encode(text, disallowed_special=()))
-        return (self._fast or self.load()).encode(text)
+        fast = self._fast
+        if fast is None:
+            is_short = len(text) <= SHORT_CHARS
+            if is_short or (len(text) <= _LONG_CHARS and not _has_long_run(text)):
+                return token_ids(self.harmony.encode(text, disallowed_special=()))
+            fast = self.load()
+        return fast.encode(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token; b"" for special tokens and for ids outside the

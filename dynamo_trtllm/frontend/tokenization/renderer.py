@@ -24,7 +24,7 @@ class Renderer(Protocol):
 
     @property
     def call_stop_token_ids(self) -> tuple[int, ...]:
-        """Those of the stop tokens that end a call. Empty: a call ends like an answer."""
+        """The tokens of `stop_token_ids` that end a call. Empty: a call ends like an answer."""
 
     @property
     def call_opening(self) -> str | None:

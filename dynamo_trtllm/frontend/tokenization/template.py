@@ -203,7 +203,9 @@ class ChatTemplateRenderer:
         self._hidden = self._tokenizer.special
         self._added = self._tokenizer.added
         markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())
-        self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
+        self._hidden_in_chat = frozenset(
+            token_id for token_id in self._hidden if self._added[token_id] not in markers
+        )
         self._token_texts = {
             hidden: TokenTextCache(functools.partial(self._token_bytes, hidden))
             for hidden in (self._hidden, self._hidden_in_chat)
@@ -228,12 +230,12 @@ class ChatTemplateRenderer:
             {
                 "type": "function",
                 "function": {
-                    "name": t.name,
-                    "description": t.description,
-                    "parameters": t.parameters,
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
                 },
             }
-            for t in conversation.tools
+            for tool in conversation.tools
         ]
         variables = {
             "reasoning_effort": conversation.reasoning_effort,
@@ -342,11 +344,11 @@ def _message(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         shown["tool_calls"] = [
             {
-                "id": c.id,
+                "id": call.id,
                 "type": "function",
-                "function": {"name": c.name, "arguments": _arguments(c.arguments)},
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
             }
-            for c in message.tool_calls
+            for call in message.tool_calls
         ]
     return shown
 

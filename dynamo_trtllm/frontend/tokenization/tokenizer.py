@@ -105,11 +105,12 @@ class FastTokenizer:
                 f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS}"
                 " characters; shorten it"
             )
-        flags = is_plain and is_prompt, is_plain
+        adds_special = is_plain and is_prompt
         try:
-            packed, _ = self.library.encode_batch_flat([text], *flags)
+            packed, _ = self.library.encode_batch_flat([text], adds_special, is_plain)
         except UnicodeEncodeError:
-            packed, _ = self.library.encode_batch_flat([_well_formed(text)], *flags)
+            text = _well_formed(text)
+            packed, _ = self.library.encode_batch_flat([text], adds_special, is_plain)
         ids = token_ids()
         ids.frombytes(packed)
         return ids
@@ -218,14 +219,16 @@ class _Segments:
         found_first = [
             token for token in file.added_tokens if token.content and not token.normalized
         ]
-        is_splittable = not (file.truncation or file.padding or file.model.dropout)
-        is_splittable = is_splittable and not any(token.single_word for token in found_first)
+        needs_whole_text = bool(file.truncation or file.padding or file.model.dropout)
+        needs_neighbors = any(token.single_word for token in found_first)
+        is_splittable = not (needs_whole_text or needs_neighbors)
         # A token with `lstrip` takes blanks from the text before it.
         self._starts = {token.content for token in found_first if not token.lstrip}
         longest_first = sorted((token.content for token in found_first), key=len, reverse=True)
-        self._pattern = re.compile(
-            "|".join(map(re.escape, longest_first)) if is_splittable and self._starts else r"\Z"
-        )
+        pattern = r"\Z"  # finds no token
+        if is_splittable and self._starts:
+            pattern = "|".join(map(re.escape, longest_first))
+        self._pattern = re.compile(pattern)
 
     def split(self, text: str) -> Iterator[str]:
         """Yield the texts.

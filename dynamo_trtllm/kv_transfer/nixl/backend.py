@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
+from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, end_jobs
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
@@ -137,19 +137,19 @@ class NixlBackend:
         if ready is None:
             ready = len(regions)
         kind = kind_of(regions)
-        with_bytes = [region for region in regions if region.num_bytes > 0]
+        nonempty = [region for region in regions if region.num_bytes > 0]
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, ready)
-        registered = self._bindings.region_of(with_bytes)
+        registered = self._bindings.region_of(nonempty)
         self._published[transfer_id] = _NixlPublished(
-            slot=slot, in_region=registered is not None or not with_bytes
+            slot=slot, in_region=registered is not None or not nonempty
         )
-        if not with_bytes:
+        if not nonempty:
             memory = b""
         elif registered is not None:
             memory = registered.memory
         else:
-            registering = self._registering.submit(self._register_alone, transfer_id, with_bytes)
+            registering = self._registering.submit(self._register_alone, transfer_id, nonempty)
             memory = await asyncio.shield(asyncio.wrap_future(registering))
         method = self.checksums.method(regions)
         entry = self._published.get(transfer_id)
@@ -266,10 +266,10 @@ class NixlBackend:
         A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        facts = decode_offer(NixlOffer, offer, transfer_id, self.name)
-        require_sizes(transfer_id, facts.sizes_bytes, to.regions)
+        decoded_offer = decode_offer(NixlOffer, offer, transfer_id, self.name)
+        require_sizes(transfer_id, decoded_offer.sizes_bytes, to.regions)
         self._require_running("fetching KV")
-        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
+        is_checked = self.checksums.is_checked(transfer_id, decoded_offer.checksum, to.regions)
         slot = self._validity_slots.acquire()
         fetch = Fetch(
             bindings=self._bindings,
@@ -277,7 +277,7 @@ class NixlBackend:
             validity_slots=self._validity_slots,
             checksums=self.checksums,
             transfer_id=transfer_id,
-            offer=facts,
+            offer=decoded_offer,
             to=to,
             slot=slot,
             deadline=deadline,
@@ -285,14 +285,14 @@ class NixlBackend:
         )
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies
         # by the CPU are not.
-        step_now = facts.kind == "VRAM" and self._peers.is_connected(facts)
+        step_now = decoded_offer.kind == "VRAM" and self._peers.is_connected(decoded_offer)
         try:
             work = self._fetching.submit(fetch.steps(), step_now=step_now)
             try:
                 await asyncio.wrap_future(work)
             except asyncio.CancelledError:
                 # The caller's memory must stay until nothing writes to it.
-                await ended([work])
+                await end_jobs([work])
                 raise
         finally:
             self._validity_slots.release(slot)

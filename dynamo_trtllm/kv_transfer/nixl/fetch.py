@@ -33,7 +33,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
     ACK_OFFSET,
     Validity,
     ValiditySlots,
-    part,
+    part_of_slot,
     with_checksum,
 )
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination
@@ -294,8 +294,8 @@ class Fetch:
         if ours is not None and ours != entry.checksum:
             raise self.checksums.mismatch(self.transfer_id)
         # An acknowledgment is the beginning of the nonce, which our slot has a copy of.
-        ack_word = part(self.validity_slots.descriptor(self.slot), ACK_BYTES)
-        ack_at = part(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
+        ack_word = part_of_slot(self.validity_slots.descriptor(self.slot), ACK_BYTES)
+        ack_at = part_of_slot(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:

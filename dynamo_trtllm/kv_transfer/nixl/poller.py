@@ -64,7 +64,7 @@ class TransferPoller:
         self._moving: list[_PolledFetch] = []
         self._turn = 0
         self._closing = False
-        self._nothing = select.poll()
+        self._no_sockets = select.poll()  # only its side effect is used, see `_receive`
         self._prepare = prepare
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
@@ -106,7 +106,7 @@ class TransferPoller:
     def _run(self) -> None:
         self._prepare()
         pause_s: float | None = None
-        while not (self._closing and not self._moving):
+        while self._moving or not self._closing:
             self._receive(pause_s)
             while self._waiting and len(self._moving) < MAX_CONCURRENT_FETCHES:
                 fetch = self._waiting.popleft()
@@ -124,6 +124,7 @@ class TransferPoller:
                 coming = self._coming.get_nowait()
             else:
                 coming = self._coming.get(timeout=pause_s)
+            # The loop ends with `Empty`, when all are taken.
             while True:
                 if coming is None:
                     self._close()
@@ -133,9 +134,9 @@ class TransferPoller:
                     self._waiting.append(coming)
                 coming = self._coming.get_nowait()
         except Empty:
-            # This releases the GIL; time.sleep(0) would take 70 microseconds.
+            # The call releases the GIL; time.sleep(0) would take 70 microseconds.
             if pause_s == 0:
-                self._nothing.poll(0)
+                self._no_sockets.poll(0)
 
     def _close(self) -> None:
         self._closing = True

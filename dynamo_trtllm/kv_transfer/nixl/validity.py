@@ -137,7 +137,7 @@ class ValiditySlots:
         return address, PLAIN_BYTES, 0
 
 
-def part(
+def part_of_slot(
     validity_slot: tuple[int, int, int], num_bytes: int, offset: int = 0
 ) -> tuple[int, int, int]:
     """Return the descriptor of a part of a slot, given that of the slot.

@@ -65,7 +65,7 @@ class ConnectionGroup:
         self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
         self.is_draining = False
         self.changed = asyncio.Event()  # set when a connection or a task has ended
-        self._evicted = 0  # idle connections, since the last log line about them
+        self._num_evicted = 0  # idle connections, since the last log line about them
         self._logged_at_s = -math.inf
 
     def admit(self, connection: OpenConnection) -> None:
@@ -115,15 +115,15 @@ class ConnectionGroup:
         if network is None:
             return False
         self.idle.oldest(network).evict()
-        self._evicted += 1
+        self._num_evicted += 1
         now_s = time.monotonic()
         if now_s >= self._logged_at_s + _LOG_EVERY_S:
             text = (
                 "closed %d idle connections to accept others, the last one of client %s; %d are"
                 " open, of at most %d"
             )
-            log.warning(text, self._evicted, network, len(self.open), self.max_open)
-            self._evicted = 0
+            log.warning(text, self._num_evicted, network, len(self.open), self.max_open)
+            self._num_evicted = 0
             self._logged_at_s = now_s
         return True
 

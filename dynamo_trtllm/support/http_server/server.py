@@ -26,17 +26,18 @@ from dynamo_trtllm.support.http_server.tls_transport import TlsTransport
 from dynamo_trtllm.support.network.listening import ACCEPTS_PER_TURN, Acceptor
 from dynamo_trtllm.support.tls import ServerCertificate
 
+log = logging.getLogger(__name__)
+
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
-
-
+# Idle connections that are closed if there is no file descriptor for another one.
+_NUM_RELIEVED: Final = 16
 # A longer unknown path gets no suggestion: the comparison would cost more than the request.
 _MAX_COMPARED_CHARS: Final = 64
 _MIN_SIMILARITY: Final = 0.8
 
 _NO_FORMS: Final[Mapping[str, ErrorForm]] = {}
 _NO_HANDLERS: Final[Mapping[str, Handler]] = {}
-
 
 Guard: TypeAlias = Callable[[HttpRequest, HttpResponse], None]
 
@@ -223,12 +224,6 @@ def path_pattern(path: str) -> re.Pattern[str]:
     """Return the pattern of a path with parameters."""
     pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.*)", path.replace(".", r"\."))
     return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern), re.DOTALL)
-
-
-log = logging.getLogger(__name__)
-
-# idle connections that are closed if there is no file descriptor for another one
-_NUM_RELIEVED = 16
 
 
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:

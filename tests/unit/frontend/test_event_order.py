@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.frontend.api.request_model import parse
 from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.responses_api import response_builder
-from dynamo_trtllm.frontend.responses_api.items import named, normalized
+from dynamo_trtllm.frontend.responses_api.items import normalized, with_ids
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
@@ -191,7 +191,7 @@ def prompt(served: ServedModel, items: list[dict[str, Any]]) -> str:
     given = [{"role": "user", "content": "Is it up?"}, *items]
     body = parse(ResponseRequest, json.dumps({"model": "m", "input": given}).encode())
     normal = [normalized(item) for item in body.input]  # type: ignore[arg-type]
-    conversation = response_builder._conversation(body, named(normal, RESPONSE.id))
+    conversation = response_builder._conversation(body, with_ids(normal, RESPONSE.id))
     text = served.renderer.decode(served.renderer.render(conversation))
     return text.partition("Is it up?<|end|>")[2].removesuffix("<|start|>assistant")
 

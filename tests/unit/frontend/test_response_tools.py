@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.api.responses import ResponseRequest
 from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.frontend.requests.preprocess import prepare_conversation
 from dynamo_trtllm.frontend.responses_api import response_builder
-from dynamo_trtllm.frontend.responses_api.items import named, normalized
+from dynamo_trtllm.frontend.responses_api.items import normalized, with_ids
 from dynamo_trtllm.frontend.tokenization import o200k_tokenizer
 from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
@@ -249,7 +249,7 @@ def test_history_calls_and_results_reach_the_model(served: ServedModel) -> None:
             f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{result}<|end|>"
             in shown
         )
-    for item in named([normalized(item) for item in body.input], "resp_1"):  # type: ignore[arg-type]
+    for item in with_ids([normalized(item) for item in body.input], "resp_1"):  # type: ignore[arg-type]
         assert item["id"]
 
 

@@ -11,7 +11,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import (
     ACK_OFFSET,
     Validity,
     ValiditySlots,
-    part,
+    part_of_slot,
 )
 
 
@@ -23,8 +23,8 @@ def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> No
 
 
 def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
-    place, size, _ = part(holder.descriptor(slot), ACK_BYTES, ACK_OFFSET)
-    ctypes.memmove(place, part(reader.descriptor(own), ACK_BYTES)[0], size)
+    place, size, _ = part_of_slot(holder.descriptor(slot), ACK_BYTES, ACK_OFFSET)
+    ctypes.memmove(place, part_of_slot(reader.descriptor(own), ACK_BYTES)[0], size)
 
 
 def test_was_read_is_true_once_and_keeps_the_offer() -> None:

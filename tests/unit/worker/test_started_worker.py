@@ -161,7 +161,7 @@ async def opened(
     bench = Bench(SleepingEngine(), drain_timeout_s, timing)
     await bench.start()
     yield bench
-    await bench.started_worker.aclose()
+    await bench.started_worker.deregister()
     await bench.plane.aclose()
     assert bench.registered.open == 0
 

@@ -158,7 +158,10 @@ class RoleFacts:
         """Ranks among which experts can be divided: with Helix those of context parallelism,
         too.
         """
-        return self.tensor_parallel * (self.size("context_parallel_size") if self.has_helix else 1)
+        ranks = self.tensor_parallel
+        if self.has_helix:
+            ranks *= self.size("context_parallel_size")
+        return ranks
 
     @property
     def gpu_title(self) -> str:
@@ -262,7 +265,7 @@ class RoleFacts:
         return self.number(BLOCK_SIZE) or DEFAULT_BLOCK_TOKENS
 
     @property
-    def buffer(self) -> int | None:
+    def buffer_tokens(self) -> int | None:
         """Tokens in the transfer buffer; None if they are not set, or with the Python transceiver,
         which has none.
         """
@@ -408,19 +411,15 @@ class RoleFacts:
     @property
     def prompt_limit(self) -> int | None:
         """The smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
-        known = [
-            limit for limit in (self.number("max_seq_len"), self.buffer) if limit and limit > 0
-        ]
+        limits = (self.number("max_seq_len"), self.buffer_tokens)
+        known = [limit for limit in limits if limit and limit > 0]
         return min(known) if known else None
 
     def layout(self) -> KvLayout | None:
         """Return the KV layout that this worker will register; None without a model."""
-        model = self.model
-        return (
-            None
-            if model is None
-            else model.kv_layout(self.kv_dtype, self.block_tokens, self.tensor_parallel)
-        )
+        if self.model is None:
+            return None
+        return self.model.kv_layout(self.kv_dtype, self.block_tokens, self.tensor_parallel)
 
 
 def _text(value: Any) -> str:

@@ -35,8 +35,8 @@ class MemoryTable:
         num_full_layers = model.num_layers - model.num_sliding_layers
         self.windowed_token_bytes = token_bytes * num_full_layers // model.num_layers
         self.buffer_bytes = 0
-        if facts.is_disaggregated and facts.buffer is not None:
-            self.buffer_bytes = _BUFFERS * facts.buffer * token_bytes
+        if facts.is_disaggregated and facts.buffer_tokens is not None:
+            self.buffer_bytes = _BUFFERS * facts.buffer_tokens * token_bytes
         self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
         self.blocks = self._blocks(facts)  # KV blocks
         # Tokens that fit the KV blocks.

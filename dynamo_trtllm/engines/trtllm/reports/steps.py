@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,9 +12,7 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Iteration:
-    """One iteration of the executor, as its row tells it.
-
-    Times are seconds of the executor's clock.
+    """One iteration of the executor, as its row tells it. Times are those of the executor's clock.
 
     Raises:
         KeyError, TypeError, ValueError: the row lacks a value, or a count is negative.
@@ -27,32 +24,43 @@ class _Iteration:
         self.rank = int(row.get("attentionDpRank") or 0)
         self.num_ranks = 1  # ranks that have reported
         # The time after it had fetched requests.
-        self.begun = (
-            datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH
-        ).total_seconds()
+        begun = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f")
+        self.begun_s = (begun - _EPOCH).total_seconds()
         # When its results were read, or later by as long as it waited for requests.
-        self.read = self.begun + float(row["iterLatencyMS"]) / 1000
+        self.read_s = self.begun_s + float(row["iterLatencyMS"]) / 1000
         # No request was active before: it may have waited for one.
         self.was_idle = row["numNewActiveRequests"] >= row["numActiveRequests"]
         # GPU time of the forward pass; 0: unknown
         self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000
-        self.requests = int(batch["numGenRequests"])  # decode requests
+        self.decode_requests = int(batch["numGenRequests"])
         # Tokens of these requests; 0: not reported.
-        self.context = int(batch.get("numGenKvTokens") or 0)
-        self.tokens = int(batch["numCtxTokens"])  # prompt tokens
-        self.prompts = int(batch["numContextRequests"])
+        self.context_tokens = int(batch.get("numGenKvTokens") or 0)
+        self.num_prompts = int(batch["numContextRequests"])
+        self.prompt_tokens = int(batch["numCtxTokens"])
+        # Tokens of the prompts before those of this step; None: not reported.
+        self.cached_tokens: int | None = None
         cached = batch.get("numCtxKvTokens")
-        # prompt tokens before those; None: not reported
-        self.cached = None if cached is None else int(cached)
-        if min(self.requests, self.context, self.tokens, self.cached or 0, self.prompts) < 0:
+        if cached is not None:
+            self.cached_tokens = int(cached)
+        counts = (
+            self.decode_requests,
+            self.context_tokens,
+            self.num_prompts,
+            self.prompt_tokens,
+            self.cached_tokens or 0,
+        )
+        if min(counts) < 0:
             raise ValueError("a count is negative")
 
     def add_rank(self, other: _Iteration) -> None:
         """Add what another rank computed in this iteration."""
-        for name in ("num_ranks", "requests", "context", "tokens", "prompts"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        if self.cached is not None:
-            self.cached += other.cached or 0
+        self.num_ranks += other.num_ranks
+        self.decode_requests += other.decode_requests
+        self.context_tokens += other.context_tokens
+        self.num_prompts += other.num_prompts
+        self.prompt_tokens += other.prompt_tokens
+        if self.cached_tokens is not None:
+            self.cached_tokens += other.cached_tokens or 0
 
 
 # In local time, as the rows are. Only differences count.
@@ -116,23 +124,24 @@ class StepReader:
         self._running = running
         self._num_ranks = num_ranks
         self._full_step = full_step
-        # tokens computed of the prompt that the last step cut, if rows do not report them
-        self._cut = 0.0
+        # Tokens computed of the prompt that the last step cut, if rows do not report them.
+        self._cut_tokens = 0.0
         self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
-        self._context = 0.0  # the last mean
-        self._longest = 0  # the longest prompt of the last two polls
-        self._longest_now = 0  # the value of the last one
+        self._mean_context = 0.0  # tokens, of the last poll with requests
+        self._longest_prompt = 0  # tokens, of the last two polls
+        self._longest_of_poll = 0  # the same of the last poll
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
-        self._ended: float | None = None  # the step before it
-        self._decode_s = 0.0  # the last decode step; 0: not known
+        # When the step before the oldest pending one ended; None: not known.
+        self._ended_s: float | None = None
+        self._decode_s = 0.0  # time of the last decode step; 0: not known
         self._is_warm_up = True
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take the rows of one poll, the oldest first."""
-        context, longest = self._running()
-        self._context = context or self._context
-        self._longest = max(longest, self._longest_now)
-        self._longest_now = longest
+        mean_context, longest_prompt = self._running()
+        self._mean_context = mean_context or self._mean_context
+        self._longest_prompt = max(longest_prompt, self._longest_of_poll)
+        self._longest_of_poll = longest_prompt
         for row in rows[-MAX_STEPS:]:
             try:
                 self._add(_Iteration(row))
@@ -145,45 +154,47 @@ class StepReader:
 
     def _restart(self) -> None:
         self._pending = []
-        self._ended = None
-        self._cut = 0.0
+        self._ended_s = None
+        self._cut_tokens = 0.0
 
     def _add(self, new: _Iteration) -> None:
         last = self._pending[-1] if self._pending else None
         if last is not None and new.number == last.number and new.rank != last.rank:
             last.add_rank(new)
             return
-        if last is not None and (new.number != last.number + 1 or new.begun <= last.begun):
+        if last is not None and (new.number != last.number + 1 or new.begun_s <= last.begun_s):
             self._restart()
         elif last is not None:
-            overlaps = self._overlap(last, new)
+            overlaps = self._is_overlapping(last, new)
             has_changed = overlaps is not self._overlaps
             self._overlaps = overlaps
             # The executor's first two rows show the state for the first time: that is no change.
             if has_changed and len(self._pending) > 1:
                 self._restart()
         self._pending.append(new)
-        while len(self._pending) > (3 if self._overlaps else 1):
+        # The iterations after a step that show when it ended.
+        num_after = 3 if self._overlaps else 1
+        while len(self._pending) > num_after:
             seconds = self._overlapped_s() if self._overlaps else self._seconds()
             step = self._pending.pop(0)
-            if not seconds and step.tokens:
+            if not seconds and step.prompt_tokens:
                 seconds = step.forward_s
-            cached = self._cached(step)
+            cached_tokens = self._cached_tokens(step)
             if seconds > 0:
-                self._take(step, seconds, cached)
+                self._take(step, seconds, cached_tokens)
 
-    def _overlap(self, last: _Iteration, new: _Iteration) -> bool:
+    def _is_overlapping(self, last: _Iteration, new: _Iteration) -> bool:
         """Return whether the overlap scheduler is on.
 
         With it, an iteration reads the results of the one before.
 
         A change of the clock can look like the other scheduler, until the next two rows.
         """
-        if last.read < new.begun:
+        if last.read_s < new.begun_s:
             return False
         # The latency of an iteration that has waited for requests says nothing: it includes the
         # wait.
-        return self._overlaps or (not last.was_idle and last.read - new.begun > _SLACK_S)
+        return self._overlaps or (not last.was_idle and last.read_s - new.begun_s > _SLACK_S)
 
     def _seconds(self) -> float:
         """Return how long the oldest pending step took, without the overlap scheduler. 0: not
@@ -192,54 +203,70 @@ class StepReader:
         step, after = self._pending[:2]
         # 1.2 repeats the counts of the last step in an iteration that computes nothing, as one that
         # waits for KV.
-        if step.was_idle and (after.was_idle or not step.tokens):
+        if step.was_idle and (after.was_idle or not step.prompt_tokens):
             return 0.0
-        return min(step.read, after.begun) - step.begun
+        return min(step.read_s, after.begun_s) - step.begun_s
 
     def _overlapped_s(self) -> float:
         """Return the same, with the overlap scheduler. Remember when the step ended."""
-        # `reader` is the iteration that read the results of `step`
+        # `reader` is the iteration that read the results of `step`.
         step, reader, after, last = self._pending[:4]
-        before = self._ended
-        ended = min(step.read, after.begun)
-        self._ended = None if step.was_idle and after.was_idle else ended
-        # it waited, while the results were there
-        if reader.was_idle or reader.read - last.begun > _SLACK_S:
-            self._ended = reader.begun
+        before_s = self._ended_s
+        ended_s = min(step.read_s, after.begun_s)
+        self._ended_s = None if step.was_idle and after.was_idle else ended_s
+        # The reader waited for requests, while the results were there.
+        if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
+            self._ended_s = reader.begun_s
             return 0.0
-        if before is None or self._ended is None:
+        if before_s is None or self._ended_s is None:
             return 0.0
-        started = max(before, step.begun)
-        if reader.tokens and not step.tokens:
-            self._ended = min(ended, started + (self._decode_s or ended - started))
+        started_s = max(before_s, step.begun_s)
+        seconds = ended_s - started_s
+        if reader.prompt_tokens and not step.prompt_tokens:
+            # The launch of the prompts can delay the read.
+            self._ended_s = min(ended_s, started_s + (self._decode_s or seconds))
             return 0.0
-        if not step.tokens:
-            self._decode_s = ended - started
-        return ended - started
+        if not step.prompt_tokens:
+            self._decode_s = seconds
+        return seconds
 
-    def _cached(self, step: _Iteration) -> float:
+    def _cached_tokens(self, step: _Iteration) -> float:
         """Return the number of prompt tokens before those of a step.
 
         Each step is passed once, in order.
         """
-        if step.cached is not None:
-            return step.cached
-        before = (
-            self._cut if self._cut + step.tokens / max(1, step.prompts) <= self._longest else 0.0
-        )
-        self._cut = 0.0
-        if step.tokens + step.requests >= (self._full_step() or math.inf):
-            self._cut = step.tokens / max(1, step.prompts) + (before if step.prompts <= 1 else 0.0)
+        if step.cached_tokens is not None:
+            return step.cached_tokens
+        chunk_tokens = step.prompt_tokens / max(1, step.num_prompts)
+        before = 0.0
+        # Otherwise, the step computes another prompt than the one that was cut.
+        if self._cut_tokens + chunk_tokens <= self._longest_prompt:
+            before = self._cut_tokens
+        self._cut_tokens = 0.0
+        full_step = self._full_step()
+        if full_step and step.prompt_tokens + step.decode_requests >= full_step:
+            self._cut_tokens = chunk_tokens
+            if step.num_prompts <= 1:
+                self._cut_tokens += before
         return before
 
-    def _take(self, step: _Iteration, seconds: float, cached: float) -> None:
+    def _take(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
         """Add a sample, unless it is not known what the step computed."""
-        context = step.context or step.requests * self._context
-        if not (step.requests or step.tokens) or (step.requests and not context):
+        context_tokens = step.context_tokens or step.decode_requests * self._mean_context
+        computes_nothing = not (step.decode_requests or step.prompt_tokens)
+        lacks_context = step.decode_requests > 0 and not context_tokens
+        if computes_nothing or lacks_context:
             return
-        share = self._num_ranks / step.num_ranks
-        pairs = step.tokens * (cached + step.tokens / 2) / max(1, step.prompts)
-        requests, context, tokens = (
-            round(count * share) for count in (step.requests, context, step.tokens)
+        pairs = step.prompt_tokens * (cached_tokens + step.prompt_tokens / 2)
+        pairs /= max(1, step.num_prompts)
+        # Ranks without rows compute what the others do.
+        scale = self._num_ranks / step.num_ranks
+        self._steps.append(
+            StepSample(
+                seconds,
+                decode_requests=round(step.decode_requests * scale),
+                context_tokens=round(context_tokens * scale),
+                prefill_tokens=round(step.prompt_tokens * scale),
+                attention_pairs=pairs * scale,
+            )
         )
-        self._steps.append(StepSample(seconds, requests, context, tokens, pairs * share))

@@ -48,16 +48,11 @@ def skip_before_capture(worker_class: Any) -> None:
     @functools.wraps(capture)
     def compile_or_warm_up_model(self: Any) -> Any:
         transfer = self.vllm_config.kv_transfer_config
-        dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)
-        never_decodes = transfer is not None and transfer.kv_connector_extra_config.get(
-            NEVER_DECODES
-        )
+        dispatcher: Any = getattr(self.model_runner, "cudagraph_dispatcher", None)
+        extra = {} if transfer is None else transfer.kv_connector_extra_config
+        can_skip = dispatcher is not None and extra.get(NEVER_DECODES)
         # Without a separate routine, graphs of mixed steps have the same mode.
-        if (
-            dispatcher is not None
-            and never_decodes
-            and dispatcher.cudagraph_mode.separate_routine()
-        ):
+        if can_skip and dispatcher.cudagraph_mode.separate_routine():
             for mode, keys in dispatcher.cudagraph_keys.items():
                 if mode.name == "FULL":
                     keys.clear()

@@ -24,11 +24,11 @@ _DRAFTS = ("max_draft_len", "num_nextn_predict_layers", "max_total_draft_tokens"
 )
 def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
     """Find a transfer buffer that ends within a KV block."""
-    if facts.buffer is None or facts.buffer % facts.block_tokens == 0:
+    if facts.buffer_tokens is None or facts.buffer_tokens % facts.block_tokens == 0:
         return None
     return Violation(
         other=f"tokens_per_block {facts.block_tokens}",
-        fix=f"set it to {facts.round_up(facts.buffer)}, on both sides",
+        fix=f"set it to {facts.round_up(facts.buffer_tokens)}, on both sides",
     )
 
 
@@ -49,7 +49,7 @@ def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
 def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     """Find prompts of the load that do not fit the transfer buffer."""
     isl = facts.load.isl
-    buffer = facts.buffer
+    buffer = facts.buffer_tokens
     if isl is None or buffer is None or isl <= buffer:
         return None
     if facts.transceiver == "NIXL":

@@ -120,7 +120,7 @@ def transceiver_equal(pair: PairFacts) -> Violation | None:
     decode = pair.decode.transceiver
     if not prefill or not decode or prefill == decode:
         return None
-    return _shown(pair, BACKEND)
+    return _differs(pair, BACKEND)
 
 
 @SECTION.rule(
@@ -136,7 +136,7 @@ def transceiver_runtime_equal(pair: PairFacts) -> Violation | None:
         return None
     if pair.prefill.runtime == pair.decode.runtime:
         return None
-    return _shown(pair, RUNTIME)
+    return _differs(pair, RUNTIME)
 
 
 @SECTION.rule(
@@ -150,7 +150,7 @@ def kv_dtype_equal(pair: PairFacts) -> Violation | None:
     """Find two types of KV."""
     if pair.prefill.kv_dtype == pair.decode.kv_dtype:
         return None
-    return _shown(pair, f"{_KV}dtype")
+    return _differs(pair, f"{_KV}dtype")
 
 
 @SECTION.rule(
@@ -167,7 +167,7 @@ def cache_manager_equal(pair: PairFacts) -> Violation | None:
     """Find two cache managers."""
     if pair.prefill.args.get(_V2) == pair.decode.args.get(_V2):
         return None
-    return _shown(pair, _V2)
+    return _differs(pair, _V2)
 
 
 @SECTION.rule(
@@ -181,7 +181,7 @@ def block_size_equal(pair: PairFacts) -> Violation | None:
     """Find two block sizes."""
     if pair.prefill.block_tokens == pair.decode.block_tokens:
         return None
-    return _shown(pair, f"{_KV}tokens_per_block")
+    return _differs(pair, f"{_KV}tokens_per_block")
 
 
 @SECTION.rule(
@@ -195,7 +195,7 @@ def attention_backend_equal(pair: PairFacts) -> Violation | None:
     """Find two attention backends."""
     if pair.prefill.attention == pair.decode.attention:
         return None
-    return _shown(pair, "attn_backend")
+    return _differs(pair, "attn_backend")
 
 
 @SECTION.rule(
@@ -237,7 +237,7 @@ def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
     size = pair.prefill.size("pipeline_parallel_size")
     if size in (1, pair.decode.size("pipeline_parallel_size")):
         return None
-    return _shown(pair, "pipeline_parallel_size")
+    return _differs(pair, "pipeline_parallel_size")
 
 
 @SECTION.rule(
@@ -254,7 +254,7 @@ def seq_len_order(pair: PairFacts) -> Violation | None:
     if prefill is None or decode is None or prefill <= decode:
         return None
     return Violation(
-        other=_decode(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill"
+        other=_decode_value(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill"
     )
 
 
@@ -267,12 +267,12 @@ def seq_len_order(pair: PairFacts) -> Violation | None:
 )
 def buffer_differs(pair: PairFacts) -> Violation | None:
     """Find two sizes of the transfer buffer."""
-    prefill = pair.prefill.buffer
-    decode = pair.decode.buffer
+    prefill = pair.prefill.buffer_tokens
+    decode = pair.decode.buffer_tokens
     if prefill is None or decode is None or prefill == decode:
         return None
     return Violation(
-        other=_decode(pair, BUFFER), fix=f"set it to {max(prefill, decode)} on both sides"
+        other=_decode_value(pair, BUFFER), fix=f"set it to {max(prefill, decode)} on both sides"
     )
 
 
@@ -287,7 +287,7 @@ def attention_window_equal(pair: PairFacts) -> Violation | None:
     """Find two attention windows."""
     if _windows(pair.prefill) == _windows(pair.decode):
         return None
-    return _shown(pair, _WINDOW)
+    return _differs(pair, _WINDOW)
 
 
 @SECTION.rule(
@@ -307,9 +307,9 @@ def speculative_equal(pair: PairFacts) -> Violation | None:
     The C++ transceiver compares the states of both sides.
     """
     prefill, decode = _speculative(pair)
-    if prefill.get("decoding_type") == decode.get("decoding_type") and bool(prefill) == bool(
-        decode
-    ):
+    has_same_method = prefill.get("decoding_type") == decode.get("decoding_type")
+    both_or_none = bool(prefill) == bool(decode)
+    if has_same_method and both_or_none:
         return None
     if not prefill and pair.prefill.runtime == "PYTHON":
         return None
@@ -404,16 +404,19 @@ def _windows(facts: RoleFacts) -> list[int] | None:
     if longest is not None and set(windows) == {longest}:
         # All layers see as much as without windows.
         return None
-    num_layers = (
-        facts.model.num_layers if facts.model is not None else math.lcm(*range(1, len(windows) + 1))
-    )
+    if facts.model is None:
+        # So many layers have the list a whole number of times.
+        num_layers = math.lcm(*range(1, len(windows) + 1))
+    else:
+        num_layers = facts.model.num_layers
     return [windows[layer % len(windows)] for layer in range(num_layers)]
 
 
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    return pair.prefill.section_values("speculative_config"), pair.decode.section_values(
-        "speculative_config"
-    )
+    """Return the settings of drafts of the prefill and of the decode worker."""
+    prefill = pair.prefill.section_values("speculative_config")
+    decode = pair.decode.section_values("speculative_config")
+    return prefill, decode
 
 
 def _speculative_violation(pair: PairFacts) -> Violation:
@@ -421,11 +424,12 @@ def _speculative_violation(pair: PairFacts) -> Violation:
     return Violation(value=f"prefill: {prefill or 'unset'}", other=f"decode: {decode or 'unset'}")
 
 
-def _shown(pair: PairFacts, key: str) -> Violation:
-    return Violation(other=_decode(pair, key))
+def _differs(pair: PairFacts, key: str) -> Violation:
+    """Return the violation of a rule for which an argument must be equal on both sides."""
+    return Violation(other=_decode_value(pair, key))
 
 
-def _decode(pair: PairFacts, key: str) -> str:
+def _decode_value(pair: PairFacts, key: str) -> str:
     return f"decode: {pair.decode.value_with_source(key)}"
 
 

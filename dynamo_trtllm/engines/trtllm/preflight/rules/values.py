@@ -39,7 +39,7 @@ def ray_without_ray(facts: RoleFacts) -> Violation | None:
 )
 def dummy_weights(facts: RoleFacts) -> Violation | None:
     """Find random weights. The value may be a member of an enumeration: LoadFormat.DUMMY."""
-    name = str(facts.args.get("load_format")).rpartition(".")[2]
+    _, _, name = str(facts.args.get("load_format")).rpartition(".")
     return Violation() if name.upper() == "DUMMY" else None
 
 
