@@ -32,8 +32,8 @@ def parse_shares(given: str) -> ShareSetting:
     match = _SETTING.fullmatch(given)
     if match is None:
         raise ValueError(
-            "must be WORKER=PREFILL/DECODE, such as 6dba42=1/0.25, with the id of a worker or all,"
-            " and numbers from 0 to 1"
+            "must be WORKER=PREFILL/DECODE, such as 6dba42c81a3f0=1/0.25, with the id of a worker"
+            " or all, and numbers from 0 to 1"
         )
     worker, *numbers = match.groups()
     prefill, decode = (_share(number) for number in numbers)
@@ -65,7 +65,7 @@ class SharesConfig(ConnectionConfig, DeploymentChoiceConfig):
 
     examples:
       %(prog)s
-      %(prog)s --set 6dba42=1/0 --set 7f01aa=0/1 --reason "long prompts"
+      %(prog)s --set 6dba42c81a3f0=1/0 --set 7f01aa09b2c44=0/1 --reason "long prompts"
       %(prog)s --set all=1/1
       %(prog)s --history
     Several settings are one change, of which all frontends learn at once. Calls in flight finish

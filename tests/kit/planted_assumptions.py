@@ -272,7 +272,7 @@ PLANTS = (
         "Smaller ones",
         "a context-only answer repeats the `disagg_request_id` of its call",
         f"{_TRTLLM}.library",
-        'if not values.get("disagg_request_id") and self._disagg is not None:',
+        'if not values.get("disagg_request_id") and "disagg_request_id" in given:',
         "if False:",
         f"{_ANSWERS}[1.3.0rc29-NIXL]",
     ),

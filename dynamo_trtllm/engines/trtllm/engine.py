@@ -157,10 +157,10 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
+        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
-        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         return "" if has_names else "this TensorRT-LLM can't sleep"
 
     async def sleep(self) -> None:

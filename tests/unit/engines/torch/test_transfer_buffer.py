@@ -74,7 +74,7 @@ def test_take_after_return_is_free_once_copied(monkeypatch: pytest.MonkeyPatch) 
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     copying = Copying()
     allocation = taken(transfer_buffer, 4)
-    monkeypatch.setattr(transfer_buffer, "mark", lambda: copying)
+    monkeypatch.setattr(transfer_buffer, "record_event", lambda: copying)
     transfer_buffer.free(allocation)
     assert taken(transfer_buffer, 4).begin == 4096
     copying.is_done = True
@@ -85,7 +85,7 @@ def test_take_waits_for_the_oldest_copies_only(monkeypatch: pytest.MonkeyPatch) 
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     marks = [Copying() for _ in range(3)]
     allocations = [taken(transfer_buffer, 4) for _ in range(3)]
-    monkeypatch.setattr(transfer_buffer, "mark", iter(marks).__next__)
+    monkeypatch.setattr(transfer_buffer, "record_event", iter(marks).__next__)
     for allocation in allocations:
         transfer_buffer.free(allocation)
     assert taken(transfer_buffer, 4).begin == allocations[0].begin
