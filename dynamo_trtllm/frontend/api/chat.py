@@ -36,8 +36,8 @@ from dynamo_trtllm.frontend.api.request_model import (
     single_value,
     unsupported,
 )
-from dynamo_trtllm.frontend.api.sampling import NO_OPS, CompletionFields
-from dynamo_trtllm.frontend.api.schemas import Schema, schema_text
+from dynamo_trtllm.frontend.api.sampling import NO_OPS, CompletionFields, MaxTokens
+from dynamo_trtllm.frontend.api.schemas import Schema, ToolSchema, schema_text
 from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA, arguments_of
 from dynamo_trtllm.protocol.messages import OutputFormat
 from dynamo_trtllm.protocol.number_types import MAX_LOGPROBS
@@ -82,11 +82,6 @@ def part_texts(
                 check_unknown(
                     name, fields, info, f"holds a part with {quoted(name)} at index {index}, which "
                 )
-        if part.get("annotations"):
-            unsupported(
-                f"holds a part with annotations at index {index}, which are not supported; leave"
-                " them out"
-            )
         texts.append(text)
     return texts
 
@@ -115,7 +110,7 @@ Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 class SystemMessage(RequestModel):
     role: Literal["system", "developer"]
-    content: Text
+    content: Text = ""
     name: Name | None = None
 
 
@@ -170,7 +165,8 @@ _ToolCall = Annotated[
 
 
 class AssistantMessage(RequestModel):
-    no_ops: ClassVar = {"annotations": ([],), "prefix": (False,)}
+    hints: ClassVar = frozenset({"annotations"})  # sources of parts of the text
+    no_ops: ClassVar = {"prefix": (False,), "refusal": ("",)}
     unsupported: ClassVar = rejected_fields.OF_ASSISTANT_MESSAGES
 
     role: Literal["assistant"]
@@ -182,10 +178,8 @@ class AssistantMessage(RequestModel):
     tool_calls: List[_ToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
-    def _says_something(self) -> AssistantMessage:
-        # Without content and calls, the answer was cut off while the model reasoned.
-        if not (self.any_reasoning or "content" in self.model_fields_set or self.tool_calls):
-            invalid("is required when there are no tool_calls and no reasoning", field="content")
+    def _has_one_reasoning(self) -> AssistantMessage:
+        _ = self.any_reasoning
         return self
 
     @property
@@ -198,7 +192,7 @@ class AssistantMessage(RequestModel):
 
 class ToolMessage(RequestModel):
     role: Literal["tool"]
-    content: Text
+    content: Text = ""
     tool_call_id: Id
     name: FunctionName | None = None
 
@@ -214,8 +208,8 @@ Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
 class Function(RequestModel):
     name: FunctionName
     description: Description = ""
-    parameters: Schema = Field(default_factory=dict)
-    strict: bool = False
+    strict: bool = False  # before `parameters`, whose check depends on it
+    parameters: ToolSchema = Field(default_factory=dict)
 
 
 class FunctionTool(RequestModel):
@@ -397,7 +391,7 @@ class ChatRequest(CompletionFields):
     unsupported: ClassVar = {**CompletionFields.unsupported, **rejected_fields.OF_CHAT}
 
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: MaxTokens = None
     tools: Tools = Field(default_factory=list)
     tool_choice: Annotated[
         ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)

@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.api.response_schemas import (
     error_body,
     messages_error_body,
 )
-from dynamo_trtllm.protocol.errors import ContextTooLong
+from dynamo_trtllm.protocol.errors import ContextTooLong, UnsupportedParameter
 
 INVALID: Final = "invalid_request_error"
 _OTHER_TYPES: Final[dict[int, ErrorType]] = {
@@ -52,10 +52,18 @@ def messages_error(
     error_type = _MESSAGES_TYPES.get(status, usual_type)
     if code == ContextTooLong.code:
         message = f"prompt is too long: {message}"  # Claude Code then compacts the conversation
-    return messages_error_body(
+    body = messages_error_body(
         message,
         type=error_type,
         param=param,
         code=code,
         request_id=request_id,
     )
+    if param == "thread" and code == UnsupportedParameter.code:
+        # The tool runners of Anthropic's clients send `thread` on their own. By these details they
+        # know that they have to send all messages instead (anthropic 2.14).
+        body["error"]["details"] = {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+    return body

@@ -42,11 +42,10 @@ from dynamo_trtllm.frontend.api.request_model import (
     single_value,
     unsupported,
 )
-from dynamo_trtllm.frontend.api.sampling import NO_OPS, SamplingFields, Stop
-from dynamo_trtllm.frontend.api.schemas import Schema, schema_text
+from dynamo_trtllm.frontend.api.sampling import MAX_STOPS, NO_OPS, SamplingFields, Stop
+from dynamo_trtllm.frontend.api.schemas import Schema, ToolSchema, schema_text
 from dynamo_trtllm.protocol.messages import OutputFormat
 
-MAX_STOP_SEQUENCES: Final = 16
 # Other endpoints do not support them.
 _SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})
 
@@ -229,8 +228,8 @@ class MessageTool(RequestModel):
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$", max_length=128)
     description: chat.Description = ""
-    input_schema: Schema
-    strict: bool = False
+    strict: bool = False  # before `input_schema`, whose check depends on it
+    input_schema: ToolSchema
 
 
 def _as_function(tool: Any) -> Any:
@@ -324,7 +323,7 @@ class CountTokensRequest(SamplingFields):
     system: System = Field(default_factory=list)
     tools: MessageTools = Field(default_factory=list)
     tool_choice: MessageToolChoice = MessageToolChoice(type="auto")
-    stop_sequences: List[Stop] = Field(default_factory=list, max_length=MAX_STOP_SEQUENCES)
+    stop_sequences: List[Stop] = Field(default_factory=list, max_length=MAX_STOPS)
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
 

@@ -46,7 +46,14 @@ OF_ALL: Final[Mapping[str, str]] = {
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
+    "kv_transfer_params": ({},),
     "logits_processors": ([],),
+    "min_length": (0,),
+    "top_n_sigma": (0, -1),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "json_schema": ("", {}),
+    "regex": ("",),
     "truncation_side": ("left",),
     "stop_sequences": ([],),
     "repeat_penalty": (1,),
@@ -91,12 +98,15 @@ OF_CHAT: Final[Mapping[str, str]] = {
     "system": "send a message with the role system",
 }
 NEUTRAL_OF_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": ({},),
     "best_of": (1,),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
+    "function_call": ("auto", "none"),  # without functions, these choose nothing
     "functions": ([],),
     "suffix": ("",),
+    "system": ("",),
 }
 
 OF_ASSISTANT_MESSAGES: Final[Mapping[str, str]] = {
@@ -124,11 +134,13 @@ OF_RESPONSES: Final[Mapping[str, str]] = {
 OF_MESSAGES: Final[Mapping[str, str]] = {
     "input": "use messages",
     "max_completion_tokens": "use max_tokens",
+    "compaction": "nothing of the context is removed; send fewer messages",
     "output_format": "use output_config.format",
     "prompt": "use messages",
     "reasoning_effort": "use output_config.effort",
     "response_format": "use output_config.format",
     "structured_outputs": "use output_config.format",
+    "thread": "no conversation is kept; send all messages",
 }
 
 OF_NVEXT: Final[Mapping[str, str]] = {

@@ -14,7 +14,18 @@ import difflib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import orjson
 from pydantic import (
@@ -56,6 +67,7 @@ _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
 REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
+_MAX_WHOLE: Final = float(1 << 53)  # smaller floats are exact
 _KINDS = {
     dict: "an object",
     list: "a list",
@@ -123,6 +135,9 @@ class RequestModel(BaseModel):
             if name not in listed or value is None or name in cls.hints:
                 continue
             if name in _names(cls):
+                is_whole = type(value) is float and value.is_integer()
+                if is_whole and abs(value) < _MAX_WHOLE and name in _integer_names(cls):
+                    value = int(value)
                 accepted[name] = value
             elif name in cls.no_ops:
                 cls._check_no_op(name, value)
@@ -176,6 +191,31 @@ def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place:
 def _names(model: type[RequestModel]) -> frozenset[str]:
     """Return the names of a model's fields as clients send them."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+@functools.cache
+def _integer_names(model: type[RequestModel]) -> frozenset[str]:
+    """Return the names of the fields that take integers.
+
+    In JSON Schema, a number without a fraction is an integer, however it is written: some clients
+    send 50.0.
+    """
+    return frozenset(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if _takes_integer(field.annotation)
+    )
+
+
+def _takes_integer(annotation: Any) -> bool:
+    if annotation is int:
+        return True
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _takes_integer(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return any(map(_takes_integer, get_args(annotation)))
+    return False
 
 
 @functools.cache
@@ -259,8 +299,11 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
         where = f"line {exc.lineno}, column {exc.colno}"
+        hint = ""
+        if "surrogate" in exc.msg:
+            hint = "; a text was cut inside a character, such as an emoji: cut it elsewhere"
         raise InvalidRequest(
-            f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}"
+            f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}{hint}"
         ) from exc
     if not isinstance(data, dict):
         raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")

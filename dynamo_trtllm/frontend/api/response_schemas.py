@@ -66,11 +66,19 @@ MessagesErrorType: TypeAlias = Literal[
 ]
 
 
+class UnsupportedDetails(TypedDict):
+    """What Anthropic's clients read of an error, to send the request in another form."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class MessagesErrorDetail(TypedDict):
     type: MessagesErrorType
     message: Annotated[str, Field(description="What is wrong and what to change.")]
     param: Annotated[str | None, Field(description="The field that is wrong, if any.")]
     code: Annotated[str, Field(description="Stable error code; docs/api.md lists all.")]
+    details: NotRequired[UnsupportedDetails]
 
 
 class MessagesErrorObject(TypedDict):

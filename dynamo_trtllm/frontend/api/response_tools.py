@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from dynamo_trtllm.frontend.api import chat, custom_tools
 from dynamo_trtllm.frontend.api.hosted_tools import HOSTED, HostedTool, tag_of, without_hosted
 from dynamo_trtllm.frontend.api.request_model import Id, List, RequestModel, invalid
-from dynamo_trtllm.frontend.api.schemas import Schema
+from dynamo_trtllm.frontend.api.schemas import ToolSchema
 from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA
 
 Kind = Literal["function", "custom", "local_shell"]
@@ -47,18 +47,15 @@ class ServedTool(NamedTuple):
 
 
 class ResponsesFunctionTool(RequestModel):
-    no_ops: ClassVar = {
-        "async": (False,),
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"],),
-    }
-    unsupported: ClassVar = {"output_schema": "results are not checked"}
+    # All tools are in the prompt, the model calls them itself, and results are not checked.
+    hints: ClassVar = frozenset({"defer_loading", "allowed_callers", "output_schema"})
+    no_ops: ClassVar = {"async": (False,)}
 
     type: Literal["function"]
     name: chat.FunctionName
     description: chat.Description = ""
-    parameters: Schema = Field(default_factory=dict)
-    strict: bool = False
+    strict: bool = False  # before `parameters`, whose check depends on it
+    parameters: ToolSchema = Field(default_factory=dict)
 
 
 class GrammarFormat(custom_tools.Grammar):
@@ -68,7 +65,7 @@ class GrammarFormat(custom_tools.Grammar):
 class CustomTool(RequestModel):
     """A tool whose input is a text."""
 
-    no_ops: ClassVar = {"defer_loading": (False,)}
+    hints: ClassVar = frozenset({"defer_loading"})
 
     type: Literal["custom"]
     name: chat.Name

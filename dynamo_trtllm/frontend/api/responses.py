@@ -33,8 +33,9 @@ from dynamo_trtllm.frontend.api.request_model import (
     unsupported,
 )
 from dynamo_trtllm.frontend.api.response_tools import NamedTool, ServedTool, Tools, served_tools
-from dynamo_trtllm.frontend.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.frontend.api.sampling import NO_OPS, MaxTokens, SamplingFields
 from dynamo_trtllm.frontend.api.schemas import Schema, schema_text
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.protocol.messages import OutputFormat
 from dynamo_trtllm.protocol.number_types import MAX_LOGPROBS
 
@@ -63,8 +64,7 @@ def _texts(value: Any, info: ValidationInfo) -> list[str]:
 class Part(RequestModel):
     """A text part of a message, as clients send it."""
 
-    hints: ClassVar = _PART_FIELDS - {"type", "text", "annotations"}
-    no_ops: ClassVar = {"annotations": ([],)}
+    hints: ClassVar = _PART_FIELDS - {"type", "text"}
 
     type: Literal["input_text", "output_text"]
     text: LongText
@@ -103,7 +103,12 @@ class ReasoningText(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    unsupported: ClassVar = {"encrypted_content": "it can't be decrypted here; send content"}
+    """Reasoning of an earlier response.
+
+    Encrypted reasoning has no effect: only the server that wrote it can read it.
+    """
+
+    hints: ClassVar = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
     id: Label | None = None
@@ -198,6 +203,10 @@ class ItemReference(RequestModel):
     id: Id
 
 
+# Items without a text for the model. Other servers, which run these tools, have returned them.
+_ITEMS_OF_HOSTED = ("web_search_call", "file_search_call", "mcp_list_tools")
+
+
 def _typed(value: Any) -> Any:
     """Reject an item whose type is not supported."""
     if not isinstance(value, dict):
@@ -238,6 +247,16 @@ InputItem = Annotated[
 LOGPROBS = "message.output_text.logprobs"
 # no effect: the reasoning is returned as plain text
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+# Results of tools that this server does not run, see `hosted_tools`. Clients that list such a tool
+# add them on their own.
+_INCLUDES_OF_HOSTED = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 MAX_INSTRUCTIONS = 256 << 10  # characters; every event that contains the response repeats them
 MAX_INCLUDED = 16
 
@@ -245,8 +264,8 @@ MAX_INCLUDED = 16
 class Reasoning(RequestModel):
     no_ops: ClassVar = {
         # there is no summarizer: the reasoning itself is returned as `content`
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
+        "summary": ("auto", "concise", "detailed"),
+        "generate_summary": ("auto", "concise", "detailed"),
         "context": ("auto", "current_turn"),
         "mode": ("standard",),
     }
@@ -330,23 +349,43 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     return choice.model_validate(value, context=info.context)
 
 
-def _input(value: Any) -> Any:
+def _input(value: Any, info: ValidationInfo) -> Any:
+    """Return the input as a list of items, without those that have no text for the model."""
     if not isinstance(value, str | list):
         invalid(f"must be a string or a list of items, not {kind_of(value)}")
     if not value:
         invalid("may not be empty")
     if isinstance(value, str) and len(value) > MAX_TEXT:
         invalid(f"may have {MAX_TEXT} characters at most, not {len(value)}")
-    return value if isinstance(value, list) else [{"role": "user", "content": value}]
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    ignored: IgnoredFields | None = info.context
+    if ignored is None:
+        return value
+    items = []
+    for item in value:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind in _ITEMS_OF_HOSTED:
+            ignored.add((f"input.{kind}",))
+        else:
+            items.append(item)
+    return items
 
 
-def _include(value: Any) -> Any:
+def _include(value: Any, info: ValidationInfo) -> Any:
+    """Return what is included, without what only hosted tools have."""
     if not isinstance(value, list):
         invalid(f"must be a list, not {kind_of(value)}")
+    ignored: IgnoredFields | None = info.context
+    included = []
     for name in value:
-        if name not in (LOGPROBS, ENCRYPTED_REASONING):
+        if name in (LOGPROBS, ENCRYPTED_REASONING):
+            included.append(name)
+        elif name in _INCLUDES_OF_HOSTED and ignored is not None:
+            ignored.add((f"include.{name}",))
+        else:
             unsupported(f"of {quoted(name)} is not supported; {LOGPROBS!r} is")
-    return value
+    return included
 
 
 ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | ResponsesAllowedTools
@@ -379,7 +418,7 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool = True
     # no effect: it limits built-in tools, and there are none
     max_tool_calls: int | None = Field(None, ge=1)
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: MaxTokens = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
     reasoning: Reasoning = Reasoning()

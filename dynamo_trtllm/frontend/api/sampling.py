@@ -38,7 +38,7 @@ from dynamo_trtllm.protocol.number_types import (
     MAX_SLO_S,
 )
 
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI allows 4, and clients of other servers send more
 MAX_STOP_CHARS = 1000  # per stop string
 MAX_STOP_TOKENS = 64
 MAX_BIASED = 1024
@@ -75,7 +75,9 @@ def _bias(value: Any) -> Any:
 
 
 def _stops(value: Any) -> Any:
-    """Return the stop strings as a list. `value` is a string or a list of up to four strings."""
+    """Return the stop strings as a list. `value` is a string, or a list of some strings."""
+    if value == "":
+        return []
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         invalid(f"must be a string or a list of strings, not {kind_of(value)}")
@@ -88,6 +90,15 @@ def _stops(value: Any) -> Any:
     return stops
 
 
+def _max_tokens(value: Any) -> Any:
+    """Return None for -1, with which clients of llama.cpp ask for all tokens of the context."""
+    return None if value == -1 else value
+
+
+MaxTokens: TypeAlias = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(_max_tokens, json_schema_input_type=Annotated[int, Field(ge=-1)] | None),
+]
 BiasSent: TypeAlias = Annotated[
     dict[
         Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)],
@@ -175,7 +186,7 @@ class SamplingFields(RequestModel):
     # seconds until the response must be complete; the server caps it
     timeout: float | None = Field(None, gt=0)
     stream_options: StreamOptions = Field(default_factory=lambda: _NO_STREAM_OPTIONS)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: MaxTokens = None
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)

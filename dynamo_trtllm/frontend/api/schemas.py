@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from dynamo_trtllm.frontend.api.request_model import (
     LongText,
@@ -38,6 +39,80 @@ def check_schema(value: Any) -> Any:
     return value
 
 
+def check_tool_schema(value: Any, info: ValidationInfo) -> Any:
+    """Check the schema of a tool, whose model has a field `strict` before it.
+
+    Without `strict`, the schema is a hint for the model. Generators of tools write nulls, empty
+    enumerations and types that JSON Schema does not have. So what is malformed is left out, in
+    place of rejecting all requests with this tool.
+
+    Returns:
+        The schema: unchanged, or a copy without what is malformed.
+    """
+    if info.data.get("strict") or not isinstance(value, dict):
+        return check_schema(value)
+    check_size(value, MAX_SCHEMA_BYTES)
+    return _without_malformed(value, 0)
+
+
+def _without_malformed(schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Return a copy of a schema without the keywords that `_check` would reject."""
+    if depth > MAX_DEPTH:
+        invalid(f"is nested deeper than {MAX_DEPTH} schemas")
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _MAPS:
+            if isinstance(value, dict):
+                kept[name] = {
+                    key: _subschema(member, depth)
+                    for key, member in value.items()
+                    if isinstance(member, dict | bool)
+                }
+        elif name in _LISTS:
+            members = value if isinstance(value, list) else []
+            schemas = [_subschema(one, depth) for one in members if isinstance(one, dict | bool)]
+            if schemas:
+                kept[name] = schemas
+        elif name in _ONES:
+            # "items" was a list in old drafts
+            if isinstance(value, dict | bool):
+                kept[name] = _subschema(value, depth)
+            elif isinstance(value, list):
+                kept[name] = value
+        elif name not in _CHECKED or _CHECKED[name](value):
+            kept[name] = value
+    return kept
+
+
+def _subschema(value: Any, depth: int) -> Any:
+    return value if isinstance(value, bool) else _without_malformed(value, depth + 1)
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
+
+
+def _is_enumeration(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_own_reference(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("#")
+
+
+_CHECKED: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "type": _is_type,
+    "enum": _is_enumeration,
+    "required": _is_list_of_names,
+    "$ref": _is_own_reference,
+}
+
+
 Schema = Annotated[
     dict[LongText, Any],
     Field(
@@ -45,6 +120,17 @@ Schema = Annotated[
         description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON, {MAX_DEPTH} levels.",
     ),
     BeforeValidator(check_schema),
+]
+
+
+ToolSchema = Annotated[
+    dict[LongText, Any],
+    Field(
+        max_length=MAX_SCHEMA_BYTES,
+        description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON, {MAX_DEPTH} levels. Malformed parts"
+        " are left out unless the tool is strict.",
+    ),
+    BeforeValidator(check_tool_schema),
 ]
 
 
@@ -61,21 +147,18 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     if depth > MAX_DEPTH:
         invalid(f"is nested deeper than {MAX_DEPTH} schemas")
     kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not (
-        kinds and all(isinstance(name, str) and name in _TYPES for name in kinds)
-    ):
+    if kind is not None and not _is_type(kind):
         invalid(
             f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not"
             f" {quoted(kind)}"
         )
-    if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
+    if "enum" in schema and not _is_enumeration(schema["enum"]):
         invalid(f"must have a list of values at {_pointer(where)}/enum")
     required = schema.get("required", [])
-    if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+    if not _is_list_of_names(required):
         invalid(f"must have a list of names at {_pointer(where)}/required")
     reference = schema.get("$ref", "#")
-    if not (isinstance(reference, str) and reference.startswith("#")):
+    if not _is_own_reference(reference):
         invalid(f"may only refer to itself (#/…) at {_pointer(where)}/$ref")
     for name in _MAPS:
         members = schema.get(name, {})

@@ -12,6 +12,10 @@ _SHORTEST: Final = 3  # characters of a known name; every name of one character 
 _MAX_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
 
 
+# Fields of other APIs that are near a known name, but stand for something else.
+_FOREIGN: Final = frozenset({"isError", "mode", "models", "speed", "typ_p"})
+
+
 class IgnoredFields:
     """The fields of a request that have no effect: each name once, the first few, without long
     ends.
@@ -49,7 +53,7 @@ class IgnoredFields:
         """
         if not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED:
             return None
-        if len(name) > _MAX_NAME or (name, known) in self._compared:
+        if len(name) > _MAX_NAME or name in _FOREIGN or (name, known) in self._compared:
             return None
         self._compared.add((name, known))
         return misspelled(name, known)

@@ -35,7 +35,6 @@ _EFFORT: Final = "reasoning_effort"
 _SWITCHES: Final = ("enable_thinking", "thinking")
 _LOW_BUDGET: Final = 4096  # tokens
 _MEDIUM_BUDGET: Final = 16384
-_HIGHEST_OF_HARMONY: Final = {"xhigh": "high", "max": "high"}
 
 
 # --- messages ----------------------------------------------------------------------
@@ -247,7 +246,6 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
     """Return the reasoning effort, and the fields that have no effect.
 
     The model's default is used if the request has no effort.
-    An effort is a hint: Harmony's highest one replaces higher ones.
     """
     thinking = body.thinking
     effort = body.output_config.effort
@@ -264,8 +262,6 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
         is_turned_off = effort is None and thinking is not None and thinking.type == "disabled"
         ignored = () if is_turned_off else (field,)
         return None, ignored
-    if chosen is not None and served.card.renderer == "harmony":
-        chosen = _HIGHEST_OF_HARMONY.get(chosen, chosen)
     return chosen, ()
 
 

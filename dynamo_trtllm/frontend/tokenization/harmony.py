@@ -38,7 +38,16 @@ from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _ANSWER: Final = "<|channel|>final<|message|>"
-_EFFORTS: Final = {name: oh.ReasoningEffort[name.upper()] for name in ("low", "medium", "high")}
+# An effort is a hint: the nearest one replaces those that Harmony does not have. No effort at all
+# ("none") is not possible.
+_EFFORTS: Final = {
+    "minimal": oh.ReasoningEffort.LOW,
+    "low": oh.ReasoningEffort.LOW,
+    "medium": oh.ReasoningEffort.MEDIUM,
+    "high": oh.ReasoningEffort.HIGH,
+    "xhigh": oh.ReasoningEffort.HIGH,
+    "max": oh.ReasoningEffort.HIGH,
+}
 
 
 @dataclass(eq=False, kw_only=True)

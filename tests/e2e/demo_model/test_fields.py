@@ -133,7 +133,7 @@ def test_best_of_with_several_prompts_returns_choices_for_each(sdk: openai.OpenA
             "min_tokens",
             "invalid_request",
         ),
-        ({"reasoning_effort": "minimal"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "none"}, "reasoning_effort", "unsupported_parameter"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
             "tool_choice",

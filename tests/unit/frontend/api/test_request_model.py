@@ -92,10 +92,6 @@ def test_field_error_names_all_allowed_values(fields: dict[str, Any], values: st
         ({"messages": []}, "messages must have at least 1 item"),
         ({"messages": ["x"]}, "messages[0] must be an object, not a string"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is required"),
-        (
-            {"messages": [{"role": "assistant"}]},
-            "messages[0].content is required when there are no tool_calls and no reasoning",
-        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is required"),
         ({"temperature": 3}, "temperature must be less than or equal to 2, not 3"),
         ({"temperature": "1"}, "temperature must be a number, not '1'"),
@@ -104,8 +100,7 @@ def test_field_error_names_all_allowed_values(fields: dict[str, Any], values: st
             {"max_tokens": 1, "max_completion_tokens": 2},
             "max_tokens differs from max_completion_tokens",
         ),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop may hold 4 strings at most, not 5"),
-        ({"stop": ""}, "stop may not hold an empty string"),
+        ({"stop": ["a", ""]}, "stop may not hold an empty string"),
         ({"stream": "yes"}, "stream must be a boolean, not 'yes'"),
         (
             {"stream_options": {"include_usage": True}},

@@ -61,7 +61,7 @@ IN_PART: dict[str, tuple[Any, Any]] = {  # what is taken, what is refused
     "prompt_cache_options": ({"mode": "implicit"}, {"mode": "implicit", "prewarm": True}),
     "reasoning": (
         {"effort": "low", "summary": "auto", "mode": "standard"},
-        {"summary": "detailed"},
+        {"mode": "pro"},
     ),
     "service_tier": ("flex", "turbo"),
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
@@ -262,11 +262,6 @@ def test_items_when_they_come_back_from_an_answer_then_taken() -> None:
             {"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]},
             "input[0].content",
             "refusal",
-        ),
-        (
-            {"type": "reasoning", "id": "x", "summary": [], "encrypted_content": "x"},
-            "input[0].encrypted_content",
-            "",
         ),
     ],
 )

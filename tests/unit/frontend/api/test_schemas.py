@@ -84,9 +84,10 @@ def test_schema_that_makes_none_then_refused_with_the_place(schema: Any, reason:
     assert refused.value.message.startswith("response_format.json_schema.schema ")
 
 
-def test_parameters_of_a_tool_then_checked_too() -> None:
+def test_parameters_of_a_strict_tool_then_checked_too() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "dict"}}}
+    tool["function"]["strict"] = True
     with pytest.raises(InvalidRequest, match=r"tools\[0\]\.function\.parameters must have one of"):
         parse(ChatRequest, orjson.dumps(body | {"tools": [tool]}))
 
