@@ -301,7 +301,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         where = f"line {exc.lineno}, column {exc.colno}"
         hint = ""
         if "surrogate" in exc.msg:
-            hint = "; a text was cut inside a character, such as an emoji: cut it elsewhere"
+            hint = "; a text was cut inside a character, such as an emoji: cut it beside it"
         raise InvalidRequest(
             f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}{hint}"
         ) from exc

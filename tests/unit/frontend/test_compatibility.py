@@ -140,7 +140,10 @@ async def test_unknown_fields_header_is_short_and_clean() -> None:
 @pytest.mark.parametrize("mode", ["warn", "ignore"])
 async def test_unsupported_field_is_rejected_though_unknown_pass(mode: str) -> None:
     check_error(
-        await post(tolerant(mode), CHAT, chat(audio={"voice": "x"})), 400, "unsupported_parameter", "audio"
+        await post(tolerant(mode), CHAT, chat(audio={"voice": "x"})),
+        400,
+        "unsupported_parameter",
+        "audio",
     )
 
 
