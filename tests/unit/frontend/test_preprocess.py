@@ -353,7 +353,7 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
     cases = [
         (Message(role="user", content="word " * 3000), "medium", 0, "input"),
         (Message(role="user", content="x"), "medium", 2000, "max_output_tokens"),
-        (Message(role="user", content="x"), "max", 0, "reasoning.effort"),
+        (Message(role="user", content="x"), "none", 0, "reasoning.effort"),
         (Message(role="tool", content="x"), "medium", 0, "input"),
     ]
     call = SamplingFields.model_validate({"model": "m"}).call("id", 5.0, "")

@@ -167,14 +167,24 @@ def test_render_joins_system_and_developer(renderer: HarmonyRenderer) -> None:
     assert "commentary channel" not in text
 
 
-@pytest.mark.parametrize("effort", ["low", "medium", "high"])
-def test_render_when_effort_is_known_then_system_message_says_it(
-    renderer: HarmonyRenderer, effort: str
+@pytest.mark.parametrize(
+    ("effort", "said"),
+    [
+        ("minimal", "low"),
+        ("low", "low"),
+        ("medium", "medium"),
+        ("high", "high"),
+        ("xhigh", "high"),
+        ("max", "high"),
+    ],
+)
+def test_system_message_says_the_nearest_effort(
+    renderer: HarmonyRenderer, effort: str, said: str
 ) -> None:
     conversation = Conversation(
         messages=(Message(role="user", content="q"),), reasoning_effort=effort
     )
-    assert f"Reasoning: {effort}\n" in renderer.decode(renderer.render(conversation))
+    assert f"Reasoning: {said}\n" in renderer.decode(renderer.render(conversation))
 
 
 def test_render_when_day_changes_then_date_follows() -> None:
@@ -188,7 +198,7 @@ def test_render_when_day_changes_then_date_follows() -> None:
 @pytest.mark.parametrize(
     ("conversation", "field", "says"),
     [
-        (Conversation(messages=(USER,), reasoning_effort="max"), "reasoning_effort", "'max'"),
+        (Conversation(messages=(USER,), reasoning_effort="none"), "reasoning_effort", "'none'"),
         (
             Conversation(messages=(USER, Message(role="tool", tool_call_id="c9"))),
             "messages",
