@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,10 @@ from dynamo_trtllm.config.config_base import (
 )
 from dynamo_trtllm.config.http_access import HttpClientConfig
 from dynamo_trtllm.config.token_counts import TokenCount
+
+# A simulation keeps all of its requests in memory, about 1 KB each.
+MAX_REQUESTS: Final = 1_000_000
+RequestCount = Annotated[int, Field(gt=0, le=MAX_REQUESTS)]
 
 
 class LimitsConfig(Config):
@@ -127,13 +131,13 @@ class SimulateConfig(LimitsConfig):
     rate: PositiveFloat | None = option(
         "load", None, help="Requests per second of --shape. They come independently (Poisson)."
     )
-    concurrency: PositiveInt | None = option(
+    concurrency: RequestCount | None = option(
         "load",
         None,
         help="Instead of --rate, so many requests of --shape at any time: one begins when another"
         " ends.",
     )
-    requests: PositiveInt | None = option(
+    requests: RequestCount | None = option(
         "load", None, help="Number of requests. Default: all of a trace, 500 of a shape."
     )
     seed: NonNegativeInt = option("load", 1, help="Seed of arrivals and of all random choices.")
@@ -184,7 +188,7 @@ class PlanConfig(LimitsConfig):
         "load", ..., help="Tokens of a prompt and of its answer, such as 8192/256."
     )
     rate: PositiveFloat = option("load", ..., help="Requests per second of the whole deployment.")
-    requests: PositiveInt = option("load", 300, help="Requests of each simulation.")
+    requests: RequestCount = option("load", 300, help="Requests of each simulation.")
     seeds: PositiveInt = option(
         "load", 3, help="Simulations of each cell, with other arrivals. Figures have their range."
     )

@@ -53,7 +53,13 @@ from dynamo_trtllm.simulate.direct_plane import DirectPlane
 from dynamo_trtllm.simulate.memory_transfers import MemoryBackend
 from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest
 from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
-from dynamo_trtllm.simulate.workload import Arrival, Shape, check_context, varied_arrivals
+from dynamo_trtllm.simulate.workload import (
+    Arrival,
+    Shape,
+    check_context,
+    check_duration,
+    varied_arrivals,
+)
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.cost_fit import CostFit
 from dynamo_trtllm.worker.description import admission_of, describe
@@ -89,7 +95,7 @@ def simulate(
         seed: of all random choices of the frontend and of the noise of steps.
 
     Raises:
-        ConfigError: a request does not fit into the context.
+        ConfigError: a request does not fit into the context, or the last one comes too late.
     """
     return run_virtual(_simulate(deployment, arrivals, seed))
 
@@ -116,6 +122,7 @@ async def _simulate(
     seed: int,
     concurrency: int | None = None,
 ) -> Outcome:
+    check_duration(arrivals)
     async with AsyncExitStack() as stack:
         cluster = SimulatedCluster(deployment, seed)
         stack.push_async_callback(cluster.aclose)
@@ -205,7 +212,8 @@ class SimulatedCluster:
                 await self._serve(arrival, request)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
+            # More than there are requests would find nothing to send.
+            for _ in range(min(concurrency, len(arrivals))):
                 group.create_task(send())
         return found
 

@@ -27,6 +27,9 @@ TRACE_BLOCK_TOKENS: Final = 512
 _TOKENS: Final = 200_000
 # The blocks of a trace have lower numbers, those of a shape this number and higher ones.
 _FIRST_OF_SHAPE: Final = 1 << 31
+# Workers report and plan every second of virtual time, also without requests. This much takes about
+# a minute.
+_MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
 
 
 class Arrival(NamedTuple):
@@ -194,6 +197,21 @@ def _arrival(line: bytes, where: str, speed: float) -> Arrival:
         )
     at_s = request.timestamp / 1000 / speed
     return Arrival(at_s, input_tokens, request.output_length, blocks)
+
+
+def check_duration(arrivals: Sequence[Arrival]) -> None:
+    """Check that the requests come within the time that can be simulated.
+
+    Raises:
+        ConfigError: the last one comes later.
+    """
+    last_s = arrivals[-1].at_s
+    if not last_s <= _MAX_SIMULATED_S:
+        raise ConfigError(
+            f"the last request would come after {last_s:.3g} s, and a simulation has at most"
+            f" {_MAX_SIMULATED_S:.3g} s; raise the rate, the speed of the trace, or send fewer"
+            " requests"
+        )
 
 
 def check_context(arrivals: Sequence[Arrival], context_tokens: int) -> None:

@@ -275,3 +275,17 @@ def test_planner_ends_a_burst_of_prompts() -> None:
     late = [one.ttft_s for one in planned.requests if one.arrived_s >= arrivals[0].at_s + 10.0]
     assert quantile(late, 0.99) < 1.0
     assert all(request.is_ok for request in planned.requests)
+
+
+def test_concurrency_above_all_requests_is_theirs() -> None:
+    loads = [
+        simulate_closed_loop(deployment(worker(Role.AGGREGATED)), Shape(10, 5), concurrency, 3)
+        for concurrency in (3, 1 << 62)
+    ]
+    assert loads[0].figures() == loads[1].figures()
+
+
+def test_rate_of_which_requests_never_come_is_refused() -> None:
+    arrivals = poisson_arrivals(Shape(10, 5), 1e-300, 3, seed=1)
+    with pytest.raises(ConfigError, match=r"the last request would come after .* raise the rate"):
+        simulate(deployment(worker(Role.AGGREGATED)), arrivals)
