@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from dynamo_trtllm.cli.output_files import check_writable, make_folder, write_text
 from dynamo_trtllm.cli.plan_chart import goodput_chart
 from dynamo_trtllm.cli.simulate import slos
 from dynamo_trtllm.config.commands import PlanConfig
@@ -42,7 +43,7 @@ def main(config: PlanConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line or without constants."""
     shape = parse_shape(config.shape)
     comparison = _comparison(config)
-    _check_plot(config)
+    _check_outputs(config)
     tune_gc()
     cells = [
         comparison.cell(topology, shape, part * config.rate, config.requests, config.seeds)
@@ -50,17 +51,19 @@ def main(config: PlanConfig) -> None:
         for topology in comparison.topologies
     ]
     chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)
+    # Figures first: a file that can't be written must not cost them.
+    if config.json_output:
+        sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
+    else:
+        sys.stdout.write(_heading(comparison, shape, config))
+        sys.stdout.write(format_table(list(_rows(cells))))
+        for line in recommendation(cells, chosen, comparison.constants, config):
+            sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
     if config.out is not None:
         _write_files(config.out, comparison, chosen, shape)
     if config.plot is not None:
-        _write_plot(config.plot, cells, config)
-    if config.json_output:
-        sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
-        return
-    sys.stdout.write(_heading(comparison, shape, config))
-    sys.stdout.write(format_table(list(_rows(cells))))
-    for line in recommendation(cells, chosen, comparison.constants, config):
-        sys.stdout.write(f"{line}\n")
+        write_text(config.plot, _plot(cells, config), "plot")
 
 
 def _comparison(config: PlanConfig) -> Comparison:
@@ -197,47 +200,35 @@ def _write_files(folder: Path, comparison: Comparison, chosen: Cell, shape: Shap
         _MOCK: comparison.mock_deployment(topology),
     }
     title = f"# {_title(comparison, chosen)}\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in {**engine_files, **deployments}.items():
-            text = yaml.safe_dump(content, sort_keys=False)
-            (folder / name).write_text(title + text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(
-            f"{folder} can't be written: {exc.strerror or exc}; pass another folder", field="out"
-        ) from exc
+    for name, content in {**engine_files, **deployments}.items():
+        write_text(folder / name, title + yaml.safe_dump(content, sort_keys=False), "out")
     for name, data in deployments.items():
         processes(checked_deployment(data, name))
 
 
-def _check_plot(config: PlanConfig) -> None:
-    """Check before the simulations that the chart can be drawn.
+def _check_outputs(config: PlanConfig) -> None:
+    """Check before the simulations that the files can be written, and create their folder.
 
     Raises:
-        ConfigError: the package that draws is missing.
+        ConfigError: a file can't be written, or the package that draws is missing.
     """
     if config.plot is not None and not can_draw():
         raise ConfigError(
             f"--plot needs matplotlib; {install_hint('bench')}, or leave --plot out", field="plot"
         )
+    if config.out is not None:
+        make_folder(config.out, "out")
+    if config.plot is not None:
+        check_writable(config.plot, "plot")
 
 
-def _write_plot(file: Path, cells: Sequence[Cell], config: PlanConfig) -> None:
-    """Write the chart.
-
-    Raises:
-        ConfigError: the file can't be written.
-    """
+def _plot(cells: Sequence[Cell], config: PlanConfig) -> str:
+    """Return the chart as SVG."""
     limits = {
         "mean-gap": f"TTFT {config.ttft_ms:g} ms, mean gap {config.mean_gap_ms:g} ms",
         "worst-gap": f"TTFT {config.ttft_ms:g} ms, worst gap {config.worst_gap_ms:g} ms",
     }
-    try:
-        file.write_text(goodput_chart(cells, limits), encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(
-            f"{file} can't be written: {exc.strerror or exc}; pass another path", field="plot"
-        ) from exc
+    return goodput_chart(cells, limits)
 
 
 def _title(comparison: Comparison, chosen: Cell) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import yaml
 
+from dynamo_trtllm.cli.output_files import check_writable, write_text
 from dynamo_trtllm.cli.profile_loads import Alone, FrontendRequests, LoadFailed, ProfileLoads
 from dynamo_trtllm.config.commands import ProfileConfig
 from dynamo_trtllm.config.load import command
@@ -20,7 +21,6 @@ from dynamo_trtllm.protocol.cost_model import (
     prefill_features,
     prior_fit,
 )
-from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.simulate.constants import Constants, known_constants
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.tls import client_context
@@ -61,13 +61,9 @@ def main(config: ProfileConfig) -> None:
     Exit with status 0; 1 if a process is unreachable, a request fails or the worker has learned too
     little; 2 for a bad command line.
     """
+    check_writable(config.out, "out")
     content = {"constants": [asyncio.run(_profiled(config))]}
-    try:
-        config.out.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(
-            f"{config.out} can't be written: {exc.strerror or exc}; pass another path", field="out"
-        ) from exc
+    write_text(config.out, yaml.safe_dump(content, sort_keys=False), "out")
     sys.stdout.write(f"wrote {config.out}\n")
 
 

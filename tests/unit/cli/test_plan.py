@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
 from dynamo_trtllm.models.checkpoint import SHAPES
+from dynamo_trtllm.simulate.topologies import Comparison
 
 MOCK = """
 constants:
@@ -181,3 +182,22 @@ def test_plot_needs_the_package_that_draws(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "--plot needs matplotlib" in run(f"{PLAN} --plot chart.svg")
+
+
+@pytest.mark.parametrize("flag", ["--out", "--plot"])
+def test_file_that_plan_cannot_write_is_named_first(
+    run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setattr(Comparison, "cell", None)
+    assert "constants.yaml/x can't be written" in run(f"{PLAN} {flag} constants.yaml/x")
+
+
+def test_plan_prints_figures_before_it_writes(
+    run: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(plan, "write_text", lambda *_: printed.append(capsys.readouterr().out))
+    run(f"{PLAN} --plot chart.svg")
+    assert "is the best" in printed[0]

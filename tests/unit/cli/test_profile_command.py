@@ -73,3 +73,14 @@ def test_worker_that_does_not_answer_is_named(
         profile.main(words)
     assert ended.value.code == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_profile_checks_its_file_before_the_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "none" / "x.yaml"
+    words = ["m", "--url", "http://127.0.0.1:1", "--gpu", "h200", "--out", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        profile.main(words)
+    assert ended.value.code == 2
+    assert f"{out} can't be written" in capsys.readouterr().err
