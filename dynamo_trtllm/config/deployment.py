@@ -30,6 +30,9 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
+# Names of processes and of outputs that are not workers. Commands find a process by its name.
+_OTHER_PROCESSES = ("frontend", "planner", "etcd", "nats", "launch")
+
 _REFERENCE = re.compile(
     r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))"
 )
@@ -212,6 +215,13 @@ class WorkerSpec(Section):
         description="Environment variables of its processes, added to the launcher's.",
     )
 
+    @property
+    def process_names(self) -> list[str]:
+        """Return the names of the processes. With a count above 1, they are numbered from 1."""
+        if self.count == 1:
+            return [self.name]
+        return [f"{self.name}-{number}" for number in range(1, self.count + 1)]
+
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
         if self.devices == "cpu":
@@ -271,6 +281,15 @@ class DeploymentConfig(Section):
                 raise ValueError(
                     f"two workers are named {name!r}; give each its own name, or use count"
                 )
+        owners = dict.fromkeys(_OTHER_PROCESSES, "another process of a deployment")
+        for worker in self.workers:
+            for name in worker.process_names:
+                if name in owners:
+                    raise ValueError(
+                        f"a process of workers {worker.name!r} and {owners[name]} are both named"
+                        f" {name!r}; give the workers another name"
+                    )
+                owners[name] = f"one of workers {worker.name!r}"
         return self
 
 

@@ -236,7 +236,7 @@ def _planner(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
 def _worker(
     worker: WorkerSpec, number: int, flags: Flags, environ: Mapping[str, str]
 ) -> ProcessSpec:
-    name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
+    name = worker.process_names[number]
     flags = {**flags, "disaggregation_mode": worker.disaggregation_mode}
     env = {"CUDA_VISIBLE_DEVICES": devices_of(worker, number), **worker.env}
     config, planned = _planned(name, WorkerConfig, "system", flags, env, environ)

@@ -68,6 +68,15 @@ def test_load_deployment_with_workers_only_has_defaults(deployment_file):
         ("100}", "abc}", "workers[0].flags.max_num_tokens is 'abc'"),
         ("engine: mock", "engine: sglang", "workers[0].flags.engine: there is no engine 'sglang'"),
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
+        (
+            "name: prefill",
+            "name: decode-2",
+            "and one of workers 'decode-2' are both named 'decode-2'",
+        ),
+        *(
+            ("name: prefill", f"name: {name}", f"are both named '{name}'")
+            for name in ("frontend", "planner", "etcd", "nats", "launch")
+        ),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
         ("count: 2", "count: 3", "workers[1]: 2 devices can't be divided equally among 3 workers"),
         (
