@@ -56,6 +56,7 @@ from dynamo_trtllm.models.hub import Hub, HubModel
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
 from dynamo_trtllm.protocol.errors import ConfigError
+from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import escape_controls
 from dynamo_trtllm.support.subprocesses import RunFailed
 
@@ -95,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     observe_logging.setup(config.log_level, "serve", config.log_format)
     # The model is required of a worker, but not a flag of this command.
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}
+    if config.elastic is not None:
+        # Some flags are only for this role.
+        environ[f"{ENV_PREFIX}DISAGGREGATION_MODE"] = Role.ELASTIC.value
     worker_flags = _values(WorkerConfig, of_workers, environ)
     frontend_flags = _values(FrontendConfig, of_frontend, {})
     hub_model, model = _model(config)

@@ -146,6 +146,17 @@ def test_dry_run_with_a_number_of_one_kind_has_such_workers(
     assert (worker.disaggregation_mode, worker.count) == (role, 2)
 
 
+def test_elastic_workers_of_serve_take_shares(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder), "--dry-run", "--elastic", "2", "--prefill-share", "0.5"]
+    assert serve.main(words) == 0
+    file = tmp_path / "d.yaml"
+    file.write_text(capsys.readouterr().out)
+    (worker,) = load_deployment(file, {}).workers
+    assert worker.flags["prefill_share"] == 0.5
+
+
 def test_dry_run_of_hub_model_downloads_only_its_config(
     hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
