@@ -22,6 +22,9 @@ from dynamo_trtllm.protocol.cost_model import CostModel
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 
+NO_ELASTIC_WORKERS: Final = (
+    "there is no elastic worker; start some with --disaggregation-mode elastic"
+)
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
 # Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
@@ -184,7 +187,7 @@ def _undecided(observation: Observation) -> Decision | None:
     if not elastic:
         return Decision(
             outcome=DecisionOutcome.NO_ELASTIC_WORKERS,
-            reason="there is no elastic worker; start some with --disaggregation-mode elastic",
+            reason=NO_ELASTIC_WORKERS,
         )
     if len(observation.workers) == 1:
         return Decision(outcome=DecisionOutcome.ONE_WORKER, reason="the only worker gets all calls")

@@ -28,7 +28,7 @@ from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import PlannerMetrics
-from dynamo_trtllm.planner.decide import Decision
+from dynamo_trtllm.planner.decide import NO_ELASTIC_WORKERS, Decision
 from dynamo_trtllm.planner.decision_log import DecisionLog
 from dynamo_trtllm.planner.observe import Observer, PoolKey
 from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of, reason_of
@@ -68,6 +68,7 @@ class PlannerProcess(Lifecycle):
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._logs: dict[PoolKey, DecisionLog] = {}
         self._failure_to_change = ""  # why the last change was not made
+        self._had_elastic = True  # at the last decisions; True: none were made yet
         self._does_etcd_answer = True  # as of the last call
         self._system_port: int | None = None
 
@@ -257,6 +258,11 @@ class PlannerProcess(Lifecycle):
     def _report(self, decisions: Mapping[PoolKey, Decision]) -> None:
         """Log decisions that differ from the last ones, and set the metrics."""
         self._metrics.clear_plan()
+        if self._had_elastic is not bool(decisions):
+            self._had_elastic = bool(decisions)
+            if not decisions:
+                # Not a warning: workers may still be loading.
+                log.info("namespace %s: %s", self._config.namespace, NO_ELASTIC_WORKERS)
         logs: dict[PoolKey, DecisionLog] = {}
         for key, decision in decisions.items():
             logs[key] = self._logs.get(key) or DecisionLog(key.model, is_advice=self._config.advise)

@@ -38,3 +38,13 @@ async def test_etcd_that_is_away_is_logged_once(caplog: pytest.LogCaptureFixture
         "etcd answers again",
         "this planner leads namespace dynamo, epoch 1",
     ]
+
+
+async def test_missing_elastic_workers_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
+    caplog.set_level("INFO", "dynamo_trtllm.planner")
+    planner._report({})
+    planner._report({})
+    assert [record.getMessage() for record in caplog.records] == [
+        "namespace dynamo: there is no elastic worker; start some with --disaggregation-mode elastic"
+    ]
