@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.cluster.discovery.records import namespace_prefix, shown_key
+from dynamo_trtllm.cluster.discovery.share_records import is_planner_key
 from dynamo_trtllm.cluster.request_plane.nats_connection import NatsAccess
 from dynamo_trtllm.cluster.roles import bucket_of
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
@@ -63,11 +65,11 @@ async def clear(config: ClearNamespaceConfig) -> bool:
         if responses is not None:
             size = f"{responses.messages} messages, {responses.bytes} bytes of stored responses"
             _say(f"  JetStream  {bucket_of(config.namespace)} ({size})")
-        num_live = sum(lease is not None for lease in instances.values())
-        if num_live and not config.force:
+        live = [key for key, lease in instances.items() if lease is not None]
+        if live and not config.force:
             _say(
-                f"Nothing removed: {num_live} instances are live, or died less than a lease time"
-                " ago. Stop them, wait, or pass --force."
+                f"Nothing removed: {_shown_live(live)} live, or died less than a lease time ago."
+                " Stop what runs, wait, or pass --force."
             )
             return False
         if not config.yes and not _read_confirmation():
@@ -83,6 +85,17 @@ async def clear(config: ClearNamespaceConfig) -> bool:
             await delete_bucket(config.nats_server, config.namespace, access)
     _say("Removed.")
     return True
+
+
+def _shown_live(keys: Sequence[str]) -> str:
+    """Return what has these keys, with a verb. The planner has one while it leads."""
+    num_instances = sum(not is_planner_key(key) for key in keys)
+    parts = []
+    if num_instances:
+        parts.append("1 instance" if num_instances == 1 else f"{num_instances} instances")
+    if num_instances < len(keys):
+        parts.append("the planner")
+    return f"{' and '.join(parts)} {'is' if len(keys) == 1 else 'are'}"
 
 
 def _read_confirmation() -> bool:

@@ -18,6 +18,7 @@ from dynamo_trtllm.cluster.discovery.discovery_interface import Added
 from dynamo_trtllm.cluster.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.cluster.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.cluster.discovery.share_records import planner_key
 from dynamo_trtllm.config.config_base import ConnectionConfig
 from dynamo_trtllm.frontend.responses_api import jetstream
 from dynamo_trtllm.frontend.responses_api.jetstream import JetStreamStore, bucket_state
@@ -130,7 +131,7 @@ async def test_clear_of_live_instance_needs_force(
         assert await deployment.run("--yes") == 1
         said = capsys.readouterr().out
         assert f"  etcd       {live} (live, " in said
-        assert "Nothing removed: 1 instances are live" in said
+        assert "Nothing removed: 1 instance is live" in said
         assert await deployment.keys() == [stale, live]
         assert await deployment.run("--yes", "--force") == 0
         watch = discovery.watch(deployment.namespace)
@@ -144,6 +145,18 @@ async def test_clear_of_live_instance_needs_force(
         assert await deployment.keys() == [live]
     finally:
         await discovery.aclose()
+
+
+async def test_clear_names_the_live_planner(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease = await deployment.store.grant(60)
+    await deployment.store.put(planner_key(deployment.namespace), b"a planner", lease)
+    assert await deployment.run("--yes") == 1
+    assert "Nothing removed: the planner is live" in capsys.readouterr().out
+    await deployment.leave(3, lease)
+    assert await deployment.run("--yes") == 1
+    assert "Nothing removed: 1 instance and the planner are live" in capsys.readouterr().out
 
 
 async def test_clear_of_killed_worker_is_permanent(deployment: Deployment) -> None:
