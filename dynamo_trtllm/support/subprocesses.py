@@ -364,9 +364,11 @@ class Supervisor:
         await self._stopping.wait()
 
     async def run(self, work: Coroutine[Any, Any, None]) -> dict[str, int]:
-        """Run until `stop` is called, a SIGINT or SIGTERM arrives, or a program fails for good.
+        """Run until `stop` is called, a SIGINT, SIGTERM or SIGHUP arrives, or a program fails for
+        good.
 
-        At the return, all children have ended. A second signal kills them at once.
+        At the return, all children have ended. A second SIGINT or SIGTERM kills them at once.
+        SIGHUP, which says that the terminal was closed, stays ignored under nohup.
 
         Args:
             work: calls `keep` for each program. It may return before the end.
@@ -380,6 +382,8 @@ class Supervisor:
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         failure: RunFailed | ConfigError | None = None
         try:
             async with asyncio.TaskGroup() as self._group:
@@ -486,6 +490,12 @@ class Supervisor:
                 child.kill()
         else:
             self._say("stopping all processes; a second Ctrl-C or SIGTERM kills them")
+        self.stop()
+
+    def _on_hangup(self) -> None:
+        # The shell and the kernel may both send one, so a second one does not kill.
+        if not self.is_stopping:
+            self._say("stopping all processes, because the terminal was closed (SIGHUP)")
         self.stop()
 
     async def _stop_children(self) -> None:

@@ -111,6 +111,34 @@ async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
     assert await Programs().run({"a": IGNORES, "b": IGNORES}, then) == {"a": -9, "b": -9}
 
 
+async def test_closed_terminal_drains_programs() -> None:
+    made = Programs()
+
+    async def then() -> None:
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0)
+        signal.raise_signal(signal.SIGHUP)
+
+    assert await made.run({"a": DRAINS}, then) == {"a": 0}
+    assert made.said == ["stopping all processes, because the terminal was closed (SIGHUP)"]
+
+
+async def test_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    made = Programs()
+
+    async def then() -> None:
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        made.supervisor.stop()
+
+    try:
+        await made.run({"a": DRAINS}, then)
+        assert made.said == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_run_with_unkillable_program_stops_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
