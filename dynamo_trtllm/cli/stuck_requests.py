@@ -360,15 +360,23 @@ def _holder_of_fetch(recordings: Recordings, worker: ProcessRecording, source_id
 
 
 def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
-    """Return which prompt the engine computes meanwhile, as text; "" if there is none."""
+    """Return how many calls came before a queued one and still wait, and the longest of them.
+
+    It is a text; "": there is none.
+    """
     prompts: dict[tuple[int, int], int] = {}  # tokens by call: (request, choice)
+    own_call = (queued.key, queued.choice)
+    has_come = False
     for entry in worker.entries:
         call = (entry.key, entry.choice)
         if entry.event == RecordedEvent.CALL_RECEIVED:
-            prompts[call] = entry.num_tokens
+            # The elastic worker may have run another call of this choice before.
+            has_come = has_come or (call == own_call and entry.ns == queued.ns)
+            if not has_come:
+                prompts[call] = entry.num_tokens
         elif entry.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.CALL_ENDED):
             prompts.pop(call, None)
-    prompts.pop((queued.key, queued.choice), None)
+    prompts.pop(own_call, None)
     if not prompts:
         return ""
     longest = max(prompts, key=lambda call: prompts[call])

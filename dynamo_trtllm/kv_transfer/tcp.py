@@ -66,8 +66,8 @@ _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
-# At most one connection is open for so many files that the process may open. So connections of
-# strangers can't use up its file descriptors.
+# The process may open a number of files. Connections may use at most one of so many of them, so
+# that strangers can't use them up. Connections that have sent no request yet may use fewer.
 _FILES_PER_CONNECTION = 2
 _FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
 _LOG_EVERY_S = 10.0
@@ -340,7 +340,7 @@ class TcpBackend:
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
             log.warning(
-                "KV transfer over tcp: closed %d idle connections, too many are open; check what"
+                "KV transfer over tcp: closed %d connections, too many are open; check what"
                 " connects",
                 self._closed,
             )

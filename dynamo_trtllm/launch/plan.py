@@ -32,19 +32,21 @@ _LIMITS = ("slo_ttft_ms", "slo_itl_ms")
 _PLANNER_STOP_S = 10.0
 # An address may contain a password, so it is passed in the environment: command lines are public.
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
-# Settings that belong to other servers than those of the launcher, by the variable that sets them.
+# Certificates and credentials of servers that others run. They are left out when the launcher
+# starts its own.
 _OF_OTHER_SERVERS = {
     "etcd": ("ETCD_CA", "ETCD_CERT", "ETCD_KEY", "ETCD_CREDENTIALS_FILE"),
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY", "NATS_CREDENTIALS_FILE", "NATS_INBOX_PREFIX"),
 }
+# The same, by the names without a prefix that other programs read, too.
 _WELL_KNOWN = {
     "etcd": ("ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
 }
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
-# Settings that are specific to an engine.
-_ENGINE_FLAGS = (
+# Settings that are left out when a deployment gets another engine.
+_LOST_WITH_ENGINE = (
     "extra_engine_args",
     "override_engine_args",
     "kernels_profile",
@@ -144,7 +146,7 @@ def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> 
 
 
 def _with_addresses(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with addresses, which the launcher sets when its servers run."""
+    """Return an environment with placeholders for the addresses of servers that do not run yet."""
     return {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
 
 
@@ -177,7 +179,7 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
             flags.pop("served_model_name", None)
             flags["model_path"] = config.model
         if config.engine is not None and config.engine != flags.get("engine"):
-            flags = {name: value for name, value in flags.items() if name not in _ENGINE_FLAGS}
+            flags = {name: value for name, value in flags.items() if name not in _LOST_WITH_ENGINE}
             flags["engine"] = config.engine
         workers.append(worker.model_copy(update={"flags": flags}))
     frontend = deployment.frontend
@@ -196,7 +198,10 @@ def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> Deploym
 
 
 def reachable(listening: str) -> str:
-    """Return the HOST:PORT to connect to on this machine, for that which a server listens on."""
+    """Return the HOST:PORT to connect to on this machine.
+
+    `listening` is what the server listens on: HOST:PORT, and an IPv6 host has no brackets.
+    """
     host, _, port = listening.rpartition(":")
     if host in (*_EVERY_INTERFACE, LOOPBACK):
         return f"localhost:{port}"
@@ -273,7 +278,8 @@ def _planned(
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
     host = getattr(config, f"{http_prefix}_host")
     if config.source_of(f"{http_prefix}_host") == DEFAULT_SOURCE:
-        host = LOOPBACK  # requests are not authenticated
+        # Its requests are not authenticated, so other machines reach it only if a host is set.
+        host = LOOPBACK
         argv.append(f"--{http_prefix}-host={host}")
     return config, {
         "name": name,

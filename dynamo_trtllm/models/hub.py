@@ -160,7 +160,7 @@ class Hub:
                 folder = self._snapshot(name, revision, local_files_only=True)
             except LocalEntryNotFoundError:
                 return None
-        weights = _weight_files(folder)
+            weights = _weight_files(folder)
         # Another program may have downloaded a part of the model.
         needed = [folder / CONFIG, *weights]
         if not weights or not all(file.is_file() for file in needed):
@@ -222,8 +222,15 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files that a folder should have."""
     index = folder / WEIGHT_INDEX
     if index.is_file():
-        file_of_tensor = json.loads(index.read_bytes())["weight_map"]
-        return [folder / name for name in sorted(set(file_of_tensor.values()))]
+        try:
+            file_of_tensor = json.loads(index.read_bytes())["weight_map"]
+            names = sorted(set(file_of_tensor.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise ConfigError(
+                f"{index} is no index of weights; remove it, and the model is downloaded again",
+                field="model",
+            ) from exc
+        return [folder / name for name in names]
     return sorted(folder.glob(_WEIGHTS))
 
 

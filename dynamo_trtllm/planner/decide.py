@@ -31,11 +31,12 @@ DECODE_ONLY: Final = Shares(0.0, 1.0)
 # until they have ended. A step with streams has an eighth of the prompt tokens, and in a fit to
 # vLLM on an H200 a worker computes prompts at a third of its speed in such steps.
 DRAINING: Final = Shares(0.25, 0.0)
-# A change has to lower the largest part of a limit by this part.
+# A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
+# fraction.
 MIN_GAIN: Final = 0.2
 HOLD_S: Final = 2.0  # for how long a change has to be better before it is made
 MIN_INTERVAL_S: Final = 10.0  # between two changes
-# Streams that become more are planned for as many as there will be when the next change may come.
+# A growing number of streams is extrapolated to the time of the next possible change.
 AHEAD_S: Final = MIN_INTERVAL_S
 
 
@@ -132,7 +133,8 @@ def decide(
       those are counted that there will be in AHEAD_S.
     * If no split keeps both limits with headroom, the split is taken that comes nearest to them. If
       a limit would be missed then, all workers get both kinds of calls, if that keeps both with
-      headroom: a split can only return slowly from workers that all generate.
+      headroom. This is the last resort: once all workers generate, a split comes back only as their
+      streams end.
     * Each kind of call has at least one worker.
     * A change has to lower the largest part that a time takes of its limit by MIN_GAIN. It has to
       be better for HOLD_S, and comes MIN_INTERVAL_S after the last one. It is made at once if no
@@ -349,7 +351,10 @@ def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
 
 
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
-    """Return by what workers are chosen for decode calls, as a sort key."""
+    """Return a sort key: the workers that suit decode calls best come first.
+
+    They have no prefill work, have decode work, the most streams, and the fewest queued tokens.
+    """
     shares = worker.shares
     return (
         bool(shares.prefill),

@@ -97,7 +97,7 @@ class WorkerAdmission:
     _above_share_since: float | None = field(default=None, init=False)
 
     def active(self) -> int:
-        """Return the number of running calls."""
+        """Return the number of calls that run or wait in the engine."""
         return self._num_active
 
     def reserved_slots(self) -> int:
@@ -481,14 +481,14 @@ class WorkerService:
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
 
-        Many callers get it, and engines count all requests for it.
+        Many callers get it, and the statistics of an engine look at all of its requests.
         """
         now = self.clocks.monotonic()
         last = self._last_load
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
-        # Decode and aggregated workers report them within `running`.
+        # In other roles, all running calls generate, and `running` has their number.
         has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
         generating = self._generating if has_prefill_calls else ()
         load = LoadReport(

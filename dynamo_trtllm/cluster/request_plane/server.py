@@ -96,7 +96,7 @@ class _Caller:
 
 @dataclass(slots=True, eq=False)
 class ServerStream:
-    """One stream, until it has ended and the next report finds that it holds no KV."""
+    """One stream. After its end, it is kept until a report finds that it holds no KV."""
 
     caller: _Caller
     number: int
@@ -139,7 +139,8 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # Inboxes that got the load within _LOAD_EVERY_S; True: a message without it followed.
+        # The inboxes that got the load less than _LOAD_EVERY_S ago, with whether a message without
+        # it has followed.
         self._load_reported: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
@@ -363,8 +364,9 @@ class PlaneServer:
         With `awaits_kv`, the caller still reads the last frame, which may offer KV.
         """
         if awaits_kv:
-            has_last_frame = stream.has_ended or stream.handle.stop()
-            if has_last_frame:
+            # `stop` returns whether the stream will still end with a chunk.
+            last_frame_follows = stream.has_ended or stream.handle.stop()
+            if last_frame_follows:
                 return  # the stream is removed after this frame, or when its caller is lost
         # A caller that cancels an ended stream did not receive its last frame. It can't fetch KV.
         self._remove_and_cancel(stream)

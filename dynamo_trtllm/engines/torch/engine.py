@@ -423,9 +423,15 @@ class TorchEngine(
             self._ended = reason
         sequences = list(self._sequences)
         self._sequences.clear()
-        for seq in sequences:
-            seq.emit(EngineFailed(reason.message))
-        self._idle.set()
+        try:
+            for seq in sequences:
+                try:
+                    seq.emit(EngineFailed(reason.message))
+                except Exception:
+                    # A bug of one receiver. The streams of the others still end.
+                    log.exception("a receiver failed while its stream ended")
+        finally:
+            self._idle.set()
 
 
 def _call_soon(

@@ -209,7 +209,8 @@ class RequestAdmission:
         num_choices = len(plan.choices)
         window = self._limits.start_windows.window(request.model)
         tenant = self._timeline.facts.tenant
-        # Lower values come first. Without an API key, a client may not place itself before others.
+        # Lower ranks come first. So a request can place itself behind what its key allows, and not
+        # before it. Without a key, that is 0.
         key_priority = 0 if tenant is None else tenant.key.priority
         rank = max(request.priority, key_priority)
         ttft_s = None if request.slo is None else request.slo.ttft_s
@@ -262,7 +263,7 @@ def start_windows_of(
 ) -> StartWindows:
     """Return the start windows of a frontend.
 
-    Late requests are put behind others only if they are served at all.
+    With `best-effort`, late requests are put behind others. Otherwise the router rejects them.
 
     Args:
         config: of the frontend.
@@ -327,8 +328,8 @@ class IterationTime:
         """Wait for a turn, in which the block runs. It must not wait for anything.
 
         Args:
-            size: the number of choices that the work handles. Those of an iteration are limited,
-                too, because each has work after the block.
+            size: the number of choices that start or are cancelled; 1 for a body. The sum of an
+                iteration is limited, too, because each has work after the block.
         """
         has_others_before = bool(self._waiting or self._postponed or self._num_granted)
         if has_others_before or self._is_over(size):
@@ -372,8 +373,8 @@ class IterationTime:
     def _begin_iteration(self) -> None:
         """Begin an iteration: reset its sums, and grant turns to the first that wait."""
         self._is_scheduled = False
-        # How much fits into an iteration is not known. Assume twice as much as the previous one had
-        # turns for, and at least one group. Tasks that are woken beyond that would only wait again.
+        # How much fits into an iteration is not known. Grant twice the size that began in the
+        # previous one, and at least one group. Tasks that are woken beyond that would wait again.
         left = min(self._max_size, max(GROUP, 2 * self._size))
         self._used_s = 0.0
         self._size = 0

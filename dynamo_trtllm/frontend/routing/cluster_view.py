@@ -142,21 +142,21 @@ class ModelView:
             return 1.0
         return shares.prefill if role is Role.PREFILL else shares.decode
 
-    def weights(self, instances: tuple[Instance, ...], role: Role) -> Sequence[float]:
+    def cumulative_shares(self, instances: tuple[Instance, ...], role: Role) -> Sequence[float]:
         """Return the sums of the shares of the first one, two, … of some instances.
 
         If all shares are 0, each counts as 1. The result is cached for tuples of this view.
         """
-        # The tuple is stored with its weights, so that no other tuple can get its id.
-        key = "weights", role, id(instances)
+        # The tuple is stored with its sums, so that no other tuple can get its id.
+        key = "cumulative_shares", role, id(instances)
         cached: tuple[tuple[Instance, ...], list[float]] | None = self.cache.get(key)
         if cached is None:
-            weights = list(accumulate(self.share(instance, role) for instance in instances))
-            if not weights[-1]:
-                weights = [float(count) for count in range(1, len(instances) + 1)]
+            sums = list(accumulate(self.share(instance, role) for instance in instances))
+            if not sums[-1]:
+                sums = [float(count) for count in range(1, len(instances) + 1)]
             if len(self.cache) > _MAX_CACHED:
-                return weights
-            cached = instances, weights
+                return sums
+            cached = instances, sums
             self.cache[key] = cached
         return cached[1]
 

@@ -5,10 +5,11 @@ the frontend's queue, clients take turns. So a frontend sends only what keeps th
 has three limits:
 
 1. prompts that are not computed: those of the step that a prefill worker runs, and of the next one.
-   For clients below their share, the limit is twice as high, because their prompts go first.
 2. choices before their first token: those of limit 1, and those whose KV is being transferred
 3. choices that have not ended: those in the batches of the decode workers, and a few more, which
    use the slots that become free
+
+Limits 1 and 2 are twice as high for clients below their share, because their prompts go first.
 
 The events of a choice let other ones start: no worker has to be asked.
 
@@ -47,7 +48,8 @@ class Stage(IntEnum):
     NONE = 3  # it is at no worker
 
 
-_STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)  # for each of `ChoiceCosts`
+# In the order of the fields of `ChoiceCosts`, as all sequences "for each of `ChoiceCosts`" are.
+_STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)
 
 
 class _LimitUsage:
@@ -168,8 +170,9 @@ class RequestPlaces:
     """The places of the choices of one request.
 
     Choices of a request start in groups. While the next group waits for capacity of the window, no
-    further request of the model begins, because it would take the place of this group. A group that
-    waits for the request's own workers delays no other request, because these workers may hang.
+    further request of the model begins, because it would take the place of this group. All choices
+    of a request run on the same workers. While a group waits for these, other requests go on,
+    because these workers may hang.
 
     Args:
         window: that of the model.
@@ -257,7 +260,7 @@ class RequestPlaces:
     def have_workers_capacity(self) -> bool:
         """Return whether the workers of the request can begin a further group.
 
-        The choices of a prompt run on the same workers, and wait for these.
+        They run all of its choices, so these are compared with one worker's part of each limit.
         """
         parts = self.window.smallest_parts()
         return all(
@@ -428,8 +431,8 @@ class StartWindow:
         for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
             limit = usage.limit
             if share is ClientShare.BELOW and stage is not Stage.RUN:
-                # Prompts of clients below their share go first. A second step of them may wait:
-                # otherwise, the worker would begin a step of others between two of their prompts.
+                # Prompts of clients below their share go first. So that the worker does not begin a
+                # step of others between two of theirs, a second step of them may wait there.
                 limit *= 2
             # A choice may cost more than a worker's part, if other frontends take most of it.
             counted_cost = min(cost, limit // num_workers)
@@ -483,7 +486,7 @@ class StartWindow:
 
 
 def _elastic_counts(view: ModelView) -> Mapping[int, int]:
-    """Return for each elastic instance how many workers do the same work, in its larger role.
+    """Return for each elastic instance the number of workers of its role; of two, the larger one.
 
     Args:
         view: the workers, in the roles in which they have a share.

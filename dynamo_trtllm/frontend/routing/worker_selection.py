@@ -39,9 +39,12 @@ from dynamo_trtllm.protocol.errors import NoInstances, TransferMismatch, Unsuppo
 from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 _MAX_PAIRS_EXPLAINED = 100  # limit of the pairs that one error names with their reasons
-# Multiples of these, without their whole parts, are spread evenly over 0 to 1, also as pairs.
+# The multiples of each, without their whole parts, are spread evenly over 0 to 1. Pairs of both are
+# spread evenly over the square, so the selections for decode and for prefill do not correlate.
 _DECODE_STEP: Final = (math.sqrt(5) - 1) / 2
 _PREFILL_STEP: Final = math.sqrt(2) - 1
+# No instance has it: a worker that runs whole requests has no prefill rank of its own.
+_NO_FEATURE: Final = "separate prefill workers"
 
 
 @dataclass(eq=False)
@@ -317,10 +320,10 @@ def _weighted(
 ) -> Instance:
     """Return the instance whose turn it is, if each gets as many turns as its share says."""
     step = _PREFILL_STEP if role is Role.PREFILL else _DECODE_STEP
-    weights = view.weights(instances, role)
-    turn = round_robin_index * step % 1.0 * weights[-1]
+    sums = view.cumulative_shares(instances, role)
+    fraction = round_robin_index * step % 1.0
     # With a share of 0, the sum is that of the instance before, and is skipped.
-    index = bisect.bisect_right(weights, turn)
+    index = bisect.bisect_right(sums, fraction * sums[-1])
     return instances[min(index, len(instances) - 1)]
 
 
@@ -362,7 +365,8 @@ def _select_prefill(
     partners = breakers.open_partners.get(decode.id, ())
     prefills = excluding(group.prefill, partners)
     if None in partners:
-        # An elastic instance can't run whole requests now.
+        # None stands for whole requests: this elastic instance can't run any now, so it is no
+        # prefill instance for itself.
         prefills = excluding(prefills, (decode.id,))
     if avoid is not None:
         prefills = excluding(prefills, (avoid,)) or prefills
@@ -409,6 +413,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         if num_unusable < len(group.prefill):
             continue
         if all(
+            # `pair_of` has None for an elastic instance with itself.
             prefill.id == avoid or pair_of(prefill.id, decode_id)[0] in partners
             for prefill in group.prefill
         ):
@@ -498,6 +503,5 @@ def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
         needs["nvext.dp_rank"] = "dp_rank"
     if role is not Role.DECODE and request.prefill_dp_rank is not None:
         has_rank = role is not Role.AGGREGATED
-        feature = "dp_rank" if has_rank else "separate prefill workers"
-        needs["nvext.prefill_dp_rank"] = feature
+        needs["nvext.prefill_dp_rank"] = "dp_rank" if has_rank else _NO_FEATURE
     return needs

@@ -215,7 +215,9 @@ def test_stuck_queued_call_names_the_longest_earlier_prompt() -> None:
     begun_ns = minute_ago_ns()
     before = process("prefill", STARTED, PREFILL, key=0xF00D, begun_ns=begun_ns)
     queued = process("prefill", RECEIVED, PREFILL, begun_ns=begun_ns)
-    both = dataclasses.replace(before, entries=[*before.entries, *queued.entries])
+    later = process("prefill", RECEIVED, PREFILL, key=0xBEEF, begun_ns=begun_ns)
+    entries = [*before.entries, *queued.entries, *later.entries]
+    both = dataclasses.replace(before, entries=entries)
     recordings = Recordings([process("frontend", SENT, begun_ns=begun_ns), both])
     text = StuckReport.of(recordings, older_than_s=10.0).text()
     assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text

@@ -277,3 +277,14 @@ def test_find_when_a_token_is_set_then_the_hub_gets_it(
 def test_find_when_a_revision_is_named_then_it_is_looked_up(hub: Hub, server: HubServer) -> None:
     hub.find(NAME, "v1")
     assert f"GET /api/models/{NAME}/revision/v1" in server.requests
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": ["a"]}'])
+def test_broken_weight_index_in_the_cache_is_named(
+    hub: Hub, server: HubServer, content: bytes
+) -> None:
+    found = hub.find(NAME)
+    folder = hub.download(found, lambda _: None)
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="is no index of weights; remove it"):
+        hub.find(NAME)
