@@ -340,8 +340,8 @@ class ConnectionConfig(Config):
         "control plane",
         None,
         help="Begin of the subjects at which this process receives replies over NATS, to which its"
-        " user may subscribe. Default: _INBOX_frontend, _INBOX_worker, or _INBOX_tool for the other"
-        " commands.",
+        " user may subscribe. Default: _INBOX_frontend, _INBOX_worker, _INBOX_planner, or"
+        " _INBOX_tool for the other commands.",
     )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")
     log_format: LogFormat = option(

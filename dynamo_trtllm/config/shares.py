@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.client_commands import DeploymentChoiceConfig
 from dynamo_trtllm.config.config_base import ConnectionConfig, option
@@ -51,7 +51,7 @@ def _share(text: str) -> float:
         share = -1.0
     if not 0 <= share <= 1:
         raise ValueError(f"share {text} must be a number from 0 to 1")
-    return share
+    return abs(share)  # of "-0"
 
 
 def _checked(given: str) -> str:
@@ -93,3 +93,9 @@ class SharesConfig(ConnectionConfig, DeploymentChoiceConfig):
     json_output: bool = option(
         "process", False, aliases=("--json",), help="Print JSON instead of a table."
     )
+
+    @model_validator(mode="after")
+    def _reason_is_of_a_change(self) -> SharesConfig:
+        if "reason" in self.model_fields_set and not self.set_shares:
+            raise ValueError("--reason needs --set: it says why shares are set")
+        return self

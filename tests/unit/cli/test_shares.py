@@ -16,6 +16,7 @@ from dynamo_trtllm.cluster.discovery.share_records import share_key
 from dynamo_trtllm.config.commands import SharesConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.shares import parse_shares
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.shares import Shares
@@ -162,3 +163,12 @@ def test_bad_shares_of_a_worker_are_errors(flags: list[str], reason: str) -> Non
             environ={},
         )
     assert reason in caught.value.message
+
+
+def test_negative_zero_is_zero() -> None:
+    assert str(parse_shares("all=-0/1").shares.prefill) == "0.0"
+
+
+def test_reason_without_a_change_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="--reason needs --set"):
+        load(SharesConfig, prog="shares", argv=["--reason", "x"], environ={})
