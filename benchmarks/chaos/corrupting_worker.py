@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.engine import TorchEngine
 
 _LEASE_TTL_S = 2.0
+_FIRST_REQUEST_S = 20.0
 _AN_HOUR_S = 3600.0
 _KV_BYTES = 128  # requests for KV are shorter
 
@@ -77,7 +78,7 @@ class CorruptingService:
         self._healthy = healthy
         self._own_id = own.id
         self._change = change
-        self.num_changed = 0  # chunks
+        self.has_changed = asyncio.Event()  # a chunk
         self._pending: set[str] = set()  # transfer ids
         self._releases: set[asyncio.Task[bytes]] = set()
 
@@ -87,7 +88,7 @@ class CorruptingService:
         def forward(event: StreamEvent) -> None:
             if isinstance(event, Chunk) and event.kv_params is not None:
                 self._pending.add(event.kv_params.transfer_id)
-                self.num_changed += 1
+                self.has_changed.set()
                 event = self._change(event)
                 # Readers connect to the healthy worker's registered addresses only, and to any of
                 # this one, which has none.
@@ -125,7 +126,8 @@ async def register(
 ) -> AsyncIterator[None]:
     """Register a corrupting worker with this wire version for the duration of the context.
 
-    Raise NotReady if no request reached it.
+    Its frontends probe the pairs of a new worker first, which takes long on a busy machine. So the
+    context ends when a request has reached the worker, and raises NotReady if none does in time.
     """
     services: list[CorruptingService] = []
 
@@ -135,8 +137,13 @@ async def register(
 
     async with _register(deployment, make_service, wire):
         yield
-    if not services[0].num_changed:
-        raise NotReady("the corrupting prefill worker got no request: raise --seconds")
+        try:
+            async with asyncio.timeout(_FIRST_REQUEST_S):
+                await services[0].has_changed.wait()
+        except TimeoutError as exc:
+            raise NotReady(
+                f"the corrupting prefill worker got no request within {_FIRST_REQUEST_S:g} s"
+            ) from exc
 
 
 @asynccontextmanager
