@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.split_flags import split_words
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker import main as worker
 from scripts.config_reference import PROGRAMS
@@ -50,7 +52,15 @@ def test_documented_launch_lines_are_accepted(page: str, module: str, flags: str
     }
     # Blocks about servers with certificates load a file with this variable first.
     environ = {"ETCD_ENDPOINTS": "https://127.0.0.1:2379"}
-    load(models[module], prog="x", argv=shlex.split(flags), environ=environ)
+    words = shlex.split(flags)
+    if models[module] is ServeConfig:
+        # It takes the flags of workers and of the frontend, too.
+        kinds = (ServeConfig, WorkerConfig, FrontendConfig)
+        words, of_workers, of_frontend = split_words(words, kinds)
+        worker_environ = environ | {"DYN_TRTLLM_MODEL_PATH": "-"}
+        load(WorkerConfig, prog="x", argv=of_workers, environ=worker_environ)
+        load(FrontendConfig, prog="x", argv=of_frontend, environ=environ)
+    load(models[module], prog="x", argv=words, environ=environ)
 
 
 def shown_outputs() -> list[tuple[str, str]]:
