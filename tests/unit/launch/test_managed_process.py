@@ -16,10 +16,10 @@ from dynamo_trtllm.launch.plan import ProcessSpec
 # Ends with 7 after a SIGTERM.
 _DRAINS = """
 import signal
-signal.signal(signal.SIGTERM, lambda *_: exit(7))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("started", flush=True)
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+exit(7)
 """
 
 
