@@ -17,7 +17,7 @@ from tests.kit.waiting import SOON_S
 
 # A launcher that drains until a second signal, as `Supervisor` does.
 DRAINS = """
-import signal, sys
+import signal, sys, time
 signals = iter([None, sys.exit])
 def on_signal(number, frame):
     end = next(signals)
@@ -27,7 +27,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, on_signal)
 print("ready", flush=True)
 while True:
-    signal.pause()
+    time.sleep(0.05)  # signal.pause() would miss a signal right before it
 """
 ENDS = "import signal; print('ready', flush=True); signal.pause()"
 

@@ -19,8 +19,8 @@ from dynamo_trtllm.support.subprocesses import Child, RunFailed, Supervisor, spa
 from tests.kit.waiting import SOON_S
 
 DRAINS = (
-    "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True);"
-    " signal.pause()"
+    "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); print(flush=True);"
+    " signal.sigwait({signal.SIGTERM})"
 )
 IGNORES = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True);"
