@@ -179,7 +179,7 @@ class AssistantMessage(RequestModel):
 
     @model_validator(mode="after")
     def _has_one_reasoning(self) -> AssistantMessage:
-        _ = self.any_reasoning
+        _ = self.any_reasoning  # reading it rejects two different ones
         return self
 
     @property

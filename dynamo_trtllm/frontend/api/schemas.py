@@ -16,9 +16,12 @@ from dynamo_trtllm.frontend.api.request_model import (
     quoted,
     truncated,
 )
+from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_DEPTH: Final = 48
+# Stands among the ignored fields for what was left out of the schemas of tools.
+MALFORMED: Final = "tools.malformed_schema"
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -43,16 +46,21 @@ def check_tool_schema(value: Any, info: ValidationInfo) -> Any:
     """Check the schema of a tool, whose model has a field `strict` before it.
 
     Without `strict`, the schema is a hint for the model. Generators of tools write nulls, empty
-    enumerations and types that JSON Schema does not have. So what is malformed is left out, in
-    place of rejecting all requests with this tool.
+    enumerations and types that JSON Schema does not have. So what is malformed is left out and
+    named like an unknown field, in place of rejecting all requests with this tool.
 
     Returns:
-        The schema: unchanged, or a copy without what is malformed.
+        A copy of the schema without what is malformed; with `strict`, the schema itself.
     """
-    if info.data.get("strict") or not isinstance(value, dict):
+    ignored: IgnoredFields | None = info.context
+    # Where unknown fields are rejected, malformed parts are, too.
+    if ignored is None or info.data.get("strict") or not isinstance(value, dict):
         return check_schema(value)
     check_size(value, MAX_SCHEMA_BYTES)
-    return _without_malformed(value, 0)
+    kept = _without_malformed(value, 0)
+    if kept != value:
+        ignored.add((MALFORMED,))
+    return kept
 
 
 def _without_malformed(schema: Mapping[str, Any], depth: int) -> dict[str, Any]:

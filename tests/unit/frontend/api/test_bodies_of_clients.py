@@ -83,12 +83,20 @@ def test_malformed_part_of_a_tool_is_left_out(
     schema = {"type": "object"} | malformed
     expected = kept if "type" in malformed else {"type": "object"} | kept
     tool = {"name": "f", "parameters": schema}
-    in_chat = chat(tools=[{"type": "function", "function": tool}])[0].functions[0]
-    assert in_chat.parameters == expected
+    in_chat, ignored = chat(tools=[{"type": "function", "function": tool}])
+    assert in_chat.functions[0].parameters == expected
+    assert ignored == ([] if expected == schema else ["tools.malformed_schema"])
     in_responses = responses(tools=[{"type": "function"} | tool])[0].served_tools[0]
     assert in_responses.parameters == expected
     in_messages = messages(tools=[{"name": "f", "input_schema": schema}])[0].functions[0]
     assert in_messages.input_schema == expected
+
+
+def test_malformed_part_is_rejected_where_unknown_fields_are() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": []}}}
+    body = orjson.dumps({"model": "m", "messages": [USER], "tools": [tool]})
+    with pytest.raises(InvalidRequest, match="parameters must have a list of values"):
+        parse(ChatRequest, body)
 
 
 @pytest.mark.parametrize("malformed", [{"properties": None}, {"enum": []}, {"type": "any"}])
