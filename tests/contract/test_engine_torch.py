@@ -203,6 +203,23 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(gpt_oss: Pa
                 pass
 
 
+async def test_close_when_a_receiver_fails_then_other_streams_end(gpt_oss: Path) -> None:
+    engine = make("torch", gpt_oss, Role.AGGREGATED)
+
+    def failing(event: StreamEvent) -> None:
+        if isinstance(event, EngineFailed):
+            raise RuntimeError("a bug of a receiver")
+
+    async with started(engine):
+        engine.generate(ask(prompt_of(20), max_tokens=5000), failing)
+        stream = as_stream(engine, ask(prompt_of(20), max_tokens=5000))
+        await anext(stream)
+        await engine.aclose()
+        with pytest.raises(EngineFailed):
+            async for _ in stream:
+                pass
+
+
 async def test_load_counts_step_requests_and_newer_ones(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
