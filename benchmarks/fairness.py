@@ -35,9 +35,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -74,7 +74,7 @@ _EQUAL_KEYS = ("c", "d", "e", "f")
 _BEGIN_S = 3.0  # until all client processes have started
 _SETTLE_S = 15.0  # requests of this time are sent, and not counted
 # Of Dynamo's mock engine, for which a step with one prompt takes about as long as here.
-_DYNAMO_SPEED = 0.6
+_DYNAMO_SPEED = 0.2
 _FLOOD_RATE = 100.0  # requests per second, more than its worker can compute
 _END_S = 6.0  # after the last request of a load: those of A have ended, and the others are canceled
 
@@ -160,6 +160,13 @@ def in_bursts(rate: float, seconds: float, seed: int = 1) -> Iterator[float]:
     while at_s < seconds:
         yield from [at_s] * _BURST
         at_s += between_s * source.uniform(0.8, 1.2)
+
+
+# How the requests of A arrive: functions of their rate and of the seconds.
+ARRIVALS: Final[Mapping[str, Callable[[float, float], Iterator[float]]]] = {
+    "in bursts": in_bursts,
+    "at random": at_random,
+}
 
 
 def jain_index(values: Sequence[float]) -> float:
@@ -255,25 +262,28 @@ class Bench:
         }
 
 
-def measure(bench: Bench, capacity: float) -> Iterator[dict[str, Any]]:
-    """Run the loads of A and B. Yield a row for each key of each.
+def measure(bench: Bench, name: str, capacity: float) -> Iterator[dict[str, Any]]:
+    """Run the loads of A alone and with B. Yield a row for each key of each.
 
     Args:
         bench: runs them.
+        name: one of ARRIVALS, for A.
         capacity: requests per second that the prefill worker can compute.
     """
     half = capacity / 2
     flood = list(at_random(10 * half, bench.seconds, seed=2))
-    for name, arrivals in (("in bursts", in_bursts), ("at random", at_random)):
-        own = list(arrivals(_A_PART * half, bench.seconds))
-        alone = bench.row(bench.run({"a": own})["a"], own)
-        yield {"key": f"A {name}, alone", **alone}
-        records = bench.run({"a": own, "b": flood})
-        with_b = bench.row(records["a"], own)
-        growth_ms = with_b["p99"] - alone["p99"]
+    own = list(ARRIVALS[name](_A_PART * half, bench.seconds))
+    alone = bench.row(bench.run({"a": own})["a"], own)
+    yield {"key": f"A {name}, alone", **alone}
+    records = bench.run({"a": own, "b": flood})
+    with_b = bench.row(records["a"], own)
+    growth_ms = with_b["p99"] - alone["p99"]
+    if math.isnan(growth_ms):
+        growth = "none had its first token in time"
+    else:
         growth = f"{100 * growth_ms / alone['p99']:+.1f}% ({growth_ms:+.0f} ms)"
-        yield {"key": f"A {name}, with B", **with_b, "growth": growth}
-        yield {"key": f"B with A {name}", **bench.row(records["b"], flood)}
+    yield {"key": f"A {name}, with B", **with_b, "growth": growth}
+    yield {"key": f"B with A {name}", **bench.row(records["b"], flood)}
 
 
 def measure_equal(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -311,7 +321,8 @@ def rows_of_ours(counted_s: float) -> Iterator[dict[str, Any]]:
         deployment.start()
         bench = Bench(deployment.url, "mock", keys, counted_s)
         bench.run({"a": _WARM_UP_S})
-        yield from measure(bench, _CAPACITY)
+        for name in ARRIVALS:
+            yield from measure(bench, name, _CAPACITY)
         yield from measure_equal(bench)
     finally:
         deployment.stop()
@@ -321,13 +332,26 @@ def rows_of_ours(counted_s: float) -> Iterator[dict[str, Any]]:
 def rows_of_dynamo(folder: Path, counted_s: float) -> Iterator[dict[str, Any]]:
     """Run the loads of A and B on Dynamo. Yield a row for each of them."""
     dynamo.install(folder)
+    with _dynamo(folder, counted_s) as bench:
+        capacity = measured_capacity(bench, counted_s)
+    yield {"key": "Dynamo, requests per second at most", "number": capacity}
+    for name in ARRIVALS:
+        with _dynamo(folder, counted_s) as bench:
+            for row in measure(bench, name, capacity):
+                yield row | {"key": f"Dynamo: {row['key']}"}
+
+
+@contextmanager
+def _dynamo(folder: Path, counted_s: float) -> Iterator[Bench]:
+    """Start Dynamo for one measurement.
+
+    After a flood, its worker still computes requests whose clients have left: they would delay
+    those of the next load.
+    """
     with Stack(PacedDynamo(folder, "fastokens"), free_ports(), Engines(STEP_S)) as stack:
         bench = Bench(stack.url, MODEL, {}, counted_s)
         bench.run({"a": _WARM_UP_S})
-        capacity = measured_capacity(bench, counted_s)
-        yield {"key": "Dynamo, requests per second at most", "number": capacity}
-        for row in measure(bench, capacity):
-            yield row | {"key": f"Dynamo: {row['key']}"}
+        yield bench
 
 
 def _line(row: Mapping[str, Any]) -> str:
