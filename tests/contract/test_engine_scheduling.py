@@ -111,9 +111,9 @@ async def test_prompt_below_its_share_goes_before_the_rest_of_others(
 
 @pytest.mark.parametrize(("kind", "args"), SMALL_STEPS)
 @pytest.mark.parametrize(
-    ("share", "most"), [(ClientShare.ABOVE, 16), (ClientShare.EVEN, 32), (ClientShare.BELOW, 32)]
+    ("share", "most"), [(ClientShare.ABOVE, 10), (ClientShare.EVEN, 32), (ClientShare.BELOW, 32)]
 )
-async def test_step_is_half_with_prompts_above_their_share_only(
+async def test_step_is_a_third_with_prompts_above_their_share_only(
     kind: str, args: dict[str, Any], share: ClientShare, most: int, gpt_oss: Path
 ) -> None:
     engine = make(kind, gpt_oss, Role.AGGREGATED, **args)

@@ -188,7 +188,7 @@ def at_random(every_s: float, until_s: float) -> list[float]:
     return times[:-1]
 
 
-async def test_flood_delays_requests_at_random_by_half_a_step() -> None:
+async def test_flood_delays_requests_at_random_by_a_third_of_a_step() -> None:
     # Each prompt takes a step. The client sends 0.7 of its half, and the other one more than all.
     until_s = 120.0
     own = at_random(STEP_S / 0.35, until_s)
@@ -199,7 +199,7 @@ async def test_flood_delays_requests_at_random_by_half_a_step() -> None:
         await simulation.run(arrivals, until_s, prompt_tokens={"a": 500, "b": 500})
         waits_s = sorted(simulation.waits_s["a"])
         p99_s.append(waits_s[int(0.99 * (len(waits_s) - 1))])
-    assert p99_s[1] - p99_s[0] < 0.55 * STEP_S
+    assert p99_s[1] - p99_s[0] < STEP_S / 3
     assert simulation.tokens.total() >= 0.98 * 512 * until_s / (STEP_S + 0.001)
 
 
