@@ -152,8 +152,8 @@ class UsageTable:
         if newest <= slot - _NUM_SLOTS:
             return 0
         total = numbers[row + sum_offset]
-        # Slots that have left the minute since the process counted last, and that it has not
-        # cleared.
+        # The sum is of the minute that ends with `newest`. Subtract its slots that are before the
+        # minute that ends with `slot`: the process clears a slot only when it counts again.
         for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
             total -= numbers[row + sum_offset + 1 + passed % _NUM_SLOTS]
         return total

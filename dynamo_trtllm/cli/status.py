@@ -194,20 +194,20 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     # An address of etcd that the user gives may be of another deployment than the launched ones.
     if records and not has_etcd:
         return list(await asyncio.gather(*(_of_launcher(record, client) for record in records)))
-    looked = []  # where no deployment was found
+    reasons = []  # why no deployment was found
     others = {record.namespace for record in launched} - {config.namespace}
     if others:
-        looked.append(f"only {', '.join(sorted(others))} was launched on this machine")
+        reasons.append(f"only {', '.join(sorted(others))} was launched on this machine")
     else:
-        looked.append("no deployment was launched on this machine")
+        reasons.append("no deployment was launched on this machine")
     if not has_namespace and not has_etcd:
-        half = now + config.timeout_s / 2  # the other half is for etcd
+        half_time = now + config.timeout_s / 2  # the other half is for etcd
         try:
-            return [await _of_frontend(DEFAULT_FRONTEND, client._replace(deadline=half))]
+            return [await _of_frontend(DEFAULT_FRONTEND, client._replace(deadline=half_time))]
         except _RequestRejected as exc:
-            looked.append(str(exc))
+            reasons.append(str(exc))
         except OSError as exc:
-            looked.append(f"no frontend answers at {DEFAULT_FRONTEND} ({_reason_of(exc)})")
+            reasons.append(f"no frontend answers at {DEFAULT_FRONTEND} ({_reason_of(exc)})")
     try:
         async with asyncio.timeout_at(deadline):
             report, namespaces = await _of_etcd(config)
@@ -216,13 +216,13 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
         found = "nor in another one"
         if namespaces:
             found = f"it has workers in {', '.join(sorted(namespaces))}"
-        looked.append(f"etcd has no worker in namespace {config.namespace} ({found})")
+        reasons.append(f"etcd has no worker in namespace {config.namespace} ({found})")
     except UserRejected as exc:
-        raise NothingRuns(f"{', '.join(looked)}, {exc.message}") from exc
+        raise NothingRuns(f"{', '.join(reasons)}, {exc.message}") from exc
     except (Unreachable, TimeoutError):
-        looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
+        reasons.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
     raise NothingRuns(
-        f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints"
+        f"{', '.join(reasons)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints"
     )
 
 

@@ -89,7 +89,7 @@ def load(
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog)
     given, unknown = parser.parse_known_args(list(argv))
-    reject_unknown(model, given, _without_fixed(model, unknown), parser, also)
+    reject_unknown(model, given, _without_no_op_flags(model, unknown), parser, also)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
     _check_servers(config)
@@ -388,7 +388,7 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     if not names:
         return
     known: set[str] = set()
-    # A flag that takes no value has no variable. What to set instead, by the name it would have.
+    # A flag without a value has no variable. Name that its variable would have -> what to set.
     instead: dict[str, str] = {}
     for settings in dict.fromkeys([model, *_commands()]):
         for flag in flags_of(settings):
@@ -524,8 +524,8 @@ def _reject_subcommand(words: Sequence[str]) -> None:
     )
 
 
-def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
-    """Leave out flags that ask for what happens anyway, such as `--request-plane nats`."""
+def _without_no_op_flags(model: type[Config], unknown: Sequence[str]) -> list[str]:
+    """Leave out flags that change nothing here, such as `--request-plane nats`."""
     words = list(unknown)
     if not issubclass(model, WorkerConfig | FrontendConfig):
         return words

@@ -66,11 +66,11 @@ _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
-# The process may open a number of files. Connections may use at most one of so many of them, so
-# that strangers can't use them up. Connections that have sent no request yet may use fewer.
+# Connections may use at most one of two files that the process may open, and those that have sent
+# no request yet at most one of four. Otherwise strangers could use up all files.
 _FILES_PER_CONNECTION = 2
 _FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
-_LOG_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0  # least time between two log lines about closed connections
 
 
 class TcpLimits(NamedTuple):
@@ -129,7 +129,8 @@ class TcpBackend:
     ) -> None:
         self.checksums = checksums or Checksums()
         self._limits = limits
-        # Nothing calls this function, because the backend can't transfer GPU memory.
+        # Nothing calls this function: it prepares threads for GPU memory, which the backend can't
+        # transfer.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
         # The token of a transfer is derived from this secret and the id of the transfer. So the
@@ -262,7 +263,7 @@ class TcpBackend:
         with connection:
             task = asyncio.current_task()
             assert task is not None
-            if not self._may_keep_another():
+            if not self._has_space_for_connection():
                 return
             self._without_request[task] = None
             try:
@@ -294,10 +295,10 @@ class TcpBackend:
             finally:
                 self._without_request.pop(task, None)
 
-    def _may_keep_another(self) -> bool:
-        """Close the oldest connection without a request if there are too many connections.
+    def _has_space_for_connection(self) -> bool:
+        """Return whether a new connection may stay.
 
-        Return False if there are too many, and all of them have requests.
+        If there are too many connections, close the oldest one without a request to make space.
         """
         assert self._acceptor is not None
         max_connections = self._limits.max_connections
@@ -314,7 +315,8 @@ class TcpBackend:
         )
         if has_space or self._drop(1):
             return True
-        # All other connections have valid requests, so this peer has to retry later.
+        # All other connections have valid requests. So this one is closed, and its peer has to
+        # retry later.
         self._note_closed(1)
         return False
 
@@ -350,7 +352,7 @@ class TcpBackend:
     async def _send(self, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
         loop = asyncio.get_running_loop()
         total_bytes = sum(region.num_bytes for region in entry.regions)
-        checksum = NOTHING
+        checksum = NOTHING  # of the regions so far
         await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
         for index, region in enumerate(entry.regions):
             while entry.ready <= index:
@@ -425,9 +427,12 @@ class TcpBackend:
     async def _receive_checked(
         self, connection: socket.socket, transfer_id: str, region: MemoryRegion, before: int
     ) -> int:
-        """Receive a region and return the checksum up to it.
+        """Receive a region and return the checksum of all regions up to this one.
 
-        Each block is hashed while the next one arrives.
+        `before` is the checksum without it. Each block is hashed while the next one arrives.
+
+        Raises:
+            TransferFailed: the checksum of the sender is another one.
         """
         jobs = []
         try:

@@ -76,11 +76,16 @@ def cluster_facts(machine: MachineFacts, config: ServeConfig) -> MachineFacts:
         return machine
     gpus: Sequence[GpuMemory] = ()
     if machine.gpus or config.engine not in ("torch", "mock"):
-        smallest = min((gpu.total_bytes for gpu in machine.gpus), default=_DEFAULT_GPU_GIB * _GIB)
-        size = int(smallest if config.gpu_memory_gib is None else config.gpu_memory_gib * _GIB)
-        name = f"GPU of the cluster with {size / _GIB:.0f} GiB"
+        smallest_bytes = min(
+            (gpu.total_bytes for gpu in machine.gpus), default=_DEFAULT_GPU_GIB * _GIB
+        )
+        if config.gpu_memory_gib is None:
+            gpu_bytes = int(smallest_bytes)
+        else:
+            gpu_bytes = int(config.gpu_memory_gib * _GIB)
+        name = f"GPU of the cluster with {gpu_bytes / _GIB:.0f} GiB"
         gpus = [
-            GpuMemory(number=number, name=name, total_bytes=size, free_bytes=size)
+            GpuMemory(number=number, name=name, total_bytes=gpu_bytes, free_bytes=gpu_bytes)
             for number in range(_NUM_GPUS)
         ]
     return replace(machine, gpus=gpus, cpus=_CPUS, memory_bytes=_ENOUGH_BYTES)
@@ -225,53 +230,53 @@ class ClusterDeployment:
         return 0 if worker.devices == "cpu" else len(worker.devices) // worker.count
 
 
-def kubernetes_file(made: ClusterDeployment) -> str:
+def kubernetes_file(cluster: ClusterDeployment) -> str:
     """Return the objects of a deployment for Kubernetes.
 
     Raises:
         ConfigError: a setting can't be used there.
     """
-    name = made.name
-    content = made.engine_file()
+    name = cluster.name
+    content = cluster.engine_file()
     recipe = Recipe(
         name=name,
-        namespace=made.config.namespace,
-        frontend_image=made.frontend_image,
-        frontend_words=made.frontend_words(),
-        planner_words=made.planner_words(),
-        port=made.config.port,
-        has_api_keys=bool(made.keys_file),
-        workers=[_pods(made, worker, content) for worker in made.deployment.workers],
+        namespace=cluster.config.namespace,
+        frontend_image=cluster.frontend_image,
+        frontend_words=cluster.frontend_words(),
+        planner_words=cluster.planner_words(),
+        port=cluster.config.port,
+        has_api_keys=bool(cluster.keys_file),
+        workers=[_pods(cluster, worker, content) for worker in cluster.deployment.workers],
     )
     parts = []
-    if made.model_folder:
+    if cluster.model_folder:
         # The weights, and as much again while a new revision is downloaded.
-        storage_gib = max(10, math.ceil(2 * made.size_gib()))
+        storage_gib = max(10, math.ceil(2 * cluster.size_gib()))
         parts.append(template("model.yaml", name=name, storage_gib=storage_gib))
-    if made.hub_model is not None:
+    if cluster.hub_model is not None:
         parts.append(
             template(
                 "download.yaml",
                 name=name,
-                image=made.frontend_image,
-                model=made.hub_model.name,
-                revision=made.hub_model.revision,
-                folder=made.model_folder,
+                image=cluster.frontend_image,
+                model=cluster.hub_model.name,
+                revision=cluster.hub_model.revision,
+                folder=cluster.model_folder,
             )
         )
     if content:
         parts.append(config_map(f"{name}-engine", name, {_ENGINE_FILE: content}))
     parts.append(manifests(recipe))
-    return _comments(_kubernetes_head(made)) + "---\n".join(parts)
+    return _comments(_kubernetes_head(cluster)) + "---\n".join(parts)
 
 
-def _pods(made: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> WorkerPods:
-    gpus = made.gpus_of(worker)
-    size_gib = made.size_gib()
-    shm_gib = _SHM_GIB.get(made.engine, 1)
-    words = made.worker_words(worker)
+def _pods(cluster: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> WorkerPods:
+    gpus = cluster.gpus_of(worker)
+    size_gib = cluster.size_gib()
+    shm_gib = _SHM_GIB.get(cluster.engine, 1)
+    words = cluster.worker_words(worker)
     drain_s = float(worker.flags.get("drain_timeout_s", _DRAIN_S))
-    variables = _VARIABLES.get(made.engine, {})
+    variables = _VARIABLES.get(cluster.engine, {})
     # The weights pass through the memory of the host.
     if gpus:
         cpus = max(8, 4 * gpus)
@@ -283,7 +288,7 @@ def _pods(made: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> Work
         memory_limit_gib = 2 * size_gib + 4 + shm_gib
     return WorkerPods(
         role=worker.name,
-        image=made.worker_image,
+        image=cluster.worker_image,
         args=words,
         replicas=worker.count,
         gpus=gpus,
@@ -292,11 +297,11 @@ def _pods(made: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> Work
         memory_limit_gib=memory_limit_gib,
         shm_gib=shm_gib,
         variables={name: f'"{value}"' for name, value in variables.items()},
-        model_claim=f"{made.name}-model" if made.model_folder else "",
-        engine_config_map=f"{made.name}-engine" if engine_file else "",
+        model_claim=f"{cluster.name}-model" if cluster.model_folder else "",
+        engine_config_map=f"{cluster.name}-engine" if engine_file else "",
         engine_digest=_digest(engine_file),
         near_label=ONE_NODE if gpus else "",
-        keeps_compiled=made.engine == "vllm",
+        keeps_compiled=cluster.engine == "vllm",
         grace_s=math.ceil(drain_s) + _CLOSE_S,
     )
 
@@ -305,9 +310,9 @@ def _digest(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16] if content else ""
 
 
-def _kubernetes_head(made: ClusterDeployment) -> list[str]:
+def _kubernetes_head(cluster: ClusterDeployment) -> list[str]:
     lines = [
-        *made.head,
+        *cluster.head,
         "",
         "No cluster has run this file. Put your registry before the names of the images, which"
         " deploy/container builds.",
@@ -315,80 +320,81 @@ def _kubernetes_head(made: ClusterDeployment) -> list[str]:
         "  deploy/make_secrets kubernetes --namespace NAMESPACE | kubectl apply -f -",
         "  kubectl apply -k deploy/recipes/platform/base -n NAMESPACE",
     ]
-    if made.config.namespace != _PLATFORM_NAMESPACE:
+    if cluster.config.namespace != _PLATFORM_NAMESPACE:
         lines.append(
-            f"NATS and etcd need users for DYN_NAMESPACE {made.config.namespace}:"
+            f"NATS and etcd need users for DYN_NAMESPACE {cluster.config.namespace}:"
             " docs/kubernetes.md, Prerequisites."
         )
-    if made.keys_file:
+    if cluster.keys_file:
         lines.append(
             "  kubectl create secret generic dynamo-api-keys"
-            f" --from-file=keys.jsonl={made.keys_file} -n NAMESPACE"
+            f" --from-file=keys.jsonl={cluster.keys_file} -n NAMESPACE"
         )
-    if made.model_folder:
-        lines.append(f"Set the storage class of the claim {made.name}-model.")
-    if made.model_folder and made.hub_model is None:
-        lines.append(f"Copy the model to the folder {made.name} of this claim.")
+    if cluster.model_folder:
+        lines.append(f"Set the storage class of the claim {cluster.name}-model.")
+    if cluster.model_folder and cluster.hub_model is None:
+        lines.append(f"Copy the model to the folder {cluster.name} of this claim.")
     return [*lines, "  kubectl apply -f THIS-FILE -n NAMESPACE"]
 
 
-def compose_file(made: ClusterDeployment) -> str:
+def compose_file(cluster: ClusterDeployment) -> str:
     """Return the services of a deployment for Docker Compose, beside etcd and NATS of deploy/.
 
     Raises:
         ConfigError: a setting can't be used there.
     """
-    if made.config.source_of("gpu_memory_gib") != DEFAULT_SOURCE:
+    if cluster.config.source_of("gpu_memory_gib") != DEFAULT_SOURCE:
         raise ConfigError("--gpu-memory-gib needs --format kubernetes; remove it")
     access = (
         '      DYN_TRTLLM_ALLOW_ANONYMOUS: "true"           # its port is published on 127.0.0.1'
     )
     volumes = ""
-    if made.keys_file:
+    if cluster.keys_file:
         access = "      DYN_TRTLLM_API_KEYS_FILE: /etc/api-keys/keys.jsonl"
-        volumes = f"      - {quoted(f'{made.keys_file}:/etc/api-keys/keys.jsonl:ro')}\n"
-    words = made.frontend_words()
+        volumes = f"      - {quoted(f'{cluster.keys_file}:/etc/api-keys/keys.jsonl:ro')}\n"
+    words = cluster.frontend_words()
     if not any(word.startswith("--workers=") for word in words):
         words.append("--workers=1")
     words = [_for_compose(word) for word in words]
     services = [
-        _service(made, worker, number)
-        for worker in made.deployment.workers
+        _service(cluster, worker, number)
+        for worker in cluster.deployment.workers
         for number in range(worker.count)
     ]
-    planner = made.planner_words()
+    planner = cluster.planner_words()
     if planner:
         services.append(
             template(
                 "compose-planner.yaml",
-                image=made.frontend_image,
+                image=cluster.frontend_image,
                 args="".join(f"      - {quoted(_for_compose(word))}\n" for word in planner),
             )
         )
     text = template(
         "compose.yaml",
-        namespace=made.config.namespace,
-        image=made.frontend_image,
+        namespace=cluster.config.namespace,
+        image=cluster.frontend_image,
         args=frontend_command(words),
         access=access,
-        port=made.config.port,
+        port=cluster.config.port,
         volumes=volumes,
         workers="\n".join(services).rstrip(),
     )
-    return _comments(_compose_head(made)) + text
+    return _comments(_compose_head(cluster)) + text
 
 
-def _service(made: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
+def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
     devices = devices_of(worker, number)
+    # Without GPUs, the home folder is in memory. With them, it is a volume (see below).
     home = "" if devices else ', "/home/dynamo:mode=1777"'
     volumes = []
-    if made.model_folder:
-        source = f"./compose/data/models/{made.name}"
-        if made.hub_model is None:
-            source = made.model.path
-        volumes.append(f"{source}:{made.model_folder}:ro")
-    if made.engine_file():
+    if cluster.model_folder:
+        source = f"./compose/data/models/{cluster.name}"
+        if cluster.hub_model is None:
+            source = cluster.model.path
+        volumes.append(f"{source}:{cluster.model_folder}:ro")
+    if cluster.engine_file():
         volumes.append(f"{worker.flags['extra_engine_args']}:/etc/engine/{_ENGINE_FILE}:ro")
     gpus = ""
     if devices:
@@ -396,17 +402,17 @@ def _service(made: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
         ids = ", ".join(f'"{number}"' for number in devices.split(","))
         device = f"{{driver: nvidia, device_ids: [{ids}], capabilities: [gpu]}}"
         gpus = f"    deploy: {{resources: {{reservations: {{devices: [{device}]}}}}}}\n"
-    variables = _VARIABLES.get(made.engine, {})
-    words = made.worker_words(worker)
+    variables = _VARIABLES.get(cluster.engine, {})
+    words = cluster.worker_words(worker)
     return template(
         "compose-worker.yaml",
         service=name,
-        image=made.worker_image,
+        image=cluster.worker_image,
         args="".join(f"      - {quoted(_for_compose(word))}\n" for word in words),
         variables="".join(f'      {key}: "{value}"\n' for key, value in variables.items()),
         home=home,
         volumes="".join(f"      - {quoted(volume)}\n" for volume in volumes),
-        shm_gib=_SHM_GIB.get(made.engine, 1),
+        shm_gib=_SHM_GIB.get(cluster.engine, 1),
         gpus=gpus,
     )
 
@@ -416,23 +422,23 @@ def _for_compose(word: str) -> str:
     return word.replace("$", "$$")
 
 
-def _compose_head(made: ClusterDeployment) -> list[str]:
+def _compose_head(cluster: ClusterDeployment) -> list[str]:
     folders = [
         f"deploy/compose/data/home/{worker.name}"
-        for worker in made.deployment.workers
+        for worker in cluster.deployment.workers
         if worker.devices != "cpu"
     ]
     lines = [
-        *made.head,
+        *cluster.head,
         "",
         "No container runtime has run this file. deploy/container builds the images.",
         "In a checkout:",
         "  deploy/make_secrets compose   # once; it prints how to set up the users of etcd",
     ]
-    if made.hub_model is not None:
-        folder = f"deploy/compose/data/models/{made.name}"
+    if cluster.hub_model is not None:
+        folder = f"deploy/compose/data/models/{cluster.name}"
         lines.append(
-            f"  hf download {made.hub_model.name} --revision {made.hub_model.revision}"
+            f"  hf download {cluster.hub_model.name} --revision {cluster.hub_model.revision}"
             f" --local-dir {folder}"
         )
     if folders:

@@ -151,9 +151,8 @@ def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
         is_same = spec.engine == dead.engine and spec.model == dead.model
         is_partner = is_same and spec.name != dead.name
         reads_kv = spec.role in (Role.DECODE, Role.ELASTIC)
-        if not reads_kv or not is_partner or not _shares_gpu_memory(spec):
-            continue
-        names.append(spec.name)
+        if reads_kv and is_partner and _shares_gpu_memory(spec):
+            names.append(spec.name)
     return names
 
 
@@ -192,7 +191,7 @@ class Launcher:
         self._supervisor = Supervisor(self.deployment.restart, self.output.say)
         self.output.on_failure(self._supervisor.stop)
         self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
-        self._write_record: Callable[[], None]
+        self._write_record: Callable[[], None]  # set by `run`
 
     async def run(self, on_ready: OnReady) -> None:
         """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True.
@@ -373,8 +372,8 @@ class Launcher:
                 # The dependent that was stopped last is not ready again yet.
                 stopping = []
             for process in stopping:
-                # In the same step as the check above, so that no other caller counts the process as
-                # ready.
+                # There is no `await` between the check above and this. So no other caller counts
+                # the process as ready.
                 process.terminate()
             if stopping:
                 await asyncio.gather(*(process.stop() for process in stopping))

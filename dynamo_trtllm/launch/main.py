@@ -183,7 +183,7 @@ async def run(
         nonlocal is_done
         frontend = record.frontend
         url = None if frontend is None else frontend.url
-        rows = [] if is_quiet else [*_name(record), *_summary(specs, url)]
+        rows = [] if is_quiet else [*_name_rows(record), *_summary(specs, url)]
         _say_ready(output, rows, url, once=once)
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
@@ -254,7 +254,7 @@ def _say_ready(
         output.say(f"Ready{where}{stop}")
 
 
-def _name(record: LaunchRecord) -> list[tuple[str, str]]:
+def _name_rows(record: LaunchRecord) -> list[tuple[str, str]]:
     """Return the name of a deployment, if it is not its namespace: other commands need it."""
     return [("name", record.name)] if record.name != record.namespace else []
 

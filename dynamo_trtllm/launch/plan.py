@@ -28,7 +28,7 @@ from dynamo_trtllm.support.tls_files import TlsFiles
 
 FRONTEND = "frontend"
 PLANNER = "planner"
-_LIMITS = ("slo_ttft_ms", "slo_itl_ms")
+_SLO_LIMITS = ("slo_ttft_ms", "slo_itl_ms")
 _PLANNER_STOP_S = 10.0
 # An address may contain a password, so it is passed in the environment: command lines are public.
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
@@ -38,8 +38,8 @@ _OF_OTHER_SERVERS = {
     "etcd": ("ETCD_CA", "ETCD_CERT", "ETCD_KEY", "ETCD_CREDENTIALS_FILE"),
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY", "NATS_CREDENTIALS_FILE", "NATS_INBOX_PREFIX"),
 }
-# The same, by the names without a prefix that other programs read, too.
-_WELL_KNOWN = {
+# The same settings, under the names without a prefix that other programs read, too.
+_COMMON_NAMES = {
     "etcd": ("ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
 }
@@ -73,7 +73,7 @@ class ProcessSpec:
     port_flag: str
     stop_timeout_s: float  # time from SIGTERM to SIGKILL
     worker: WorkerConfig | None = None  # None for the frontend and the planner
-    api_key: str = field(default="", repr=False)  # one that the frontend accepts for all paths
+    api_key: str = field(default="", repr=False)  # for the launcher's own requests to the frontend
     needs_api_key: bool = False
     tls_files: TlsFiles | None = None  # None: its HTTP port has no TLS
 
@@ -117,7 +117,7 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
         ConfigError: a process would reject its settings, or two processes have the same port.
     """
     common = {"namespace": deployment.namespace}
-    environ = _with_addresses(environ)
+    environ = _with_placeholder_addresses(environ)
     specs = []
     if deployment.frontend is not None:
         specs.append(_frontend(common | deployment.frontend, environ))
@@ -134,19 +134,21 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
 def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> bool:
     """Return whether every client of other machines could use the frontend of a deployment.
 
-    Arguments and errors as for `processes`, which rejects such a deployment.
+    `processes` rejects such a deployment. The arguments and errors are the same.
     """
     if deployment.frontend is None:
         return False
-    config, _ = _planned(
-        FRONTEND, FrontendConfig, "http", deployment.frontend, {}, _with_addresses(environ)
-    )
-    is_checked = config.needs_api_key or config.needs_certificate
-    return config.is_exposed and not (is_checked or config.allow_anonymous)
+    environ = _with_placeholder_addresses(environ)
+    config, _ = _planned(FRONTEND, FrontendConfig, "http", deployment.frontend, {}, environ)
+    authenticates_clients = config.needs_api_key or config.needs_certificate
+    return config.is_exposed and not (authenticates_clients or config.allow_anonymous)
 
 
-def _with_addresses(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with placeholders for the addresses of servers that do not run yet."""
+def _with_placeholder_addresses(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with placeholders for the addresses of etcd and NATS.
+
+    The settings can then be checked before these servers run.
+    """
     return {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
 
 
@@ -160,7 +162,7 @@ def without_other_servers(environ: Mapping[str, str], own_servers: Sequence[str]
     dropped = set()
     for server in own_servers:
         dropped |= {f"{ENV_PREFIX}{name}" for name in _OF_OTHER_SERVERS[server]}
-        dropped |= set(_WELL_KNOWN[server])
+        dropped |= set(_COMMON_NAMES[server])
     return {name: value for name, value in environ.items() if name not in dropped}
 
 
@@ -226,11 +228,13 @@ def planner_flags(deployment: DeploymentConfig) -> Flags | None:
     if deployment.planner is False:
         return None
     frontend = deployment.frontend or {}
-    limits = {name: frontend[name] for name in _LIMITS if name in frontend}
+    limits = {name: frontend[name] for name in _SLO_LIMITS if name in frontend}
     if deployment.planner is not None:
         return limits | deployment.planner
+    # Without settings of its own, there is a planner if it can do something: there are elastic
+    # workers, and the frontend has both limits.
     has_elastic = any(worker.disaggregation_mode is Role.ELASTIC for worker in deployment.workers)
-    return limits if has_elastic and len(limits) == len(_LIMITS) else None
+    return limits if has_elastic and len(limits) == len(_SLO_LIMITS) else None
 
 
 def _planner(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
@@ -278,11 +282,13 @@ def _planned(
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
     host = getattr(config, f"{http_prefix}_host")
     if config.source_of(f"{http_prefix}_host") == DEFAULT_SOURCE:
-        # Its requests are not authenticated, so other machines reach it only if a host is set.
+        # By default, the port does not authenticate clients. So only this machine can reach it,
+        # unless a host is set.
         host = LOOPBACK
         argv.append(f"--{http_prefix}-host={host}")
     return config, {
         "name": name,
+        # `ProcessSpec.arguments` adds the port flag.
         "argv": tuple(word for word in argv if not word.startswith(f"{port_flag}=")),
         "env": env,
         "host": host,
@@ -311,6 +317,6 @@ def devices_of(worker: WorkerSpec, number: int) -> str:
     """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for one on the CPU."""
     if worker.devices == "cpu":
         return ""
-    share = len(worker.devices) // worker.count
-    first = number * share
-    return ",".join(str(device) for device in worker.devices[first : first + share])
+    num_devices = len(worker.devices) // worker.count
+    first = number * num_devices
+    return ",".join(str(device) for device in worker.devices[first : first + num_devices])

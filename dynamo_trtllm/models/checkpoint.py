@@ -432,7 +432,7 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
 
     MXFP4 quantizes only the experts; other methods quantize all matrices of the layers.
     """
-    # Of a value that is not quantized, of one in an expert, and of one in another matrix.
+    # Bytes per value: without quantization, in an expert, and in another matrix.
     plain_bytes = _DTYPE_BYTES[model.dtype]
     expert_bytes: float = plain_bytes
     if model.quantization in _BITS:

@@ -48,7 +48,7 @@ class HubModel:
     """One revision of a model. Its folder has at least config.json."""
 
     name: str
-    revision: str  # commit hash, or the name of the revision for a cached model
+    revision: str  # commit hash
     folder: Path
     weight_bytes: int
     download_bytes: int  # size of the files that are not in the cache
@@ -152,7 +152,7 @@ class Hub:
         return model.folder
 
     def _cached(self, name: str, revision: str | None) -> HubModel | None:
-        """Return the model if the cache has all its files."""
+        """Return the model if the cache has its config.json and its weights; otherwise None."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         with self._errors(name, revision):
@@ -273,7 +273,7 @@ def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:
 
 @contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """Set an event on SIGINT and SIGTERM, before the exception.
+    """On SIGINT and SIGTERM, set an event and then raise KeyboardInterrupt or SystemExit.
 
     A second signal ends the process at once.
 

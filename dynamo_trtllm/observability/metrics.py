@@ -187,14 +187,14 @@ class ClientLoad(NamedTuple):
 
 def read_client_loads(page: str) -> dict[str, ClientLoad]:
     """Return what API keys use, by name, from the metrics of a frontend as text."""
-    first = f"{PREFIX}key_"
-    lines = [line for line in page.split("\n") if line.startswith(first)]
+    prefix = f"{PREFIX}key_"
+    lines = [line for line in page.split("\n") if line.startswith(prefix)]
     loads: dict[str, ClientLoad] = {}
     values: dict[tuple[str, str], int] = {}  # by metric and key
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             key = sample.labels["key"]
-            values[sample.name.removeprefix(first), key] = int(sample.value)
+            values[sample.name.removeprefix(prefix), key] = int(sample.value)
             if "weight" in sample.labels:
                 loads[key] = ClientLoad(float(sample.labels["weight"]), int(sample.value), 0, 0)
     return {
@@ -214,8 +214,8 @@ class LearnedCosts(NamedTuple):
 
 def read_costs(page: str) -> dict[str, LearnedCosts]:
     """Return what a worker has learned, by kind, from its metrics as text."""
-    first = f"{PREFIX}cost_s"
-    lines = [line for line in page.split("\n") if line.startswith(first)]
+    prefix = f"{PREFIX}cost_s"  # of `cost_samples` and `cost_seconds`
+    lines = [line for line in page.split("\n") if line.startswith(prefix)]
     costs: dict[str, LearnedCosts] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
@@ -267,7 +267,7 @@ class ProcessMetrics:
         return self._metrics[name].labels(*labels)
 
     def count(self, name: str, label: str) -> None:
-        """Count an event by a metric with one label, from the value of that."""
+        """Count an event by a metric with one label. `label`: its value."""
         self.child(name, label).inc()
 
     def message_unreadable(self) -> None:
@@ -453,7 +453,10 @@ class WorkerMetrics(ProcessMetrics):
         self._counted = dict.fromkeys(_GROWING, 0)  # the engine's counts at the last scrape
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one, and if the interval had it."""
+        """Observe the ratio of a measured time to the predicted one.
+
+        `is_covered`: it was within the predicted interval.
+        """
         outcome = "within" if is_covered else "outside"
         self.child("time_ratio", kind).observe(ratio)
         self.child("predictions_total", kind, outcome).inc()

@@ -212,8 +212,8 @@ class RelayedOutput:
         num_lines = data.count(b"\n")
         if ends_mid_line:
             num_lines += 1
-        # The data begins within a line that is counted already.
         if self._skips_line:
+            # The data begins within a line that is counted already.
             num_lines -= 1
         self._skips_line = ends_mid_line
         self._accepted_mid_line = False

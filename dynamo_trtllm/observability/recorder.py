@@ -445,9 +445,9 @@ def file_system(folder: Path) -> str:
 
 
 def remove_old(folder: Path) -> None:
-    """Remove files of ended processes: those that ended a day ago, and all but the newest.
+    """Remove files of processes that ended a day ago, and the oldest of the others above a limit.
 
-    At most `KEPT_FILES` are left, and fewer if these would take more than `KEPT_SHARE` of the file
+    The limit is `KEPT_FILES`. It is lower if these would take more than `KEPT_SHARE` of the file
     system, such as the 64 MiB that a container has by default.
     """
     ended = []

@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     c: int
     reason: str
 
-    # What `a` and `b` are is said where `RecordedEvent` is defined.
+    # The comments of `RecordedEvent` say what `a` and `b` mean.
 
     @property
     def instance_id(self) -> int:
@@ -208,6 +208,7 @@ class RequestIds(NamedTuple):
         key, _ = request_key(text)
         keys = {key}
         prefix = -1
+        # Ids end with a "-" or "_" and hexadecimal digits.
         tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
             # The first half of the id of a response is that of the request.
@@ -228,7 +229,7 @@ class Recordings:
     # a line for each recording that can't be read
     problems: list[str] = field(default_factory=list)
     unanswered: Mapping[int, Holder] = field(default_factory=dict)  # by instance id
-    has_asked: bool = False  # the processes of other machines
+    has_asked: bool = False  # the processes of other machines were asked for theirs
 
     def __post_init__(self) -> None:
         self.requests: dict[int, RequestRecording] = {}

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynamo_trtllm.planner.predict import (
-    HEADROOM,
+    MAX_PART,
     Demand,
     PredictedTimes,
     Predictor,
@@ -28,8 +28,8 @@ NO_ELASTIC_WORKERS: Final = (
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
 # Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
-# until they have ended. A step with streams has an eighth of the prompt tokens, and in a fit to
-# vLLM on an H200 a worker computes prompts at a third of its speed in such steps.
+# until they have ended. A step with streams has an eighth of the prompt tokens of one without. In a
+# fit to vLLM on an H200, such steps compute prompts at a third of the speed. 0.25 is between both.
 DRAINING: Final = Shares(0.25, 0.0)
 # A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
 # fraction.
@@ -50,9 +50,9 @@ class WorkerState(NamedTuple):
     context_tokens: int  # of these requests
     queued_tokens: int  # prompt tokens that are not computed yet
     is_fresh: bool  # it has reported its load lately
-    # Means of the last seconds. A worker with few requests has no stream at many moments.
+    # Means of the last seconds: a worker with few requests has no stream at many moments.
     mean_streams: float = 0.0
-    mean_context: float = 0.0
+    mean_context: float = 0.0  # of all its streams, in tokens
     more_streams_per_s: float = 0.0  # in the last seconds; negative: they become fewer
 
     @property
@@ -127,21 +127,22 @@ def decide(
     """Decide which shares elastic workers should have, from what is predicted for the next seconds.
 
     * The shares stay while they are predicted to keep both limits with headroom.
-    * Otherwise as few workers as keep the ITL limit, and have space for the KV of all streams, get
-      only decode calls. The others get only prefill calls, if these keep the TTFT limit then.
-      Prompts that wait count for it, and those that arrive. If streams have become more lately,
-      those are counted that there will be in AHEAD_S.
-    * If no split keeps both limits with headroom, the split is taken that comes nearest to them. If
-      a limit would be missed then, all workers get both kinds of calls, if that keeps both with
-      headroom. This is the last resort: once all workers generate, a split comes back only as their
-      streams end.
+    * Otherwise the workers are split. As few as keep the ITL limit, and have space for the KV of
+      all streams, get only decode calls. The others get only prefill calls, if that keeps the TTFT
+      limit. Prompts that wait and prompts that arrive count for it. If the number of streams grows,
+      those count that there will be in AHEAD_S.
+    * If no split keeps both limits with headroom, the split that comes nearest to them is taken.
+    * If that split misses a limit, and both limits are kept with headroom while all workers get
+      both kinds of calls, they get both. This is the last resort: once all workers generate, a
+      split comes back only as their streams end.
     * Each kind of call has at least one worker.
     * A change has to lower the largest part that a time takes of its limit by MIN_GAIN. It has to
       be better for HOLD_S, and comes MIN_INTERVAL_S after the last one. It is made at once if no
       worker has a share of prefill or of decode calls.
     * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
       to decode. Shares only steer new calls: streams that run stay where they are. A worker that
-      turns to prefill gets fewer prompts until they have ended, if another one computes prompts.
+      turns to prefill gets fewer prompts until its streams have ended, if another one computes
+      prompts.
     * Workers that have not reported lately keep their shares, and are not counted. Workers of fixed
       roles are counted.
 
@@ -183,7 +184,7 @@ def decide(
 
 
 def _undecided(observation: Observation) -> Decision | None:
-    """Return a decision that needs no prediction."""
+    """Return the decision if nothing can be predicted or chosen; otherwise None."""
     elastic = [worker for worker in observation.workers if worker.is_elastic]
     fresh = [worker for worker in observation.workers if worker.is_fresh]
     if not elastic:
@@ -212,7 +213,7 @@ def _present(workers: Sequence[WorkerState]) -> RoleCounts:
     """Return the numbers of workers by the calls that they get now."""
     both = sum(bool(worker.shares.prefill and worker.shares.decode) for worker in workers)
     prefill = sum(not worker.shares.decode for worker in workers)
-    return RoleCounts(prefill, len(workers) - prefill - both, both)
+    return RoleCounts(prefill=prefill, decode=len(workers) - prefill - both, both=both)
 
 
 def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
@@ -223,19 +224,21 @@ def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
 
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
+    """Return the work of all workers, with the streams that there will be in AHEAD_S."""
     streams = sum(worker.lasting_streams for worker in workers)
-    context = sum(max(worker.context_tokens, worker.mean_context) for worker in workers)
+    context_tokens = sum(max(worker.context_tokens, worker.mean_context) for worker in workers)
     more_streams = AHEAD_S * max(0.0, sum(worker.more_streams_per_s for worker in workers))
     if streams:
-        context *= 1 + more_streams / streams
+        # Further streams have the mean context of those that run.
+        context_tokens *= 1 + more_streams / streams
     return Demand(
-        observation.prompts_per_s,
-        observation.prompt_tokens,
-        sum(worker.queued_tokens for worker in workers),
-        streams + more_streams,
-        context,
-        observation.max_streams,
-        observation.kv_tokens,
+        prompts_per_s=observation.prompts_per_s,
+        prompt_tokens=observation.prompt_tokens,
+        queued_tokens=sum(worker.queued_tokens for worker in workers),
+        streams=streams + more_streams,
+        context_tokens=context_tokens,
+        max_streams=observation.max_streams,
+        kv_tokens=observation.kv_tokens,
     )
 
 
@@ -246,8 +249,8 @@ def _compare(
     predictor: Predictor,
 ) -> Decision:
     """Return the decision, without regard to those before it."""
-    is_usable = present.num_prefill > 0 and present.num_decode > 0
-    before = predictor.predict(present) if is_usable else None
+    has_both_kinds = present.num_prefill > 0 and present.num_decode > 0
+    before = predictor.predict(present) if has_both_kinds else None
     wanted = predictor.wanted()
     unreachable = tuple(predictor.unreachable)
 
@@ -263,10 +266,11 @@ def _compare(
             unreachable=unreachable,
         )
 
-    if before is not None and before.largest_part <= HEADROOM:
+    if before is not None and before.largest_part <= MAX_PART:
         return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
     counts, after = _best(workers, predictor)
-    if before is not None and after.largest_part > (1 - MIN_GAIN) * before.largest_part:
+    needed_part = math.inf if before is None else (1 - MIN_GAIN) * before.largest_part
+    if after.largest_part > needed_part:
         return stay(
             DecisionOutcome.NOTHING_BETTER,
             f"no other shares are clearly better: {before}; {counts}: {after}",
@@ -285,12 +289,18 @@ def _compare(
 
 
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
-    """Yield numbers of workers that shares can make: splits with few decode workers first."""
+    """Yield the numbers of workers that shares can make.
+
+    Splits come first, those with few decode workers before others. The last item is that all
+    elastic workers get both kinds of calls.
+    """
     fixed = _present([worker for worker in workers if not worker.is_elastic])
     num_elastic = sum(worker.is_elastic for worker in workers)
     for num_decode in range(num_elastic + 1):
         counts = RoleCounts(
-            fixed.prefill + num_elastic - num_decode, fixed.decode + num_decode, fixed.both
+            prefill=fixed.prefill + num_elastic - num_decode,
+            decode=fixed.decode + num_decode,
+            both=fixed.both,
         )
         if counts.num_prefill and counts.num_decode:
             yield counts
@@ -305,24 +315,24 @@ class _Candidate(NamedTuple):
 
 
 def _best(workers: Sequence[WorkerState], predictor: Predictor) -> _Candidate:
-    """Return the first split that keeps both limits; else see `decide`."""
+    """Return the first split that keeps both limits with headroom; otherwise see `decide`."""
     *splits, both = [
         _Candidate(counts, predictor.predict(counts)) for counts in _candidates(workers)
     ]
     for split in splits:
-        if split.after.largest_part <= HEADROOM:
+        if split.after.largest_part <= MAX_PART:
             return split
     if not splits:
         return both
     split = min(splits, key=lambda candidate: candidate.after.largest_part)
     is_missed = split.after.largest_part > 1
-    return both if is_missed and both.after.largest_part <= HEADROOM else split
+    return both if is_missed and both.after.largest_part <= MAX_PART else split
 
 
 def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:
     """Return the shares that change, by id."""
     fixed = _present([worker for worker in workers if not worker.is_elastic])
-    num_decode = counts.decode - fixed.decode
+    num_decode = counts.decode - fixed.decode  # elastic workers that get only decode calls
     order = sorted((worker for worker in workers if worker.is_elastic), key=_decode_order)
     if counts.both > fixed.both:
         wanted = dict.fromkeys(order, ALL_WORK)
@@ -338,16 +348,17 @@ def _prefill_shares(
     """Return the shares of workers for prefill. `has_others`: other workers compute prompts."""
     ready = [worker for worker in workers if not worker.streams or worker.shares == PREFILL_ONLY]
     if workers and not ready and not has_others:
+        # Some worker has to get all prompts at once: the one with the fewest streams.
         ready = [min(workers, key=lambda worker: worker.streams)]
     return dict.fromkeys(workers, DRAINING) | dict.fromkeys(ready, PREFILL_ONLY)
 
 
 def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
-    """Return the shares of workers that turn to prefill, as far as these change now."""
+    """Return the new shares of workers that have turned to prefill, and drain no longer."""
     draining = [worker for worker in workers if worker.shares == DRAINING]
-    others = [worker for worker in workers if worker.shares.prefill > DRAINING.prefill]
-    shares = _prefill_shares(draining, has_others=bool(others))
-    return {worker.id: one for worker, one in shares.items() if one != DRAINING}
+    has_others = any(worker.shares.prefill > DRAINING.prefill for worker in workers)
+    new_shares = _prefill_shares(draining, has_others=has_others)
+    return {worker.id: shares for worker, shares in new_shares.items() if shares != DRAINING}
 
 
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
@@ -371,12 +382,12 @@ def _reason(
     if before is None:
         lacking = "decode" if present.num_prefill else "prefill"
         return f"no worker has a share of {lacking} calls; {counts}: {after}"
-    what = "prefill is short" if before.ttft_part >= before.decode_part else "decode is short"
-    return f"{what} with {present}: {before}; {counts}: {after}"
+    shortage = "prefill is short" if before.ttft_part >= before.decode_part else "decode is short"
+    return f"{shortage} with {present}: {before}; {counts}: {after}"
 
 
 def _delayed(decision: Decision, now_s: float, history: History) -> tuple[Decision, History]:
-    """Return the change if it has been better for long enough, and is not too soon."""
+    """Return the change if it is due, and otherwise the decision to wait."""
     since_s = now_s if history.better_since_s is None else history.better_since_s
     held_s = now_s - since_s
     is_urgent = decision.before is None

@@ -75,12 +75,12 @@ class ReportWindow:
         """Add a report that has arrived now."""
         work = report.work(self._role)
         counts = _Counts(
-            now,
-            report.computed_prompts,
-            report.computed_tokens,
-            report.queued_prefill_tokens,
-            work.decode_requests,
-            work.context_tokens,
+            at_s=now,
+            computed_prompts=report.computed_prompts,
+            computed_tokens=report.computed_tokens,
+            queued_tokens=report.queued_prefill_tokens,
+            streams=work.decode_requests,
+            context_tokens=work.context_tokens,
         )
         self._counts.append(counts)
         self._drop(now)
@@ -93,9 +93,9 @@ class ReportWindow:
         first = self._counts[0]
         last = self._counts[-1]
         return _Rates(
-            last.computed_prompts - first.computed_prompts,
-            last.computed_tokens - first.computed_tokens,
-            last.queued_tokens - first.queued_tokens,
+            prompts=last.computed_prompts - first.computed_prompts,
+            tokens=last.computed_tokens - first.computed_tokens,
+            more_queued_tokens=last.queued_tokens - first.queued_tokens,
         )
 
     def means(self, now: float) -> _Means:
@@ -111,7 +111,11 @@ class ReportWindow:
         for counts, duration_s in zip(self._counts, durations_s, strict=True):
             streams += counts.streams * duration_s
             context += counts.context_tokens * duration_s
-        return _Means(streams / total_s, context / total_s, self._more_streams_per_s(now))
+        return _Means(
+            streams=streams / total_s,
+            context_tokens=context / total_s,
+            more_streams_per_s=self._more_streams_per_s(now),
+        )
 
     def _more_streams_per_s(self, now: float) -> float:
         """Return how many more streams per second there were in GROWTH_S."""
@@ -151,10 +155,10 @@ class Observer:
         if instance is None:
             return
         self._loads.on_report(report, now)
-        if self._loads.get(report.instance_id).report is report:
-            window = self._windows.get(report.instance_id)
-            if window is None:
-                window = self._windows[report.instance_id] = ReportWindow(instance.role)
+        # A report that arrived after a newer one was ignored.
+        is_newest = self._loads.get(report.instance_id).report is report
+        if is_newest:
+            window = self._windows.setdefault(report.instance_id, ReportWindow(instance.role))
             window.add(report, now)
 
     def remove(self, instance_id: int) -> None:
@@ -182,16 +186,17 @@ class Observer:
         seconds = max(MIN_WINDOW_S, min(WINDOW_S, now - self._started_at))
         prompts = sum(rate.prompts for rate in rates)
         tokens = sum(rate.tokens for rate in rates)
-        # What came was computed, or waits.
-        came = max(0, tokens + sum(rate.more_queued_tokens for rate in rates))
+        # The tokens that have arrived were computed, or wait.
+        arrived_tokens = max(0, tokens + sum(rate.more_queued_tokens for rate in rates))
         prompt_tokens = tokens / prompts if prompts else 0.0
+        arrived_prompts = arrived_tokens / prompt_tokens if prompt_tokens else 0.0
         reports = [self._loads.get(id_).report for id_ in fresh]
         block_tokens = instances[0].layout.block_tokens
         return Observation(
             at_s=now,
             workers=workers,
             cost=known_cost(self._loads.get(id_) for id_ in fresh),
-            prompts_per_s=came / prompt_tokens / seconds if prompt_tokens else 0.0,
+            prompts_per_s=arrived_prompts / seconds,
             prompt_tokens=prompt_tokens,
             max_streams=_least(instance.limits.max_batch_size for instance in instances),
             kv_tokens=block_tokens * _least(report.kv_blocks_total for report in reports if report),
@@ -217,16 +222,16 @@ class Observer:
         window = self._windows.get(instance.id)
         means = _Means() if window is None else window.means(now)
         return WorkerState(
-            instance.id,
-            own,
-            instance.role is Role.ELASTIC,
-            streams,
-            context,
-            queued,
-            is_fresh(load, now),
-            means.streams,
-            means.context_tokens,
-            means.more_streams_per_s,
+            id=instance.id,
+            shares=own,
+            is_elastic=instance.role is Role.ELASTIC,
+            streams=streams,
+            context_tokens=context,
+            queued_tokens=queued,
+            is_fresh=is_fresh(load, now),
+            mean_streams=means.streams,
+            mean_context=means.context_tokens,
+            more_streams_per_s=means.more_streams_per_s,
         )
 
 

@@ -16,20 +16,23 @@ from dynamo_trtllm.protocol.cost_model import (
     tokens_beside_streams,
 )
 
-# A prediction within this part of a limit leaves space for what it does not see.
-HEADROOM: Final = 0.8
-# A limit that an idle worker can't keep with headroom counts as this multiple of its time.
-_REACHABLE: Final = 2.0
+# A predicted time may be at most this part of its limit. The rest is headroom for what the
+# prediction does not see.
+MAX_PART: Final = 0.8
+# If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit. It is
+# then replaced by this multiple of the time on an idle worker.
+_UNREACHABLE_FACTOR: Final = 2.0
 # The time that nine of ten first tokens keep is predicted. Waits in a queue are taken as
 # distributed exponentially: nine of ten are below this multiple of their mean.
 _P90_OF_MEAN: Final = math.log(10)
-# A queue that needs more than this part of a worker's time grows. It is predicted for the time
-# after so many seconds.
+# A queue that needs more than this part of a worker's time grows. Its length after so many seconds
+# is predicted.
 _MAX_BUSY: Final = 0.95
 _GROWS_FOR_S: Final = 10.0
-# The streams of a worker and the time of its steps depend on each other. They are found by
-# repetition, and more than this multiple of the streams of now is not predicted.
+# The number of streams of a worker and the time of its steps depend on each other. They are found
+# by iteration.
 _MAX_ROUNDS: Final = 30
+# More than this multiple of the present streams is not predicted.
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # workers of a role
 # The fit of a mock engine may have steps that take no time. Shorter ones are taken as this long.
@@ -101,12 +104,12 @@ class PredictedTimes(NamedTuple):
 
     ttft_s: float  # nine of ten first tokens are expected within it
     gap_s: float  # the longest time between two tokens
-    ttft_part: float
-    decode_part: float  # the largest one of gaps, batch and KV cache
+    ttft_part: float  # the part of its limit that `ttft_s` takes
+    decode_part: float  # the largest part of: the limit of gaps, a batch, a KV cache
 
     @property
     def largest_part(self) -> float:
-        """Return the part of the limit that is the least well kept."""
+        """Return the larger of the two parts."""
         return max(self.ttft_part, self.decode_part)
 
     def __str__(self) -> str:
@@ -116,10 +119,10 @@ class PredictedTimes(NamedTuple):
 class PromptSteps(NamedTuple):
     """The steps with prompts of a worker, with times in seconds."""
 
-    step_s: float  # of a step with the prompts that arrive
-    own_s: float  # of the steps of one prompt
-    busy: float  # part of the time with such steps
-    load: float  # part of the time with them if all were full
+    step_s: float  # of a step with the prompts that arrive during a step
+    own_s: float  # of all steps of one prompt
+    busy: float  # part of the time in which such steps run
+    full_busy: float  # the same if all of them were full; above 1, the queue grows
     waiting_s: float  # until the prompts that wait now are computed
 
 
@@ -130,7 +133,7 @@ class Predictor:
         cost: the complete cost model of the workers, which are equal.
         demand: their work.
         limits: the limits.
-        groups: of each worker, the streams.
+        groups: the present streams of each worker.
 
     Attributes:
         unreachable: names of the limits that no number of workers keeps, with the reason.
@@ -145,23 +148,23 @@ class Predictor:
         self._decode = cost.decode
         self._prefill = cost.prefill
         self._demand = demand
-        alone_s = self._alone_s()
-        token_s = decode_step_s(self._decode, 1, demand.context_of_stream)
+        idle_prompt_s = self._idle_prompt_s()
+        idle_token_s = decode_step_s(self._decode, 1, demand.context_of_stream)
         self._limits = TimeLimits(
-            _reachable(limits.ttft_s, alone_s), _reachable(limits.itl_s, token_s)
+            _reachable(limits.ttft_s, idle_prompt_s), _reachable(limits.itl_s, idle_token_s)
         )
         self.unreachable: list[str] = []
-        if alone_s > limits.ttft_s:
+        if idle_prompt_s > limits.ttft_s:
             self.unreachable.append(
-                f"a prompt of {demand.prompt_tokens:.0f} tokens takes {1000 * alone_s:.0f} ms on an"
-                f" idle worker, and the TTFT limit is {1000 * limits.ttft_s:g} ms"
+                f"a prompt of {demand.prompt_tokens:.0f} tokens takes {1000 * idle_prompt_s:.0f} ms"
+                f" on an idle worker, and the TTFT limit is {1000 * limits.ttft_s:g} ms"
             )
-        if token_s > limits.itl_s:
+        if idle_token_s > limits.itl_s:
             self.unreachable.append(
-                f"a token takes {1000 * token_s:.1f} ms on an idle worker, and the ITL limit is"
-                f" {1000 * limits.itl_s:g} ms"
+                f"a token takes {1000 * idle_token_s:.1f} ms on an idle worker, and the ITL limit"
+                f" is {1000 * limits.itl_s:g} ms"
             )
-        # What the streams that are planned for generate in a second, at the pace of now.
+        # Tokens per second of the planned streams, if each of them is as fast as streams are now.
         num_prefill = sum(group.beside_prompts for group in groups)
         self._tokens_per_s = 0.0
         for streams, beside_prompts in groups:
@@ -172,90 +175,100 @@ class Predictor:
             self._tokens_per_s *= demand.streams / num_now
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:
-        """Return what is predicted for these numbers, of which some do each kind of work."""
-        streams = self._streams(counts)
+        """Return what is predicted for these numbers. Each kind of call has at least one worker."""
+        streams = self._streams_per_worker(counts)
+        # If some workers get both kinds of calls, all prompts are taken as computed beside streams.
         ttft_s = self._ttft_s(counts.num_prefill, streams if counts.both else 0.0)
         gap_s = self._gap_s(counts, streams)
         return PredictedTimes(
-            ttft_s,
-            gap_s,
-            ttft_s / self._limits.ttft_s,
-            max(gap_s / self._limits.itl_s, self._full_part(streams)),
+            ttft_s=ttft_s,
+            gap_s=gap_s,
+            ttft_part=ttft_s / self._limits.ttft_s,
+            decode_part=max(gap_s / self._limits.itl_s, self._full_part(streams)),
         )
 
     def wanted(self) -> RoleCounts:
         """Return how many workers of fixed roles this work needs to keep the limits."""
 
+        # Workers of fixed roles do not influence each other, so the number in the other role is
+        # arbitrary.
         def ttft_part(count: int) -> float:
-            return self.predict(RoleCounts(count, _MAX_WANTED)).ttft_part
+            return self.predict(RoleCounts(prefill=count, decode=_MAX_WANTED)).ttft_part
 
         def decode_part(count: int) -> float:
-            return self.predict(RoleCounts(_MAX_WANTED, count)).decode_part
+            return self.predict(RoleCounts(prefill=_MAX_WANTED, decode=count)).decode_part
 
-        return RoleCounts(_fewest(ttft_part), _fewest(decode_part))
+        return RoleCounts(prefill=_fewest(ttft_part), decode=_fewest(decode_part))
 
-    def _alone_s(self) -> float:
+    def _idle_prompt_s(self) -> float:
         """Return the time of a prompt on an idle worker."""
         tokens = self._demand.prompt_tokens
-        in_step = min(tokens, self._cost.step_tokens)
-        if not in_step:
+        step_tokens = min(tokens, self._cost.step_tokens)
+        if not step_tokens:
             return 0.0
-        return tokens / in_step * self._prompt_step_s(in_step, 0.0)
+        num_steps = tokens / step_tokens
+        return num_steps * self._prompt_step_s(step_tokens, 0.0)
 
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
         """Return the steps with prompts of workers that share them. None: there are no prompts.
 
-        Prompts that arrive during a step are in the next one together. So longer steps have more
-        tokens, and more tokens take longer.
+        Prompts that arrive during a step are computed together in the next one. So a longer step
+        makes the next one longer, and both numbers are found by iteration.
 
         Args:
             num_workers: how many share the prompts.
-            streams: that each of them generates.
+            streams: the streams of each of them.
         """
         demand = self._demand
         if not demand.prompt_tokens:
             return None
-        most = self._cost.step_tokens
+        max_tokens = self._cost.step_tokens
         if streams:
-            most = tokens_beside_streams(most)
+            max_tokens = tokens_beside_streams(max_tokens)
         tokens_per_s = demand.prompts_per_s * demand.prompt_tokens / num_workers
-        fewest = min(demand.prompt_tokens, most)
-        tokens = fewest
+        # A step has at least one prompt, or as much of it as fits.
+        min_tokens = min(demand.prompt_tokens, max_tokens)
+        tokens = min_tokens
         for _ in range(_MAX_ROUNDS):
             before = tokens
             arrived = tokens_per_s * self._prompt_step_s(tokens, streams)
-            tokens = min(most, max(fewest, arrived))
+            tokens = min(max_tokens, max(min_tokens, arrived))
             if abs(tokens - before) <= 0.01 * before:
                 break
         step_s = self._prompt_step_s(tokens, streams)
-        full_s = self._prompt_step_s(most, streams)
+        full_step_s = self._prompt_step_s(max_tokens, streams)
         return PromptSteps(
             step_s=step_s,
             own_s=max(1.0, demand.prompt_tokens / tokens) * step_s,
             busy=min(_MAX_BUSY, tokens_per_s * step_s / tokens),
-            load=tokens_per_s * full_s / most,
-            waiting_s=demand.queued_tokens / num_workers * full_s / most,
+            full_busy=tokens_per_s * full_step_s / max_tokens,
+            waiting_s=demand.queued_tokens / num_workers * full_step_s / max_tokens,
         )
 
     def _prompt_step_s(self, tokens: float, streams: float) -> float:
         """Return the time of a step with some prompt tokens beside some streams."""
         demand = self._demand
-        pairs = tokens * demand.prompt_tokens / 2
-        context = streams * demand.context_of_stream
-        step_s = prefill_step_s(self._prefill, streams, context, tokens, pairs)
+        # A token attends to those before it, on average half of its prompt.
+        attention_pairs = tokens * demand.prompt_tokens / 2
+        context_tokens = streams * demand.context_of_stream
+        step_s = prefill_step_s(self._prefill, streams, context_tokens, tokens, attention_pairs)
         return max(step_s, _SHORTEST_STEP_S)
 
     def _ttft_s(self, num_workers: int, streams: float) -> float:
         steps = self._prompt_steps(num_workers, streams)
         if steps is None:
             return 0.0
-        stable = min(steps.load, _MAX_BUSY)
-        served_s = max(steps.own_s, steps.step_s)
-        queue_s = _P90_OF_MEAN * served_s * stable / (2 * (1 - stable))
-        running_s = steps.busy * steps.step_s
-        grown_s = (steps.load - stable) * _GROWS_FOR_S
-        # The queue includes what runs and waits now.
-        return steps.own_s + max(queue_s, running_s, steps.waiting_s) + grown_s
+        # The part of the time that the queue can use without growing.
+        stable_busy = min(steps.full_busy, _MAX_BUSY)
+        service_s = max(steps.own_s, steps.step_s)
+        # The mean wait in an M/D/1 queue, whose service times are equal.
+        mean_queue_s = service_s * stable_busy / (2 * (1 - stable_busy))
+        queue_s = _P90_OF_MEAN * mean_queue_s
+        running_step_s = steps.busy * steps.step_s
+        # Each second brings so much more work than is done in it.
+        growth_s = (steps.full_busy - stable_busy) * _GROWS_FOR_S
+        # The three waits are for the same work ahead, so the longest one counts.
+        return steps.own_s + max(queue_s, running_step_s, steps.waiting_s) + growth_s
 
     def _gap_s(self, counts: RoleCounts, streams: float) -> float:
         """Return the longest time between two tokens."""
@@ -268,35 +281,38 @@ class Predictor:
         return gap_s
 
     def _mean_gap_s(self, num_prefill: int, streams: float) -> float:
-        """Return the mean time between two tokens.
+        """Return the mean time between two tokens of a stream of one worker.
 
         Args:
-            num_prefill: workers that share the prompts with this one. 0: it computes none.
+            num_prefill: the number of workers that share the prompts, with this one. 0: it computes
+                none.
             streams: of this worker.
         """
         step_s = self._step_s(streams)
         steps = self._prompt_steps(num_prefill, streams) if num_prefill else None
         if steps is None:
             return step_s
-        return 1 / (steps.busy / max(steps.step_s, step_s) + (1 - steps.busy) / step_s)
+        tokens_per_s = steps.busy / max(steps.step_s, step_s) + (1 - steps.busy) / step_s
+        return 1 / tokens_per_s
 
     def _step_s(self, streams: float) -> float:
-        context = streams * self._demand.context_of_stream
-        return max(decode_step_s(self._decode, streams, context), _SHORTEST_STEP_S)
+        """Return the time of a step that only generates tokens."""
+        context_tokens = streams * self._demand.context_of_stream
+        return max(decode_step_s(self._decode, streams, context_tokens), _SHORTEST_STEP_S)
 
-    def _streams(self, counts: RoleCounts) -> float:
-        """Return how many streams each worker has if the same tokens per second are generated.
+    def _streams_per_worker(self, counts: RoleCounts) -> float:
+        """Return how many streams each worker has if all generate as many tokens per second as now.
 
-        Longer steps have more streams (Little's law).
+        If each token takes longer, streams last longer, so more of them run at once (Little's law).
         """
         demand = self._demand
         num_workers = counts.num_decode
-        most = _MAX_GROWTH * demand.streams
+        max_streams = _MAX_GROWTH * demand.streams
         streams = demand.streams / num_workers
         for _ in range(_MAX_ROUNDS):
             before = streams
             gap_s = self._mean_gap_s(counts.num_prefill if counts.both else 0, streams)
-            streams = min(most, self._tokens_per_s * gap_s / num_workers)
+            streams = min(max_streams, self._tokens_per_s * gap_s / num_workers)
             if abs(streams - before) <= 0.01 * before:
                 break
         return streams
@@ -313,17 +329,23 @@ class Predictor:
 
 
 def _reachable(limit_s: float, idle_s: float) -> float:
-    """Return a limit that workers can keep, from what an idle one takes."""
-    return limit_s if idle_s <= HEADROOM * limit_s else _REACHABLE * idle_s
+    """Return the limit, or a longer one that workers can keep.
+
+    `idle_s` is the time on an idle worker.
+    """
+    return limit_s if idle_s <= MAX_PART * limit_s else _UNREACHABLE_FACTOR * idle_s
 
 
 def _fewest(part: Callable[[int], float]) -> int:
-    """Return the fewest workers with which a part, which falls with them, has headroom."""
+    """Return the smallest number of workers for which `part` is at most MAX_PART.
+
+    `part` falls with the number. If no number is enough, return _MAX_WANTED.
+    """
     low = 1
     high = _MAX_WANTED
     while low < high:
         middle = (low + high) // 2
-        if part(middle) <= HEADROOM:
+        if part(middle) <= MAX_PART:
             high = middle
         else:
             low = middle + 1

@@ -43,7 +43,7 @@ from dynamo_trtllm.worker.health import Health, health_app, health_server
 
 log = logging.getLogger(__name__)
 
-# Limit of each call to etcd. What is decided is old after it.
+# Limit of each call to etcd. A decision that was not written by then is out of date.
 _CALL_S: Final = 3.0
 # Time after which another planner leads if this one does not renew its lease.
 LEASE_S: Final = 5.0
@@ -68,7 +68,8 @@ class PlannerProcess(Lifecycle):
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._logs: dict[PoolKey, DecisionLog] = {}
         self._failure_to_change = ""  # why the last change was not made
-        self._had_elastic = True  # at the last decisions; True: none were made yet
+        # At the last decisions, there were elastic workers. True before the first decisions.
+        self._had_elastic = True
         self._does_etcd_answer = True  # as of the last call
         self._system_port: int | None = None
 
@@ -243,7 +244,7 @@ class PlannerProcess(Lifecycle):
                 )
         except (DynamoError, TimeoutError) as exc:
             reason = str(exc) or "etcd does not answer"
-            # It tries again in seconds.
+            # The planner tries again in seconds, so the same reason is a warning only once.
             level = logging.DEBUG if reason == self._failure_to_change else logging.WARNING
             log.log(level, "the shares could not be changed: %s", reason)
             self._failure_to_change = reason
@@ -268,7 +269,7 @@ class PlannerProcess(Lifecycle):
             logs[key] = self._logs.get(key) or DecisionLog(key.model, is_advice=self._config.advise)
             logs[key].add(decision)
             self._set_metrics(key.model, decision)
-        # Those of pools that are gone are dropped.
+        # The logs of pools that are gone are dropped.
         self._logs = logs
 
     def _set_metrics(self, model: str, decision: Decision) -> None:

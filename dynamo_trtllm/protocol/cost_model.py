@@ -48,7 +48,7 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
-def tokens_beside_streams(most: int) -> int:
+def tokens_beside_streams(max_tokens: int) -> int:
     """Return how many prompt tokens a step of an elastic engine may have while streams run.
 
     A step with a long prompt would be a gap in all of them. An engine with vLLM 0.24 on a CPU, a
@@ -56,9 +56,9 @@ def tokens_beside_streams(most: int) -> int:
     ms with all of it; a decode call began after 69 ms in place of 512.
 
     Args:
-        most: how many a step may have without streams.
+        max_tokens: how many a step may have without streams.
     """
-    return max(_MIN_BESIDE_STREAMS, most // _PARTS_BESIDE_STREAMS)
+    return max(_MIN_BESIDE_STREAMS, max_tokens // _PARTS_BESIDE_STREAMS)
 
 
 class StepSample(NamedTuple):
@@ -336,33 +336,35 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             None: it is not known yet.
         """
         fit = self.prefill
-        most = self._most_step_tokens(work)
-        if fit is None or not most:
+        max_tokens = self._max_step_tokens(work)
+        if fit is None or not max_tokens:
             return None
         decoding = work.decode_requests
         context = work.context_tokens
         queued_tokens = work.queued_tokens
         # Assume that the queued tokens are spread evenly over the requests that have not begun and
         # the one in the running step.
-        running_tokens = min(queued_tokens // (work.queued_requests + 1), most)
+        running_tokens = min(queued_tokens // (work.queued_requests + 1), max_tokens)
         running_s = 0.0
         if running_tokens > 0:
             running_s = prefill_step_s(fit, decoding, context, running_tokens)
             queued_tokens -= running_tokens
         elif decoding and self.decode is not None:
             running_s = decode_step_s(self.decode, decoding, context)
-        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), most)
+        # The last token of a prompt is always computed.
+        num_full, rest_tokens = divmod(queued_tokens + max(1, new_tokens), max_tokens)
         seconds = 0.0
         if num_full:
-            seconds = num_full * prefill_step_s(fit, decoding, context, most)
+            seconds = num_full * prefill_step_s(fit, decoding, context, max_tokens)
         if rest_tokens:
             seconds += prefill_step_s(fit, decoding, context, rest_tokens)
-        # Pairs of attention are added for all of these steps together, with the last coefficient.
-        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        # The pairs of attention are added for all of these steps together. Their coefficient is the
+        # last one.
+        attention_pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if work.queued_requests:
             mean_prompt = queued_tokens / work.queued_requests
-            pairs += queued_tokens * mean_prompt / 2
-        attention_s = fit.coefficients[-1] * pairs * _PER_MI
+            attention_pairs += queued_tokens * mean_prompt / 2
+        attention_s = fit.coefficients[-1] * attention_pairs * _PER_MI
         return running_s, seconds + attention_s
 
     def predict_first_token(
@@ -399,23 +401,24 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             work: the work of the engine. Its queued prompts share the step.
         """
         fit = self.prefill
-        most = self._most_step_tokens(work)
-        if fit is None or not most:
+        max_tokens = self._max_step_tokens(work)
+        if fit is None or not max_tokens:
             return math.inf
         requests = work.decode_requests
         context = work.context_tokens
-        tokens = min(most, work.queued_tokens + max(1, new_tokens))
-        last_tokens = min(most, new_tokens)
-        pairs = last_tokens * (cached_tokens + new_tokens - last_tokens / 2)
-        seconds = prefill_step_s(fit, requests, context, tokens, pairs)
+        tokens = min(max_tokens, work.queued_tokens + max(1, new_tokens))
+        # The last step of the prompt has the most pairs: its tokens attend to all before them.
+        last_tokens = min(max_tokens, new_tokens)
+        attention_pairs = last_tokens * (cached_tokens + new_tokens - last_tokens / 2)
+        seconds = prefill_step_s(fit, requests, context, tokens, attention_pairs)
         request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
         if requests and not request_s and not context_s and self.decode is not None:
             # The worker has never decoded in such a step, or the fit is that of another worker.
-            # The sum counts what both steps have in common twice.
+            # The sum is rather too high: it counts twice what both steps have in common.
             seconds += decode_step_s(self.decode, requests, context)
         return seconds
 
-    def _most_step_tokens(self, work: EngineWork) -> int:
+    def _max_step_tokens(self, work: EngineWork) -> int:
         """Return how many prompt tokens a step has at most. 0: not known."""
         if work.is_elastic and work.decode_requests and self.step_tokens:
             return tokens_beside_streams(self.step_tokens)

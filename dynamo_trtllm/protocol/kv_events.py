@@ -199,7 +199,7 @@ class KvEventPublisher:
         self._is_resync_due = False
         self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
         self._unsent: deque[bytes] = deque()
-        self._next = 0
+        self._next_number = 0
         self._idle_at = 0.0  # time of the next empty update if nothing changes until then
         self._timer: asyncio.Handle | None = None
         self._due_at = 0.0  # time of the timer
@@ -229,7 +229,7 @@ class KvEventPublisher:
         self._flush_at(max(next_at, self._resync_at))
 
     def _on_removed(self, event: BlocksRemoved) -> None:
-        if not self._is_indexed(event.cache_group):
+        if not self._note_window(event.cache_group):
             return
         known = self._known[event.dp_rank]
         was_cleared = self._was_cleared[event.dp_rank]
@@ -240,7 +240,7 @@ class KvEventPublisher:
                 self._remove(block.prefix)
 
     def _on_stored(self, event: BlocksStored) -> None:
-        if not event.blocks or not self._is_indexed(event.cache_group):
+        if not event.blocks or not self._note_window(event.cache_group):
             return
         rank = event.dp_rank
         parent = event.parent
@@ -298,10 +298,11 @@ class KvEventPublisher:
         if num_copies == 1:
             self._changes[block.prefix] = True
 
-    def _is_indexed(self, window: int) -> bool:
-        """Return True for blocks of the layers with the largest window so far.
+    def _note_window(self, window: int) -> bool:
+        """Return whether blocks of layers with this window are published.
 
-        A larger one replaces the others.
+        They are if no larger window was noted. A window that is larger than all before clears the
+        blocks of those.
         """
         # 0 stands for blocks that all layers share.
         if window == 0:
@@ -355,7 +356,8 @@ class KvEventPublisher:
             if self._due_at <= time_s:
                 return
             self._timer.cancel()
-        # The timer can't tell its time: that of uvloop has none if it is less than 0.5 ms away.
+        # The time is stored here, because not every timer has it: for less than 0.5 ms, uvloop
+        # returns a handle without `when`.
         self._due_at = time_s
         self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
@@ -416,11 +418,11 @@ class KvEventPublisher:
         """Number an update with these fields, and queue it."""
         update = KvCacheUpdate(
             instance_id=self._instance_id,
-            number=self._next,
+            number=self._next_number,
             block_tokens=self._block_tokens,
             **changes,
         )
-        self._next += 1
+        self._next_number += 1
         self._unsent.append(encode(update))
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         DynamoError: the error that ended the stream.
         Exception: an exception of `on_chunk`, which cancels the stream.
     """
-    # True: the stream has ended with its last chunk. False: `on_chunk` has ended it before.
+    # True: the stream has ended with its last chunk. False: `on_chunk` wants no more of it.
     future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()
 
     def on_event(event: StreamEvent) -> None:
@@ -134,7 +134,7 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
             future.set_exception(event)
             return
         try:
-            goes_on = on_chunk(event)
+            is_wanted = on_chunk(event)
         except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
             if isinstance(exc, StopIteration):
                 # A future does not accept StopIteration.
@@ -142,16 +142,17 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
             else:
                 future.set_exception(exc)
             return
-        if event.finish_reason is not None or not goes_on:
-            future.set_result(event.finish_reason is not None)
+        is_last = event.finish_reason is not None
+        if is_last or not is_wanted:
+            future.set_result(is_last)
 
     handle = start(on_event)
-    is_received = False
+    has_last_chunk = False
     try:
         assert future is not None
-        is_received = await future
+        has_last_chunk = await future
     finally:
-        if not is_received:
+        if not has_last_chunk:
             # Nothing happens if the stream has ended in an error.
             handle.cancel()
         # The error of the future refers to this frame. With a reference to the future, the frame
@@ -237,7 +238,7 @@ class Stream:
             ):
                 self._kv_holder.release(event.kv_params.transfer_id, ReleaseOutcome.ABORTED)
             return
-        # Most events are chunks without a finish reason. Two tests show that.
+        # Most events are chunks without a finish reason, which need only these two tests.
         if not isinstance(event, Chunk) or event.finish_reason is not None:
             self._on_event = None
             if isinstance(event, Chunk) and event.kv_params is not None:
@@ -331,7 +332,8 @@ class TaskStream(Stream):
         task = self._task
         self._task = None
         try:
-            # The stream was cancelled, and the work has ended without noticing it.
+            # The stream has ended, and `_close` has cancelled the task and left `_free` to it. But
+            # the work was done before it noticed.
             if task is not None and self.has_ended:
                 self._free()
             if event is not None:
@@ -345,7 +347,7 @@ class TaskStream(Stream):
         self._tasks.discard(task)
         if self._task is not task:
             return
-        # The task was cancelled: otherwise, `_await_work` has set `_task`.
+        # The task was cancelled: otherwise, `_await_work` has set `_task` to None.
         self._task = None
         if self._work is not None:
             # The task was cancelled before it began the work.

@@ -187,35 +187,35 @@ class SimulatedCluster:
         """Send all requests, and return them when they have ended."""
         now = self._clocks.monotonic
         begun_s = now() - arrivals[0].at_s
-        found: list[SimulatedRequest] = []
+        requests: list[SimulatedRequest] = []
         async with asyncio.TaskGroup() as group:
             for arrival in arrivals:
                 left_s = begun_s + arrival.at_s - now()
                 if left_s > 0:
                     await asyncio.sleep(left_s)
                 request = self._new_request(arrival)
-                found.append(request)
+                requests.append(request)
                 group.create_task(self._serve(arrival, request))
-        return found
+        return requests
 
     async def run_closed_loop(
         self, arrivals: Sequence[Arrival], concurrency: int
     ) -> list[SimulatedRequest]:
         """Send the next request when one has ended, and return all when they have ended."""
         left = iter(arrivals)
-        found: list[SimulatedRequest] = []
+        requests: list[SimulatedRequest] = []
 
         async def send() -> None:
             for arrival in left:
                 request = self._new_request(arrival)
-                found.append(request)
+                requests.append(request)
                 await self._serve(arrival, request)
 
         async with asyncio.TaskGroup() as group:
-            # More than there are requests would find nothing to send.
+            # A task beyond the number of requests would find nothing to send.
             for _ in range(min(concurrency, len(arrivals))):
                 group.create_task(send())
-        return found
+        return requests
 
     def _new_request(self, arrival: Arrival) -> SimulatedRequest:
         """Return a request that arrives now."""
@@ -353,9 +353,10 @@ class SimulatedCluster:
         request.worst_gap_s = self._plane.client.worst_gaps_s.pop(call.request_id, 0.0)
         if timeline.chosen is not None:
             request.path = timeline.chosen.path
-        for before, after in pairwise(timeline.spans):
-            if before.phase == "prefill":
-                request.computed_s = after.begin_s
+        for span, next_span in pairwise(timeline.spans):
+            if span.phase == "prefill":
+                # The prompt is computed when the next span begins.
+                request.computed_s = next_span.begin_s
         for stats in (timeline.decode_stats, timeline.prefill_stats):
             if stats is not None:
                 request.cached_tokens = max(request.cached_tokens, stats.cached_tokens)

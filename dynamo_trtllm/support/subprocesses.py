@@ -99,8 +99,8 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
             " folder"
         ) from exc
     with temporary as folder:
-        # It has its own process group, so that a Ctrl-C or a kill of the group of this process does
-        # not end it.
+        # The remover has its own process group, so that a Ctrl-C or a kill of the group of this
+        # process does not end it.
         remover = subprocess.Popen(
             ["sh", "-c", _REMOVE_AT_END, folder], stdin=subprocess.PIPE, process_group=0
         )
@@ -438,18 +438,18 @@ class Supervisor:
                 if self.is_stopping:
                     return
                 # A restart failed. The other programs are in use, so they keep running.
-                decision = partial(decide_after, self._limits, f"could not be started: {exc}")
-                await self._pause(self._note_restart(name, restarts, decision))
+                decide_restart = partial(decide_after, self._limits, f"could not be started: {exc}")
+                await self._pause(self._note_restart(name, restarts, decide_restart))
                 continue
             if self.is_stopping:
                 return
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            decision = partial(
+            decide_restart = partial(
                 decide, self._limits, status, is_status_2_final=child.is_status_2_final
             )
-            pause_s = self._note_restart(name, restarts, decision, child.last_line)
+            pause_s = self._note_restart(name, restarts, decide_restart, child.last_line)
             if before_restart is not None:
                 await before_restart(child, status)
             await self._pause(pause_s)
@@ -458,19 +458,19 @@ class Supervisor:
         self,
         name: str,
         restarts: list[float],
-        decision: Callable[[Sequence[float], float], Restart],
+        decide_restart: Callable[[Sequence[float], float], Restart],
         last_line: str = "",
     ) -> float:
         """Add a restart to those of a program. Return the pause before it, in seconds.
 
-        `decision` gets the times of the earlier restarts, and the current time.
+        `decide_restart` gets the times of the earlier restarts, and the current time.
 
         Raises:
             RunFailed: the program must not be restarted.
         """
         now = time.monotonic()
         try:
-            restart = decision(restarts, now)
+            restart = decide_restart(restarts, now)
         except RunFailed as exc:
             hint = f"; last line: {last_line}" if last_line else ""
             raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None
@@ -505,7 +505,7 @@ class Supervisor:
             group = [child for child in self._children.values() if child.stop_rank == rank]
             ends = await asyncio.gather(*(child.stop() for child in group), return_exceptions=True)
             errors += [end for end in ends if isinstance(end, BaseException)]
-        # All children have ended.
+        # An error is raised only now, when all children have ended.
         if errors:
             raise errors[0]
 

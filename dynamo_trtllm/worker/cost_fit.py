@@ -41,14 +41,15 @@ _MIN_SAMPLES = 24  # number of samples after which the fit replaces the prior
 _RATIOS = 256  # ratios of measured to predicted times that are kept
 _FIRST_RATIOS = 20  # number of ratios after which the interval comes from them
 _FIRST_INTERVAL = (0.5, 2.0)
-# The newest samples of known kinds decide whether the engine has changed: it has if all of them
-# but one are faster than the interval, or all but one are slower, each beside others of its kind.
+# The newest samples of known kinds decide whether the engine has changed. It has if all of them but
+# one are faster than the interval, or all but one are slower, each compared with earlier samples of
+# its kind.
 _DECIDING_SAMPLES = 12
 # The least factor of such a change. Steps of one kind differ by less: an engine that computes 9
 # requests as 16 (CUDA graphs) takes a third longer than the fit.
 _LEAST_CHANGE = 1.4
-# While at least half of them are too fast, or too slow, nothing is fitted again, for at most this
-# number of samples.
+# While at least half of them are too fast, or too slow, the engine may have changed, and nothing is
+# fitted again. That lasts for at most this number of samples.
 _MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
@@ -69,7 +70,9 @@ class _NumberedRatio(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    number: int
+    """One measured time."""
+
+    number: int  # samples are numbered from 1
     features: Features
     seconds: float
 
@@ -102,18 +105,18 @@ class RobustFit:
         # Kinds with enough samples when the coefficients were fitted, and the median ratio of their
         # measured to predicted times then: the coefficients do not fit all kinds alike.
         self._kind_ratios: dict[Hashable, float] = {}
-        # Of the newest samples of these kinds.
+        # The newest samples of these kinds. What is expected of them includes `_kind_ratios`.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
-        self._quantile_rate = _MISS_RATE
+        self._quantile_rate = _MISS_RATE  # the part of `_ratios` that the interval leaves outside
         self._interval = _FIRST_INTERVAL
         # `num_samples` when the engine last looked unchanged.
-        self._certain_at = 0
+        self._unchanged_at = 0
         self.num_fitted = 0  # the number of samples at the last `refit`
         self.num_samples = 0
         self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
-        """Take a sample. Evaluate the prediction before it, if there were enough samples.
+        """Take a sample. First evaluate what was predicted for it, if there were enough samples.
 
         Samples that are not finite are ignored.
 
@@ -122,7 +125,8 @@ class RobustFit:
             kind: equal for samples that are alike.
             seconds: the measured time.
         """
-        if not (0 < seconds < math.inf and all(map(math.isfinite, features))):
+        is_finite = 0 < seconds < math.inf and all(map(math.isfinite, features))
+        if not is_finite:
             return
         self.num_samples += 1
         if self.num_samples <= _WARM_UP:
@@ -132,7 +136,7 @@ class RobustFit:
             predicted_s = sum(map(mul, self._coefficients, features))
             ratio = seconds / max(1e-9, predicted_s)
             self._evaluate(ratio)
-            # A prior, which may be far off, has to fit all kinds.
+            # A prior has no ratios of kinds. It may be far off, and is compared with all kinds.
             kind_ratio = 1.0 if self._is_prior else self._kind_ratios.get(kind)
             if kind_ratio is not None:
                 self._known_ratios.append(_NumberedRatio(self.num_samples, ratio / kind_ratio))
@@ -146,11 +150,11 @@ class RobustFit:
         self._kinds[kind] = samples
 
     def _evaluate(self, ratio: float) -> None:
+        """Count the ratio of a measured time to the predicted one, and adapt the interval."""
         low, high = self._interval
         is_covered = low <= ratio <= high
-        # A time outside the interval lowers the part that the quantiles leave outside, which makes
-        # the interval wider. Other times raise it by a ninth of that. So nine of ten times are
-        # within the interval.
+        # A time outside the interval lowers the rate, which makes the interval wider. A time within
+        # it raises the rate by a ninth of that. The two balance if nine of ten times are within.
         missed = 0.0 if is_covered else 1.0
         rate = self._quantile_rate + _ADAPT * (_MISS_RATE - missed)
         self._quantile_rate = min(_HIGHEST_MISS_RATE, max(_LOWEST_MISS_RATE, rate))
@@ -164,7 +168,8 @@ class RobustFit:
         """
         self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
-        if not self._handle_change():
+        is_undecided = self._handle_change()
+        if not is_undecided:
             if is_fitted:
                 samples = list(chain.from_iterable(self._kinds.values()))
                 self._coefficients = self._solved(samples)
@@ -179,10 +184,9 @@ class RobustFit:
         return Fit(tuple(self._coefficients), low, high, num_samples)
 
     def _handle_change(self) -> bool:
-        """Look whether the engine has changed, for example its clock rate.
+        """Drop what was measured before a change of the engine, for example of its clock rate.
 
-        Return True if the next samples decide it. If the engine has changed, drop what was measured
-        before, and return False.
+        Return True if it is undecided whether the engine has changed: the next samples decide it.
         """
         low = min(self._interval[0], 1 / _LEAST_CHANGE)
         high = max(self._interval[1], _LEAST_CHANGE)
@@ -193,19 +197,19 @@ class RobustFit:
         can_decide = self.can_change and len(ratios) == _DECIDING_SAMPLES
         is_in_doubt = 2 * num_outside >= _DECIDING_SAMPLES
         if not can_decide or not is_in_doubt or self._coefficients is None:
-            self._certain_at = self.num_samples
+            self._unchanged_at = self.num_samples
             return False
         if num_outside < _DECIDING_SAMPLES - 1:
-            return self.num_samples - self._certain_at < _MAX_DOUBTED
-        # One of these samples may be older than the change. It is then the first one.
+            return self.num_samples - self._unchanged_at < _MAX_DOUBTED
+        # The engine has changed. The first of these samples may be older than the change.
         first_changed = self._known_ratios[1].number
         self._drop_before(first_changed, self._coefficients, median(ratios))
         return False
 
-    def _drop_before(self, number: int, coefficients: Sequence[float], change: float) -> None:
-        """Drop older samples. Other kinds are assumed to have changed by the same factor."""
+    def _drop_before(self, number: int, coefficients: Sequence[float], factor: float) -> None:
+        """Drop the samples before that of a number. All times are assumed to change by `factor`."""
         self.num_changes += 1
-        changed = [coefficient * change for coefficient in coefficients]
+        changed = [coefficient * factor for coefficient in coefficients]
         self._coefficients = changed
         self.prior = changed
         for kind, samples in list(self._kinds.items()):
@@ -244,7 +248,7 @@ class RobustFit:
         features = [sample.features for sample in samples]
         columns = [list(column) for column in zip(*features, strict=True)]
         seconds = [sample.seconds for sample in samples]
-        scales = seconds
+        scales = seconds  # the times to which errors are relative
         weights = [1.0] * len(seconds)
         coefficients: list[float] = []
         for _ in range(_ROUNDS):
@@ -255,7 +259,7 @@ class RobustFit:
             scaled_seconds = list(map(mul, seconds, factors))
             coefficients = self._least_squares(scaled_columns, scaled_seconds)
             predicted = _predicted(columns, coefficients)
-            # Without a limit, a sample whose prediction is near zero would outweigh the others.
+            # Without the lower limit, a sample with a prediction near zero would outweigh others.
             scales = [
                 max(prediction, measured / 5)
                 for prediction, measured in zip(predicted, seconds, strict=True)
@@ -271,6 +275,7 @@ class RobustFit:
 
         Coefficients that the samples do not determine are near the prior, or near zero without one.
         """
+        # The normal equations: matrix * coefficients = right.
         size = len(columns)
         prior = self.prior
         matrix = [[0.0] * size for _ in range(size)]
@@ -285,6 +290,7 @@ class RobustFit:
         least_scale = 1e-6 * max(diagonal)
         scales = [value if value else least_scale for value in diagonal]
         _tie_segments(matrix, self.segments, least_scale)
+        # The ridge pulls each coefficient to the prior, or to zero.
         ridge = _RIDGE
         if prior is not None:
             ridge = max(_RIDGE, _PRIOR_SAMPLES / len(target))
@@ -315,7 +321,10 @@ def _huber_weights(errors: Sequence[float]) -> list[float]:
 
 
 def _tie_segments(matrix: list[list[float]], segments: range, least_scale: float) -> None:
-    """Add a penalty on differences between the slopes of adjacent segments to the equations."""
+    """Add a penalty on differences between the slopes of adjacent segments to the equations.
+
+    A segment without samples then gets about the slope of its neighbor.
+    """
     if not segments:
         return
     common = sum(matrix[i][j] for i in segments for j in segments)
@@ -330,7 +339,7 @@ def _tie_segments(matrix: list[list[float]], segments: range, least_scale: float
 
 
 def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a symmetric positive system, without the unknowns that would be negative."""
+    """Solve a symmetric positive system. Unknowns that would be negative are 0."""
     used = list(range(len(right)))
     found = [0.0] * len(right)
     while used:
@@ -416,7 +425,7 @@ class CostFit:
         # The steps of the warm-up are unlike others.
         self._steps.clear()
         self._calls: deque[CallSample] = deque(maxlen=_MAX_CALLS)
-        # Of all prompts that were computed here, and their tokens that were not cached.
+        # All prompts that were computed here, and those of their tokens that were not cached.
         self.computed_prompts = 0
         self.computed_tokens = 0
         self._learned_at = -math.inf
@@ -441,6 +450,7 @@ class CostFit:
             partial(on_outcome, "kv_transfer"),
             None if prior.kv_transfer is None else prior.kv_transfer.coefficients,
         )
+        # The prior of first tokens needs the time of prefill steps.
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
 
@@ -502,10 +512,11 @@ class CostFit:
         tokens = step.prefill_tokens
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        # Steps are of one kind if the next powers of two of their requests are equal, and those of
-        # their tokens: engines compute up to 16 requests as so many (CUDA graphs).
+        # Steps are of one kind if the next power of two is the same for the numbers of their
+        # requests, and for those of their tokens. With CUDA graphs, engines compute 9 to 16
+        # requests as 16.
         if tokens:
-            # Their decode requests are divided more coarsely, so that there are fewer kinds.
+            # Decode requests beside prompts are divided more coarsely, so that kinds are fewer.
             kind = (tokens - 1).bit_length(), step.decode_requests.bit_length() // 2
             self.prefill.add(step.features, kind, step.seconds)
         else:

@@ -273,7 +273,7 @@ class ServiceStream(Stream):
     def emit(self, event: StreamEvent) -> None:
         """Count the tokens of an event and pass the event on. The last event ends the stream."""
         if isinstance(event, Chunk):
-            # The first chunk of a prefill call may have KV transfer parameters and no token.
+            # The only chunk of a prefill call may have KV transfer parameters and no token.
             if not self.num_tokens and (event.token_ids or event.kv_params is not None):
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
@@ -299,7 +299,8 @@ class ServiceStream(Stream):
             self._generating.add(self)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
-        # A prefill call may come here twice: with its KV transfer parameters, and with its token.
+        # An engine may send KV transfer parameters before the first token. The call then comes here
+        # twice.
         if self._is_sampled:
             return
         prompt_tokens = self.num_prompt_tokens
@@ -481,14 +482,16 @@ class WorkerService:
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
 
-        Many callers get it, and the statistics of an engine look at all of its requests.
+        It is made once for many callers, because an engine walks over all of its requests for
+        `stats`.
         """
         now = self.clocks.monotonic()
         last = self._last_load
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
-        # In other roles, all running calls generate, and `running` has their number.
+        # Where prefill calls run, `stats.running` counts them too, so the generating calls are
+        # reported apart. In other roles, all running calls generate.
         has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
         generating = self._generating if has_prefill_calls else ()
         load = LoadReport(
@@ -520,9 +523,9 @@ class WorkerService:
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
     def _work(self, prompt_tokens: int) -> EngineWork:
-        """Return what the engine has to do when a prompt arrives.
+        """Return what the engine has to do when a prompt arrives, without this prompt.
 
-        Count the prompt, which is part of the work that the next one finds.
+        Then count the prompt: it is part of the work for the next one.
         """
         # A new report sets the two counts to zero, so it comes first.
         load = self.load_report()

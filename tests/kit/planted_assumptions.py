@@ -263,7 +263,7 @@ PLANTS = (
         "Smaller ones",
         "a stop token that is the last allowed one ends the output with `stop`",
         f"{_TRTLLM}.library",
-        'if finish == "length" and self._last in self.stop_ids:',
+        'if finish == "length" and self._last_token in self.stop_ids:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
         "test_stop_token_as_last_allowed_token_finishes_with_stop[1.2.1]",

@@ -298,9 +298,10 @@ class LeaseKeeper:
         self._task = self._tasks.start(self._keep(lease), f"lease of {self.key}")
 
     async def _acquire(self) -> Lease:
-        # This put detaches the key from an older lease that etcd may still have.
+        """Write the record with a new lease, and return the lease."""
         lease = await self._store.grant(self._ttl_s)
         self._lease = lease
+        # This also detaches the key from an older lease that etcd may still have.
         await self._put(lease)
         return lease
 

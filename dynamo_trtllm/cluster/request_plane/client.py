@@ -141,20 +141,20 @@ class PlaneClient:
 
         def on_end() -> None:
             # The timer is set below, before the stream can end.
-            self._ended(subject, number, deadline)
+            self._ended(subject, number, deadline_timer)
 
         send_cancel = partial(self._send_cancel, subject, number)
         receiver = StreamReceiver(on_event, self._opening, on_end, send_cancel)
         self._inbox[number] = receiver
         self._running.setdefault(subject, {})[number] = receiver
         left_s = request.deadline - time.time()
-        deadline = loop.call_later(left_s, _deadline_passed, receiver)
+        deadline_timer = loop.call_later(left_s, _deadline_passed, receiver)
         opening = self._open(subject, number, request, receiver)
         receiver.run(opening, f"plane-open-{request.request_id}")
         return receiver
 
-    def _ended(self, subject: str, number: int, deadline: asyncio.TimerHandle) -> None:
-        deadline.cancel()
+    def _ended(self, subject: str, number: int, deadline_timer: asyncio.TimerHandle) -> None:
+        deadline_timer.cancel()
         self._inbox.pop(number, None)
         running = self._running[subject]
         del running[number]
@@ -271,7 +271,7 @@ class PlaneClient:
                 raise errors.DeadlineExceeded(
                     "the request's deadline passed before a worker took it"
                 ) from exc
-            # With frames, only the acknowledgment was lost.
+            # If frames have arrived, only the acknowledgment was lost.
             if not receiver.received:
                 if not isinstance(exc, errors.NoListener):
                     await self.check_listener(subject)
@@ -403,7 +403,7 @@ class BackgroundControl:
             log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in (*_PAUSES_S, None):  # None: it is the last attempt
             try:
                 await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)
                 return

@@ -441,7 +441,8 @@ class NatsTransport:
             is_answer_of_server = isinstance(error, nats_errors.Error) and not isinstance(
                 error, TimeoutError
             )
-            # After a rejection, the server closes the connection. That error says nothing new.
+            # After a rejection, the server closes the connection. The error of that close must not
+            # replace the reason.
             if is_answer_of_server:
                 self._rejection = reason
             if not self._is_waiting_logged:

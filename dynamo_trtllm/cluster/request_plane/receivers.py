@@ -241,7 +241,7 @@ class StreamDemux(dict[int, StreamReceiver]):
         self._backlog: deque[StreamReceiver] = deque()
         # When the time of this iteration ends. None: there are so few frames that it has no limit.
         self._end_s: float | None = None
-        self._is_scheduled = False  # `_feed_waiting` is
+        self._is_scheduled = False  # the next iteration calls `_feed_waiting`
 
     def add(self, frames: list[Frame]) -> None:
         """Take the frames of one message, until `pass_on`."""

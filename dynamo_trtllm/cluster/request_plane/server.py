@@ -52,7 +52,8 @@ log = logging.getLogger(__name__)
 _MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _LOAD_EVERY_S = 0.05
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
-_REMEMBERED = 16_384  # enough to detect repeated messages, which arrive soon after the first
+# Openings of streams to remember. Repeated openings arrive soon after the first.
+_MAX_REMEMBERED = 16_384
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -64,10 +65,10 @@ def control_subject(subject: str) -> str:
 
 
 def remember(latest: dict[K, V], key: K, value: V) -> None:
-    """Put the key last. Drop the first key if there are more than _REMEMBERED."""
+    """Put the key last. Drop the first key if there are more than _MAX_REMEMBERED."""
     latest.pop(key, None)
     latest[key] = value
-    if len(latest) > _REMEMBERED:
+    if len(latest) > _MAX_REMEMBERED:
         del latest[next(iter(latest))]
 
 
@@ -139,9 +140,9 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # The inboxes that got the load less than _LOAD_EVERY_S ago, with whether a message without
-        # it has followed.
-        self._load_reported: dict[str, bool] = {}
+        # Inboxes that got the load less than _LOAD_EVERY_S ago -> whether a later message to them
+        # had no load.
+        self._load_withheld: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
@@ -178,7 +179,7 @@ class PlaneServer:
             await unsubscribe()
         for stream in self._streams():
             if not stream.has_ended:
-                self._end_with_error(stream, self._end_of_worker())
+                self._end_with_error(stream, self._worker_ended_error())
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
@@ -212,6 +213,7 @@ class PlaneServer:
                 if report is not None:
                     self.transport.publish(body.inbox, report)
                 return
+            # A long stream may be open, but not among the latest openings any more.
             is_open = caller is not None and body.stream in caller.streams
             is_new = not is_open and (body.inbox, body.stream) not in self._latest_openings
             if is_new and not self.is_accepting:
@@ -229,7 +231,7 @@ class PlaneServer:
         if is_new:
             self._open(body)
 
-    def _end_of_worker(self) -> DynamoError:
+    def _worker_ended_error(self) -> DynamoError:
         """Return the error of the streams that still run when the worker ends."""
         if self.failure:
             return errors.EngineFailed(f"the worker failed: {self.failure}")
@@ -312,7 +314,7 @@ class PlaneServer:
         # The deadline is set by this machine's clock, which may differ from the caller's.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
         stream.deadline_timer = asyncio.get_running_loop().call_later(
-            opening.left_s, self._late, stream
+            opening.left_s, self._on_deadline, stream
         )
         try:
             stream.handle = self.service.generate(request, partial(self._on_event, stream))
@@ -342,7 +344,7 @@ class PlaneServer:
         else:
             self._remove(stream)
 
-    def _late(self, stream: ServerStream) -> None:
+    def _on_deadline(self, stream: ServerStream) -> None:
         error = errors.DeadlineExceeded("the request's deadline passed in the worker")
         self._end_with_error(stream, error)
 
@@ -469,10 +471,10 @@ class PlaneServer:
         If the last messages to a caller were without the load, it gets the load later, in a message
         of its own: otherwise it would take an idle worker for a busy one.
         """
-        if inbox in self._load_reported:
-            self._load_reported[inbox] = True
+        if inbox in self._load_withheld:
+            self._load_withheld[inbox] = True
         elif self.load is not None:
-            self._load_reported[inbox] = False
+            self._load_withheld[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
                 return self.load()
@@ -482,9 +484,12 @@ class PlaneServer:
         return None
 
     def _load_time_over(self, inbox: str) -> None:
-        if self._load_reported.pop(inbox):
+        was_withheld = self._load_withheld.pop(inbox)
+        if was_withheld:
+            # The next message has the load again. Wait for it a while, to save a message.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:
-        if inbox not in self._load_reported and not self._is_closed:
+        has_got_load = inbox in self._load_withheld
+        if not has_got_load and not self._is_closed:
             self.transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

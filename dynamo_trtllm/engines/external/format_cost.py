@@ -26,8 +26,10 @@ LIMITS: Final = {COMPILE_TIME: 2_000, LENGTHS: 1_280}
 
 
 class Width(Enum):
-    """How many tokens a character or class allows: microseconds of a state, of a loop, and weight
-    in an ambiguity.
+    """How many tokens a character or class allows.
+
+    The values are the microseconds that a state takes, those that a loop takes, and the weight in a
+    run of variable parts (see `_Piece`).
     """
 
     LITERAL = (36, 36, 0.0)
@@ -51,16 +53,17 @@ class Width(Enum):
 
 _PROPERTY_US: Final = 350
 _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
-_AMBIGUITY_US: Final = 40_000  # multiplied by the square of a run of variable parts
+_AMBIGUITY_US: Final = 40_000  # multiplied by the square of the weight of a run, beyond 1
 _LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
 _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MAX_LENGTH: Final = 10**9  # larger ones count as this one
-_LEAST_WEIGHT: Final = 0.05  # a part of variable length
-_LOOP_WEIGHT: Final = 1.2  # letters or other characters without a limit
+_LEAST_WEIGHT: Final = 0.05  # of each part of variable length
+_LOOP_WEIGHT: Final = 1.2  # of letters or other characters without a limit
 # What a copy of a group weighs, in comparison with a part that is written several times.
 _COPY_WEIGHT: Final = 0.4
-_SPLIT_WEIGHT: Final = 0.5  # the run at an end of a group that contains a literal
-_LENGTH_WEIGHT: Final = 2  # a bounded length in a run, in comparison with one optional character
+_SPLIT_WEIGHT: Final = 0.5  # factor for the run at an end of a group that contains a literal
+# What a bounded length weighs, in comparison with one optional character.
+_LENGTH_WEIGHT: Final = 2
 
 
 def check_cost(guided: StructuredOutput) -> None:
@@ -88,11 +91,11 @@ class _Estimate:
         """Raise FormatTooComplex if a limit is exceeded."""
         states = round(self._pattern_states) + _length_states(self._string_lengths)
         used = {COMPILE_TIME: round(self._compile_us / 1000), LENGTHS: states}
-        for limit, most in LIMITS.items():
-            if used[limit] > most:
+        for name, limit in LIMITS.items():
+            if used[name] > limit:
                 raise FormatTooComplex(
-                    f"the output format exceeds this engine's limit for {limit}: {used[limit]}, at"
-                    f" most {most} are allowed; simplify it",
+                    f"the output format exceeds this engine's limit for {name}: {used[name]}, at"
+                    f" most {limit} are allowed; simplify it",
                     field="guided",
                 )
 
@@ -156,19 +159,20 @@ class _Estimate:
 
 
 def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
-    """Return the number of states that count the characters of strings, for minimum and maximum of
-    each length.
+    """Return the number of states that count the characters of strings.
 
-    The states of a length that is written out are also those of shorter ones.
+    `lengths`: the minimum and the maximum of each length. Lengths below _MAX_STATES are written
+    out, and the longest of them has the states of the shorter ones, too.
     """
-    states = [max(length) for length in lengths]
-    written_out = max((count for count in states if count < _MAX_STATES), default=0)
-    return written_out + sum(_MAX_STATES for count in states if count >= _MAX_STATES)
+    counts = [max(length) for length in lengths]
+    longest_written_out = max((count for count in counts if count < _MAX_STATES), default=0)
+    return longest_written_out + sum(_MAX_STATES for count in counts if count >= _MAX_STATES)
 
 
 def _count(value: Any) -> int:
     """Return the value of a keyword of lengths, 0 if it has none."""
-    if not isinstance(value, int | float) or not value > 0:
+    is_positive = isinstance(value, int | float) and value > 0
+    if not is_positive:
         return 0
     return int(min(value, _MAX_LENGTH))
 
@@ -221,7 +225,8 @@ class _Piece(NamedTuple):
     """A part of a regular expression.
 
     A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between.
-    After a text, the format may be in many of its states.
+    It is ambiguous: after a text, the format may be in many of its states. The weight of a run says
+    how ambiguous it is.
     """
 
     us: float = 0.0  # microseconds, without the runs that are still open
@@ -241,12 +246,12 @@ class _Piece(NamedTuple):
         if self.is_split and other.is_split:
             us += _run_us(self.after + other.before)
         return _Piece(
-            us,
-            self.states + other.states,
-            self.weight + other.weight,
-            self.before if self.is_split else self.before + other.before,
-            other.after if other.is_split else self.after + other.after,
-            self.is_split or other.is_split,
+            us=us,
+            states=self.states + other.states,
+            weight=self.weight + other.weight,
+            before=self.before if self.is_split else self.before + other.before,
+            after=other.after if other.is_split else self.after + other.after,
+            is_split=self.is_split or other.is_split,
         )
 
     def total_us(self) -> float:
@@ -264,7 +269,7 @@ class _Piece(NamedTuple):
         else:
             weight = copies * self.weight
         weight = max(weight, copies * _LEAST_WEIGHT)
-        return _Piece(self.total_us(), self.states, weight, weight, weight)
+        return _one_run(self.total_us(), self.states, weight)
 
     def repeated(self, times: int) -> _Piece:
         """Return a part with `times` copies of this part after each other.
@@ -278,6 +283,11 @@ class _Piece(NamedTuple):
             return self._replace(us=us, width=None)
         run = self.before * _copies(times)
         return _Piece(self.us, self.states, self.weight * _copies(times), run, run)
+
+
+def _one_run(us: float, states: float, weight: float) -> _Piece:
+    """Return a part that is one run."""
+    return _Piece(us, states, weight=weight, before=weight, after=weight)
 
 
 def _copies(times: int) -> float:
@@ -317,7 +327,8 @@ class _OpenGroup:
         variable = [piece.variable() for piece in self._done]
         weight = max(piece.weight for piece in variable)
         us = sum(piece.us for piece in variable)
-        return _Piece(us, sum(piece.states for piece in variable), weight, weight, weight)
+        states = sum(piece.states for piece in variable)
+        return _one_run(us, states, weight)
 
 
 def _read_regex(text: str) -> _Piece:
@@ -373,12 +384,13 @@ def _characters(width: Width, least: int, most: int | None) -> _Piece:
         weight = _LOOP_WEIGHT
     elif written_out > 1:
         weight *= _LENGTH_WEIGHT
-    return _Piece(us, states, weight, weight, weight)
+    return _one_run(us, states, weight)
 
 
 def _bounds(text: str) -> tuple[int, int | None]:
-    """Return the least and the greatest number of repetitions of a quantifier; None: there is no
-    greatest.
+    """Return the least and the greatest number of repetitions of a quantifier.
+
+    None: there is no greatest number.
     """
     if text == "?":
         return 0, 1
@@ -393,7 +405,7 @@ def _bounds(text: str) -> tuple[int, int | None]:
 
 
 def _number(digits: str) -> int:
-    """Return a number, or one that is large enough."""
+    """Return the number; of a longer one, its first nine digits, which exceed all limits."""
     return int(digits.lstrip("0")[:9] or 0)
 
 

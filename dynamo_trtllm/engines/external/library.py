@@ -194,8 +194,8 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
     if not isinstance(entry, Mapping):
         return TokenLogprob(token, float(entry))
     values: dict[int, float] = {}
-    for candidate, said in entry.items():
-        number = said if isinstance(said, (int, float)) else said.logprob
+    for candidate, value in entry.items():
+        number = value if isinstance(value, (int, float)) else value.logprob
         values[int(candidate)] = float(number)
     if token not in values:
         raise RequestRejected(

@@ -57,7 +57,7 @@ MAX_FAILED_REQUESTS = 5
 
 
 class CallTokens(NamedTuple):
-    """The load that a call is for its engine, in tokens."""
+    """How much a call loads its engine, in tokens."""
 
     to_compute: int = 0  # tokens of the prompt that are not computed yet
     in_batch: int = 0  # tokens of the prompt and the output of a running call
@@ -500,13 +500,13 @@ class ExternalCall(Stream):
         )
         hint = self._calls.library.transfer_hint if first.error is TransferTimeout else ""
 
-        def late() -> None:
+        def end_late_fetch() -> None:
             self._pass_on(first.error(first.message + hint))
 
-        self._call_in(first.left_s, late)
+        self._call_in(first.left_s, end_late_fetch)
 
     def _limit_by_deadline(self) -> None:
-        def late() -> None:
+        def end_late_request() -> None:
             in_engine_s = time.monotonic() - self.created_at
             self._pass_on(
                 DeadlineExceeded(
@@ -514,7 +514,7 @@ class ExternalCall(Stream):
                 )
             )
 
-        self._call_in(self._request.deadline - time.time(), late)
+        self._call_in(self._request.deadline - time.time(), end_late_request)
 
     def _call_in(self, left_s: float, act: Callable[[], None]) -> None:
         """Set the timer of the current state.

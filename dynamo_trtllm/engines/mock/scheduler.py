@@ -95,7 +95,7 @@ class MockScheduler:
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # of the step that runs, or of the last one
-        self._num_decoding = 0  # tokens of it that decode requests take from those of prompts
+        self._num_decoding = 0  # tokens of this step that decode requests take, and no prompt gets
         # The number of the first step that is not planned yet.
         self._next_unplanned = 0
         self._work = asyncio.Event()  # set when the next step has work
@@ -272,7 +272,8 @@ class MockScheduler:
                     self._send_held()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
                     if self._has_later_work():
-                        # What was planned has been cancelled meanwhile.
+                        # All streams that were planned for this step were cancelled. Those that
+                        # came later are for the next step.
                         continue
                     self._work.clear()
                     await self._work.wait()
@@ -322,13 +323,14 @@ class MockScheduler:
         if self._limits_prompts and self._prompts and self._decoding():
             max_tokens = tokens_beside_streams(max_tokens)
         planned: dict[MockStream, int] = {}
-        num_planned = self._num_decoding
+        num_planned = self._num_decoding  # tokens of the step
         for stream in self._prompts:
             limit = max_tokens
             # Without a time per prompt token, a smaller step would save nothing.
             if self._args.has_prompt_time:
                 limit = step_limit(max_tokens, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
+            # Without `splits_prompts`, a prompt that does not fit waits, unless it is the first.
             if planned and count < stream.prefill_left and not self._args.splits_prompts:
                 break
             if count > 0:
@@ -387,7 +389,7 @@ class MockScheduler:
         return sum(post.pause_s for post in begun)
 
     def _decoding(self) -> list[MockStream]:
-        """Return the streams that get a token of the step that begins, but for those of prompts."""
+        """Return the streams that get a token in the step that begins, and have no prompt left."""
         number = self._step_number
         # As `_is_in_step`: calls of it would take a fifth of the time of a simulation.
         return [
@@ -480,7 +482,7 @@ class MockScheduler:
     def _step(
         self, seconds: float, prompts: Mapping[MockStream, int], decoding: Sequence[MockStream]
     ) -> None:
-        """End a step, which has computed these numbers of tokens of prompts, and these streams."""
+        """End a step, which has computed tokens of `prompts` and a token of each of `decoding`."""
         num_decoding = 0
         context_tokens = 0
         prefill_tokens = 0
@@ -590,6 +592,6 @@ class MockScheduler:
 
 
 def _take(budgets: list[int], stream: MockStream) -> None:
-    """Take the tokens of a prompt from the budgets of its group, and of the one behind it."""
+    """Take the tokens of a prompt from the budgets of its group and of the groups behind it."""
     for group in range(stream.queue_order.group, len(budgets)):
         budgets[group] -= stream.prefill_left

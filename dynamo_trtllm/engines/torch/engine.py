@@ -180,6 +180,8 @@ class TorchEngine(
         if num_threads is None and model.device.type == "cpu":
             num_threads = 1
         buffer = TransferBuffer(pool, plan.transfer_buffer_bytes, is_divided=self._is_elastic)
+        # The scheduler's thread puts its events into deliveries, whose events the loop calls. So
+        # the loop calls `on_reserved`, `on_prefilled` and `on_freed`, too.
         scheduler = Scheduler(
             ModelRunner(model.module, pool),
             pool,
@@ -351,7 +353,8 @@ class TorchEngine(
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
     def _retire(self, seq: TorchSequence) -> None:
-        """End a sequence in any state and free its blocks. One that was rejected has none."""
+        """End a sequence in any state and free its blocks."""
+        # A sequence that was rejected was not added to `_sequences`, and has no blocks.
         if self._scheduler is not None and seq in self._sequences:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
 # Where in the whole grammar an error is.
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)
-# What to escape in a regular expression in Lark syntax; escaped characters are skipped.
+# A slash or a line break, which Lark syntax needs escaped in a regular expression. The pattern also
+# matches characters that are escaped already, so that they are passed over.
 _TO_ESCAPE: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 

@@ -199,7 +199,7 @@ def paged_attention(
     token_values = values.view(-1, *values.shape[2:])
     token_keys[step.slots] = key[0].transpose(0, 1)
     token_values[step.slots] = value[0].transpose(0, 1)
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]  # query heads per KV head
     # [kv_heads, groups, rows, head_dim]
     rows = query[0].reshape(key.shape[1], groups, -1, query.shape[3])
     attend = _Attend(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
@@ -226,7 +226,9 @@ def _decode(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], view: _V
         [sequences, heads * head_dim].
     """
     pool_keys, pool_values = pool
+    # [sequences, kv_heads, groups, 1, head_dim]
     query = rows.permute(2, 0, 1, 3).unsqueeze(3)
+    # [sequences, tokens, kv_heads, head_dim]
     keys = pool_keys[view.tables].flatten(1, 2)
     values = pool_values[view.tables].flatten(1, 2)
     return attend(query, keys, values, view.bias).flatten(1)
@@ -252,10 +254,10 @@ def _chunk(
     block_tokens = pool_keys.shape[1]
     heads = rows.shape[0] * rows.shape[1]
     scores_per_row = heads * (span.start + span.count)
-    per_part = max(1, MAX_SCORE_ELEMENTS[rows.device.type] // scores_per_row)
+    rows_per_part = max(1, MAX_SCORE_ELEMENTS[rows.device.type] // scores_per_row)
     out = []
-    for offset in range(0, span.count, per_part):
-        count = min(per_part, span.count - offset)
+    for offset in range(0, span.count, rows_per_part):
+        count = min(rows_per_part, span.count - offset)
         begin = span.start + offset
         end = begin + count
         first = first_block(begin, window, block_tokens)

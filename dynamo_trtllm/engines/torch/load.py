@@ -350,20 +350,20 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
     context_length = min(model.info.context_length, pool_tokens)
     if not has_transfer_buffer:
         return MemoryPlan(num_blocks, context_length, 0)
-    least = most_bytes(model.info.layout, model.windows, context_length)
+    longest_bytes = most_bytes(model.info.layout, model.windows, context_length)
     # Round up to the buffer's alignment.
-    least += -least % 4096
+    longest_bytes += -longest_bytes % 4096
     if args.kv_staging_gib is None:
-        share = num_blocks * block_bytes(model.info.layout) // _TRANSFER_BUFFER_SHARE
-        return MemoryPlan(num_blocks, context_length, max(least, share))
-    asked = int(args.kv_staging_gib * (1 << 30))
-    if asked < least:
+        share_bytes = num_blocks * block_bytes(model.info.layout) // _TRANSFER_BUFFER_SHARE
+        return MemoryPlan(num_blocks, context_length, max(longest_bytes, share_bytes))
+    wanted_bytes = int(args.kv_staging_gib * (1 << 30))
+    if wanted_bytes < longest_bytes:
         raise ConfigError(
-            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of"
-            f" {context_length} tokens needs {least}; raise it or lower max_seq_len",
+            f"kv_staging_gib {args.kv_staging_gib:g} is {wanted_bytes} bytes; one request of"
+            f" {context_length} tokens needs {longest_bytes}; raise it or lower max_seq_len",
             field="kv_staging_gib",
         )
-    return MemoryPlan(num_blocks, context_length, asked)
+    return MemoryPlan(num_blocks, context_length, wanted_bytes)
 
 
 def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
@@ -400,13 +400,14 @@ def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes
     if args.kv_staging_gib is not None:
         buffer_bytes = int(args.kv_staging_gib * (1 << 30))
         return (kv_memory_bytes - buffer_bytes) // bytes_per_block
+    # The blocks that fit beside the KV of the longest request.
     longest_bytes = most_bytes(model.info.layout, model.windows, model.info.context_length)
-    beside_longest = (kv_memory_bytes - longest_bytes) // bytes_per_block
+    blocks_beside_longest = (kv_memory_bytes - longest_bytes) // bytes_per_block
     # If the blocks hold fewer tokens than the longest request, the transfer buffer is at most as
-    # large as the blocks.
-    half = kv_memory_bytes // (2 * bytes_per_block)
+    # large as the blocks. So half of the memory can always be blocks.
+    half_of_blocks = kv_memory_bytes // (2 * bytes_per_block)
     # The transfer buffer has at least its share of the blocks' memory.
-    beside_share = (
+    blocks_beside_share = (
         kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * bytes_per_block)
     )
-    return min(max(beside_longest, half), beside_share)
+    return min(max(blocks_beside_longest, half_of_blocks), blocks_beside_share)

@@ -317,9 +317,12 @@ class Scheduler:
 
     def _num_running(self) -> int:
         running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
-        # Of an elastic engine, these take no place in the batch: they may wait for decode calls of
-        # another one that waits for places in its batch.
-        return running if self.is_elastic else running + len(self._awaiting_buffer)
+        if self.is_elastic:
+            # Sequences that await the transfer buffer take no slot here. Otherwise two elastic
+            # engines could wait for each other: each has such a sequence for a decode call that
+            # waits for a slot of the other one.
+            return running
+        return running + len(self._awaiting_buffer)
 
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""

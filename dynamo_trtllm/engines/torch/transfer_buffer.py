@@ -2,10 +2,10 @@
 
 Also copy it from and to the KV pool, and compute its checksums.
 
-A transfer backend registers the buffer once. Prefilled KV is copied into it for two reasons. A
-prompt's KV is scattered over thousands of rows in the pool, and each costs a transfer backend 5 to
-7 microseconds, while a GPU copies terabytes per second. A copy per layer during prefill would save
-at most a hundredth of the prefill's time.
+A transfer backend registers the buffer once. Prefilled KV is copied into it, because a prompt's KV
+is scattered over thousands of rows in the pool: each row costs a transfer backend 5 to 7
+microseconds, while a GPU copies terabytes per second. The copy follows the prefill. A copy per
+layer during the prefill would save at most a hundredth of its time.
 
 All copies run on the device's default stream after the step that wrote the KV, so the scheduler
 does not wait for them. An event per region reports when its copy is done.
@@ -85,7 +85,7 @@ def _factors(device: torch.device) -> Tensor:
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
 
-# This amortizes the cost per region, and divides a prompt into several.
+# Large enough to amortize the cost per region, and small enough to divide a prompt into several.
 REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 _ALIGNED_BYTES = 4096
 

@@ -297,12 +297,12 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
 
         Called on a thread.
         """
-        calls = list(self.calls.inflight)
-        tokens = [call.tokens for call in calls]
-        contexts = [one.in_batch for one in tokens if one.in_batch]
+        # A copy, because the event loop may change the set meanwhile.
+        loads = [call.tokens for call in list(self.calls.inflight)]
+        contexts = [load.in_batch for load in loads if load.in_batch]
         mean_context = sum(contexts) / max(1, len(contexts))
         # A call has either tokens to compute or tokens in the batch.
-        longest_prompt = max((one.to_compute + one.in_batch for one in tokens), default=0)
+        longest_prompt = max((load.to_compute + load.in_batch for load in loads), default=0)
         return mean_context, longest_prompt
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
@@ -484,18 +484,14 @@ def transfer_hint(facts: RoleFacts) -> str:
     sender fails at the first request, and the receiver waits until its time is over.
     """
     is_affected = facts.is_at_least_candidate(15) and not facts.is_at_least_candidate(24)
-    if (
-        not is_affected
-        or facts.runtime == "PYTHON"
-        or facts.model is None
-        or not facts.model.has_recurrent_layers
-    ):
-        return ""
-    return (
-        "; with models that have recurrent layers, TensorRT-LLM 1.3.0rc15 to rc23 may have transfer"
-        " buffers of a wrong type (pull request 16505): install a newer one, or set"
-        " transceiver_runtime: PYTHON and backend: NIXL"
-    )
+    has_recurrent_layers = facts.model is not None and facts.model.has_recurrent_layers
+    if is_affected and has_recurrent_layers and facts.runtime != "PYTHON":
+        return (
+            "; with models that have recurrent layers, TensorRT-LLM 1.3.0rc15 to rc23 may have"
+            " transfer buffers of a wrong type (pull request 16505): install a newer one, or set"
+            " transceiver_runtime: PYTHON and backend: NIXL"
+        )
+    return ""
 
 
 def kv_timeout_s(facts: RoleFacts) -> float:

@@ -126,7 +126,7 @@ class TrtllmLibrary:
         """Return the size of the KV cache of one rank, as the running engine reports it after its
         first request.
 
-        The statistics have it. Where they do not tell, newer builds have
+        It is read from the statistics. If they do not have it, newer builds return it from
         `LLM.get_kv_cache_capacity`, which Dynamo 1.7 calls, too (dynamo/trtllm/engine.py). What is
         not reported within REPORT_S seconds is 0.
         """
@@ -173,13 +173,13 @@ class TrtllmLibrary:
         if not self._is_healthy():
             return "TensorRT-LLM's executor shut down after an error; see the worker's log"
         if self._stats_poller.has_reported and waiting_since is not None:
-            still_s = time.monotonic() - max(
-                waiting_since, self.last_result_at, self._stats_poller.changed_at
-            )
-            if still_s > self._stall_s:
+            progress_at = max(waiting_since, self.last_result_at, self._stats_poller.changed_at)
+            stalled_s = time.monotonic() - progress_at
+            if stalled_s > self._stall_s:
                 self._log_stall()
                 return (
-                    f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
+                    "TensorRT-LLM is stalled: requests wait, and no iteration for"
+                    f" {stalled_s:.0f} s"
                 )
         if not self.block_tokens:
             return ""
@@ -265,12 +265,14 @@ class TrtllmCall:
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._ended_at = math.inf
-        # Number per token; None: no log-probabilities.
-        self._alternatives = request.sampling.logprobs
+        # Alternatives per token; None: no log-probabilities.
+        self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
-        self._first = () if request.kv_params is None else request.kv_params.first_logprobs
-        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
-        self._last: int | None = None  # output token
+        self._first_logprobs: Sequence[TokenLogprob] = ()
+        if request.kv_params is not None:
+            self._first_logprobs = request.kv_params.first_logprobs
+        self._num_unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
+        self._last_token: int | None = None  # the last output token
 
     async def run(self, receiver: ResultReceiver) -> None:
         """See `LibraryCall.run`. Returns at the end of the call."""
@@ -285,6 +287,7 @@ class TrtllmCall:
             with library.calls.note("generate_async"):
                 result = library.llm.generate_async(**arguments)
                 self._result = result
+            # None: without streaming, there is one result, which is awaited.
             results = aiter(result) if self._converted.keywords["streaming"] else None
         except Exception as exc:
             raise library.submit_error(exc) from exc
@@ -315,18 +318,18 @@ class TrtllmCall:
             self.cached_tokens = int(result.cached_tokens or 0)
         new = list(output.token_ids[start:])
         if start == 0 and new and output.logprobs is not None:
-            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
+            self._num_unreported = max(0, len(output.token_ids) - len(output.logprobs))
         if output.finish_reason == "stop":
-            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
+            new += self._stripped_stop(new[-1] if new else self._last_token, output.stop_reason)
         self.num_generated += len(new)
-        self._last = new[-1] if new else self._last
+        self._last_token = new[-1] if new else self._last_token
         finish = output.finish_reason
-        if finish == "length" and self._last in self.stop_ids:
+        if finish == "length" and self._last_token in self.stop_ids:
             # The samplers look for the length before they look for stop words
             # (_handle_stop_criteria in _torch/pyexecutor/sampler.py, main at 00043967).
             finish = "stop"
         logprobs: tuple[TokenLogprob, ...] = ()
-        if self._alternatives is not None:
+        if self._num_alternatives is not None:
             reported = output.logprobs or ()
             logprobs = tuple(
                 self._logprob(reported, start + n, token) for n, token in enumerate(new)
@@ -341,11 +344,12 @@ class TrtllmCall:
         return [] if end_id == NO_END else [end_id]
 
     def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
-        if position < len(self._first):
-            return self._first[position]
-        index = position - self._unreported
+        if position < len(self._first_logprobs):
+            return self._first_logprobs[position]
+        index = position - self._num_unreported
         if 0 <= index < len(reported):
-            return token_logprob("TensorRT-LLM", token, reported[index], self._alternatives or 0)
+            num_alternatives = self._num_alternatives or 0
+            return token_logprob("TensorRT-LLM", token, reported[index], num_alternatives)
         if token in self.stop_ids:
             return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
         raise RequestRejected(
@@ -407,9 +411,6 @@ class TrtllmCall:
         by the id of the abort (`BaseWorker.abort_request` in executor/base_worker.py, main at
         00043967; executor/worker.py before 1.2). Only kv_transfer_timeout_ms frees such KV.
         """
-        if self._result is None or self._result.outputs[0].finish_reason not in (
-            "length",
-            "not_finished",
-        ):
-            return None
-        return self._ended_at + self._library.kv_timeout_s
+        finish = None if self._result is None else self._result.outputs[0].finish_reason
+        continues_in_decode = finish in ("length", "not_finished")
+        return self._ended_at + self._library.kv_timeout_s if continues_in_decode else None

@@ -86,8 +86,8 @@ class _CacheOfRank:
     """What is known about the prefix cache of one rank."""
 
     def __init__(self) -> None:
-        self.next = 0  # number of the next batch
-        self.ts = 0.0  # time of the last batch
+        self.next_number = 0  # of the next batch
+        self.last_ts = 0.0  # time of the last batch
         self.group: int | None = None  # the KV cache group that is reported
         # The number of copies of each block: several requests may compute a prompt at once.
         self.copies: dict[int, int] = {}
@@ -124,8 +124,8 @@ class VllmEventConverter:
     def catch_up(self, rank: int) -> Iterator[KvEvent]:
         """Yield the events of a rank that were published and not received."""
         cache = self._ranks.setdefault(rank, _CacheOfRank())
-        for number, payload in self._replay(rank, cache.next):
-            if number >= cache.next:
+        for number, payload in self._replay(rank, cache.next_number):
+            if number >= cache.next_number:
                 yield from self._advance(cache, number, rank, _decoder.decode(payload))
 
     def read(self, number: int, payload: bytes) -> Iterator[KvEvent]:
@@ -136,31 +136,31 @@ class VllmEventConverter:
         batch = _decoder.decode(payload)
         rank = batch.data_parallel_rank or 0
         cache = self._ranks.setdefault(rank, _CacheOfRank())
-        if number < cache.next:
-            if batch.ts <= cache.ts:
+        if number < cache.next_number:
+            if batch.ts <= cache.last_ts:
                 return  # a replay had this batch
             log.warning("vLLM's KV events begin again: its engine process was restarted")
             cache = _CacheOfRank()
             self._ranks[rank] = cache
             yield BlocksCleared(dp_rank=rank)
-        if number > cache.next:
+        if number > cache.next_number:
             yield from self.catch_up(rank)
-        if number >= cache.next:
+        if number >= cache.next_number:
             yield from self._advance(cache, number, rank, batch)
 
     def _advance(
         self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch
     ) -> Iterator[KvEvent]:
-        if number > cache.next:
+        if number > cache.next_number:
             log.warning(
                 "vLLM lost %d batches of KV events of rank %d; readers forget its blocks",
-                number - cache.next,
+                number - cache.next_number,
                 rank,
             )
             cache.forget()
             yield BlocksCleared(dp_rank=rank)
-        cache.next = number + 1
-        cache.ts = batch.ts
+        cache.next_number = number + 1
+        cache.last_ts = batch.ts
         removed: list[int] = []  # vLLM sends an event for each block
         for event in batch.events:
             if isinstance(event, VllmBlocksRemoved):

@@ -197,7 +197,7 @@ class VllmCall:
         self._is_aborted = False
         self._is_submitted = False
         # Number per token; None: no log-probabilities.
-        self._alternatives = request.sampling.logprobs
+        self._num_alternatives = request.sampling.logprobs
         self._first = converted.first
         # The log-probabilities of the first output token, which the prefill engine has generated.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
@@ -279,7 +279,7 @@ class VllmCall:
         They stay as they are if the two engines do not agree on this token.
         """
         reported = self._first_logprobs
-        if self._alternatives is None or not reported or not tokens:
+        if self._num_alternatives is None or not reported or not tokens:
             return logprobs
         if reported[0].token_id != tokens[0]:
             return logprobs
@@ -288,7 +288,7 @@ class VllmCall:
         return (reported[0], *others)
 
     def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
-        if self._alternatives is None:
+        if self._num_alternatives is None:
             return ()
         if len(reported) < len(tokens):
             raise RequestRejected(
@@ -296,7 +296,7 @@ class VllmCall:
                 field="logprobs",
             )
         return tuple(
-            token_logprob("vLLM", token, reported[index], self._alternatives)
+            token_logprob("vLLM", token, reported[index], self._num_alternatives)
             for index, token in enumerate(tokens)
         )
 

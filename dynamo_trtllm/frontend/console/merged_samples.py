@@ -81,7 +81,10 @@ class MergedSamples:
         self._codes = deque(maxlen=_MINUTE)
 
     def open_console(self) -> None:
-        """Begin with the latest requests of this process, because no console was open."""
+        """Begin with the latest requests of this process.
+
+        Nothing was sampled while no console was open.
+        """
         self._processes.clear()
         self._new.clear()
         self._codes.clear()

@@ -209,8 +209,8 @@ class RequestAdmission:
         num_choices = len(plan.choices)
         window = self._limits.start_windows.window(request.model)
         tenant = self._timeline.facts.tenant
-        # Lower ranks come first. So a request can place itself behind what its key allows, and not
-        # before it. Without a key, that is 0.
+        # Lower ranks come first, so `max` takes the later one: a request can go behind what its key
+        # allows, but not before it. Without a key, 0 is allowed.
         key_priority = 0 if tenant is None else tenant.key.priority
         rank = max(request.priority, key_priority)
         ttft_s = None if request.slo is None else request.slo.ttft_s
@@ -263,7 +263,8 @@ def start_windows_of(
 ) -> StartWindows:
     """Return the start windows of a frontend.
 
-    With `best-effort`, late requests are put behind others. Otherwise the router rejects them.
+    With `best-effort`, late requests are put behind others. Otherwise no request is late here: the
+    router rejects those that can't keep their limit.
 
     Args:
         config: of the frontend.
@@ -314,9 +315,9 @@ class IterationTime:
         """
         self._clock = clock
         self._max_size = max_size
-        # The CPU time and the size of the turns of this iteration.
+        # The CPU time and the sum of sizes of the turns that have begun in this iteration.
         self._used_s = 0.0
-        self._size = 0
+        self._used_size = 0
         self._waiting: deque[_WaitingTurn] = deque()
         # Turns that were granted, but could not begin: earlier ones had used the time.
         self._postponed: list[_WaitingTurn] = []
@@ -329,29 +330,29 @@ class IterationTime:
 
         Args:
             size: the number of choices that start or are cancelled; 1 for a body. The sum of an
-                iteration is limited, too, because each has work after the block.
+                iteration is limited, too, because a turn causes work in later iterations.
         """
         has_others_before = bool(self._waiting or self._postponed or self._num_granted)
-        if has_others_before or self._is_over(size):
+        if has_others_before or self._exceeds_limits(size):
             await self._wait(self._waiting, size)
-            while self._is_over(size):
+            while self._exceeds_limits(size):
                 await self._wait(self._postponed, size)
         self._schedule()
-        self._size += size
+        self._used_size += size
         begun_s = self._clock()
         try:
             yield
         finally:
             self._used_s += self._clock() - begun_s
 
-    def _is_over(self, size: int) -> bool:
-        """Return whether this iteration has no time left for a turn of this size.
+    def _exceeds_limits(self, size: int) -> bool:
+        """Return whether one more turn of this size would exceed the limits of this iteration.
 
-        The first turn of an iteration always has time.
+        The first turn of an iteration never does.
         """
-        if not self._size:
+        if not self._used_size:
             return False
-        return self._size + size > self._max_size or self._used_s >= WORK_S
+        return self._used_size + size > self._max_size or self._used_s >= WORK_S
 
     async def _wait(self, queue: deque[_WaitingTurn] | list[_WaitingTurn], size: int) -> None:
         waiting = _WaitingTurn(size, asyncio.get_running_loop().create_future())
@@ -373,11 +374,12 @@ class IterationTime:
     def _begin_iteration(self) -> None:
         """Begin an iteration: reset its sums, and grant turns to the first that wait."""
         self._is_scheduled = False
-        # How much fits into an iteration is not known. Grant twice the size that began in the
-        # previous one, and at least one group. Tasks that are woken beyond that would wait again.
-        left = min(self._max_size, max(GROUP, 2 * self._size))
+        # How many turns fit into WORK_S is not known before they run. A task whose turn does not
+        # fit was woken in vain, and waits again. So grant at most twice the size that began in the
+        # previous iteration, but at least one group.
+        left = min(self._max_size, max(GROUP, 2 * self._used_size))
         self._used_s = 0.0
-        self._size = 0
+        self._used_size = 0
         self._waiting.extendleft(reversed(self._postponed))
         self._postponed.clear()
         is_first = True

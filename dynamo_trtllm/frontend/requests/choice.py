@@ -88,7 +88,7 @@ class Choice:
         self._stops = StopStrings(self._options.stop) if self._options.stop else None
         self._reasoning_tokens = 0
         self._saw_tool_call = False
-        self._in_content = False
+        self._in_content = False  # the last text was shown as content
         self._text_channel = Channel.CONTENT  # the channel of the text so far
         self._is_plain = choice_request.is_plain
         # A stop string or a second tool call may end the output within a step. To find the token
@@ -294,6 +294,7 @@ class Choice:
         if self._may_end_within_step:
             has_ended = self.finish is not None
             if has_ended and len(ids) > 1:
+                # `_num_used` counts the reasoning of this step again, up to the end of the output.
                 self._reasoning_tokens = reasoning_before
                 return shown[: self._num_used(shown)]
             self._earlier_ids.extend(shown)
@@ -407,17 +408,17 @@ class Choice:
             if only.channel is not _REASONING and only.channel is not _CALL:
                 self._in_content = True
                 return (Delta(channel=only.channel, text=only.text, logprobs=(logprob,)),)
-        last = -1  # place of the last text
+        last_text: int | None = None  # the index of the last delta with text that is shown
         for index, delta in enumerate(step.deltas):
             if delta.channel is not _REASONING and delta.channel is not _CALL:
-                last = index
-        if not self._belongs_to_text(step, logprob.token_id, has_text=last >= 0):
+                last_text = index
+        if not self._belongs_to_text(step, logprob.token_id, has_text=last_text is not None):
             return step.deltas
-        if last < 0:
+        if last_text is None:
             return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
-        text = step.deltas[last]
+        text = step.deltas[last_text]
         scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
-        return (*step.deltas[:last], scored, *step.deltas[last + 1 :])
+        return (*step.deltas[:last_text], scored, *step.deltas[last_text + 1 :])
 
     def _belongs_to_text(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
         """Return whether the log-probability of a token is shown.

@@ -246,13 +246,14 @@ class _TextChoice:
     def body(self) -> dict[str, Any]:
         """Return the complete choice. Called once."""
         choice = {"index": self._index, **self._output(), "finish_reason": self._finish}
-        # `_base` has the fields of the response.
-        has_prompt = choice if self._has_prompt else self._base
+        # The fields of the prompt go into the choice, or into `_base`: the fields of the response.
+        prompt_fields = choice if self._has_prompt else self._base
         if self._request.options.returns_token_ids:
             choice["token_ids"] = self._token_ids
-        has_prompt.update(self._first)
+        prompt_fields.update(self._first)
         if self._prompt_logprobs:
-            has_prompt["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, self._renderer)
+            scored_prompt = prompt_logprobs(self._prompt_logprobs, self._renderer)
+            prompt_fields["prompt_logprobs"] = scored_prompt
         return choice
 
     def _output(self) -> dict[str, Any]:

@@ -387,11 +387,12 @@ def _constraints_of(
     has_strict_functions = any(tool.name not in builtins for tool in strict_tools)
     # A tool whose input is a text has no schema.
     has_strict_builtins = any(tool.name in builtins and not tool.is_text for tool in strict_tools)
-    header = None
+    # The beginning of each call, up to the name of its tool.
+    opening_ids = None
     if has_strict_functions and _supports_guided(served):
-        header = served.renderer.call_header(None)
-    if header is not None:
-        guided = _strict_call(functions, header, options, served)
+        opening_ids = served.renderer.call_header(None)
+    if opening_ids is not None:
+        guided = _strict_call(functions, opening_ids, options, served)
         if answer is not None:
             guided = msgspec.structs.replace(
                 guided, otherwise=answer, unfinished_ids=answer.unfinished_ids
@@ -459,36 +460,37 @@ def _some_call(
 
 
 def _strict_call(
-    tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
+    tools: tuple[Tool, ...], opening_ids: TokenIds, options: GenerationOptions, served: ServedModel
 ) -> StructuredOutput:
     """Let the model decide about calls, and constrain a call once the model has begun it.
 
-    `begun` is the header of a call up to the name. Tools that are not strict take any object.
+    `opening_ids` is the header of a call up to the name. Tools that are not strict take any object.
     """
     _check_guidable(options, "tools", served)
-    begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
+    # A model may merge the last token of the opening, ".", with the text that follows.
+    trigger_ids = opening_ids[:-1]
     alternatives = []
-    formats = _alternatives(tools, begun, options, served)
+    formats = _alternatives(tools, trigger_ids, options, served)
     for tool, output_format in zip(tools, formats, strict=True):
         if tool.name not in options.strict_tools:
             output_format = msgspec.structs.replace(output_format, json_schema=ANY_OBJECT)
         alternatives.append(output_format)
     return StructuredOutput(
         alternatives=tuple(alternatives),
-        trigger=served.renderer.decode(begun),
-        trigger_ids=begun,
+        trigger=served.renderer.decode(trigger_ids),
+        trigger_ids=trigger_ids,
     )
 
 
 def _alternatives(
-    tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
+    tools: tuple[Tool, ...], shared_ids: TokenIds, options: GenerationOptions, served: ServedModel
 ) -> list[OutputFormat]:
-    """Return the format of each tool's call after the tokens `begun`."""
-    shared = served.renderer.decode(begun)
+    """Return the format of each tool's call after `shared_ids`, with which all calls begin."""
+    shared_text = served.renderer.decode(shared_ids)
     alternatives = []
     for tool in tools:
         header = served.renderer.decode(_call_header(tool, options, served))
-        prefix = header.removeprefix(shared)
+        prefix = header.removeprefix(shared_text)
         if _is_written_as_text(tool, served):
             alternatives.append(OutputFormat(prefix=prefix, json_schema="", regex=_ANY_TEXT))
         else:

@@ -170,9 +170,9 @@ class _Rank:
         if not requests:
             del self._flows[client]
 
-    def least(self) -> float:
+    def least_counter(self) -> float:
         """Return the least counter of the clients whose requests wait."""
-        # All clients may hold permits here, and no request is late, so there is a first one.
+        # With these arguments, all clients may hold permits, and no request is late.
         first = self.first(lambda _: True, -math.inf)
         assert first is not None
         return first.counter.value
@@ -260,7 +260,7 @@ class FairQueue:
         if rank.is_empty:
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
-            self._counters.lift(counter, rank.least())
+            self._counters.lift(counter, rank.least_counter())
         rank.add(request, counter, number)
         self._num_waiting += claim.num_choices
 

@@ -101,7 +101,7 @@ class Output:
         if added <= 0:
             return
         if self.in_use > MAX_OUTPUT_BYTES:
-            # What waits stays before the error.
+            # The output that waits is sent before the error.
             drops_output = False
             self._end(self._too_large(), drops_output)
         elif self._budget.in_use > MAX_TOTAL_OUTPUT_BYTES:

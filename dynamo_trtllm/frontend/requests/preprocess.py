@@ -191,9 +191,10 @@ def prepare_conversation(
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
     per_choice = [_PromptedSampling(ids, sampling)]
     per_choice += [_PromptedSampling(ids, unscored)] * (options.n - 1)
-    hidden = _no_text_ids(sampling, served, options)
     make_parser = functools.partial(
-        renderer.chat_parser, forced_ids=constraints.forced_ids, hidden=hidden
+        renderer.chat_parser,
+        forced_ids=constraints.forced_ids,
+        hidden=_no_text_ids(sampling, served, options),
     )
     # The choices share these ids, because a request may have many.
     hidden_token_ids = _hidden_token_ids(requested, served)
@@ -379,11 +380,11 @@ def _prompt_logprobs(
         wanted["echo"] = body.logprobs
     if not wanted:
         return None
-    name, most = max(wanted.items(), key=itemgetter(1))
+    name, num_alternatives = max(wanted.items(), key=itemgetter(1))
     if "prompt_logprobs" in served.card.unsupported_features:
         reject(name, served.card, "its engine does not return log-probabilities of prompts")
-    _check_scored(sum(map(len, prompts)) * body.candidates, most, name)
-    return most
+    _check_scored(sum(map(len, prompts)) * body.candidates, num_alternatives, name)
+    return num_alternatives
 
 
 def _check_scored(tokens: int, alternatives: int, name: str) -> None:
@@ -404,12 +405,13 @@ def _truncated(
 
     `other_tokens`: the number of tokens that follow the prompt.
     """
-    most = options.truncate_prompt_tokens
-    if most is None:
+    max_tokens = options.truncate_prompt_tokens
+    if max_tokens is None:
         return ids
-    if most < 0:
-        most = max(1, served.card.context_length - other_tokens)
-    return ids[-most:]
+    if max_tokens < 0:
+        # As many as the context allows.
+        max_tokens = max(1, served.card.context_length - other_tokens)
+    return ids[-max_tokens:]
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
@@ -465,6 +467,11 @@ def _with_seed(sampling: Sampling, seed: int) -> Sampling:
 def _output_budget(
     wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions
 ) -> int:
+    """Return the limit of output tokens: `wanted`, or with None all that the context allows.
+
+    Raises:
+        ContextTooLong: prompt and output exceed the context.
+    """
     context = served.card.context_length
     available = context - prompt_tokens
     if available < 1:
@@ -541,7 +548,10 @@ def _no_text_ids(
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
-    """Return the stop tokens of the request that the model does not have itself."""
+    """Return the stop tokens of the request that the model does not stop at by itself.
+
+    The parser would show them as text.
+    """
     return (
         frozenset(requested.stop_token_ids)
         - set(served.renderer.stop_token_ids)

@@ -249,6 +249,7 @@ class BodyBudget:
         if not is_large or self._favored not in (None, body):
             return False
         self._favored = body
+        # The half of large bodies, and a quarter more.
         return in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
@@ -262,16 +263,16 @@ class BodyBudget:
 
     def _lacking_bytes(self) -> int:
         """Return how many bytes must become free so that all waiting bodies get their share."""
-        wanted = 0
-        least = self.limit
+        wanted_bytes = 0
+        least_max_bytes = self.limit
         for waiting in self._waiting.values():
-            wanted += waiting.count
-            least = min(least, waiting.max_bytes)
-        return self.in_use + wanted - least
+            wanted_bytes += waiting.count
+            least_max_bytes = min(least_max_bytes, waiting.max_bytes)
+        return self.in_use + wanted_bytes - least_max_bytes
 
-    def _evict_slow(self, lacking: int) -> None:
-        """End slow bodies until their release frees `lacking` bytes."""
-        if lacking <= 0:
+    def _evict_slow(self, lacking_bytes: int) -> None:
+        """End slow bodies until their release frees `lacking_bytes`."""
+        if lacking_bytes <= 0:
             return
         by_client: Counter[str] = Counter()
         for body in self._arriving:
@@ -279,9 +280,9 @@ class BodyBudget:
         slow = [body for body in self._arriving if self._is_slow(body)]
         slow.sort(key=lambda body: (-by_client[body.client], self._rate(body)))
         for body in slow:
-            if lacking <= 0:
+            if lacking_bytes <= 0:
                 return
-            lacking -= body.in_use
+            lacking_bytes -= body.in_use
             self._evicted_bytes += body.in_use
             body.is_evicted = True
             assert body.arrival is not None

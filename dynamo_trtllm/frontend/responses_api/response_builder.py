@@ -127,7 +127,7 @@ class ResponseBuilder:
         self._base = _echo(meta, body, plan)
         self._finish = ""
         self._max_stored_bytes = max_stored_bytes
-        self._next = 0  # sequence number
+        self._next_number = 0  # sequence number of the next event
 
     def in_progress(self) -> dict[str, Any]:
         """Return the response as it is now."""
@@ -226,7 +226,7 @@ class ResponseBuilder:
 
         If the error came before the first delta, the events of the start precede them.
         """
-        start_events = b"" if self._next else self.start()
+        start_events = b"" if self._next_number else self.start()
         return start_events + self._last_events(error)
 
     def _last_events(self, error: DynamoError) -> bytes:
@@ -244,14 +244,14 @@ class ResponseBuilder:
 
     def _encoded(self, *events: OutputEvent) -> bytes:
         data = b""
-        for number, event in enumerate(events, self._next):
+        for number, event in enumerate(events, self._next_number):
             if isinstance(event, TextDelta):
                 end = b',"sequence_number":%d}\n\n' % number
                 data += event.prefix + orjson.dumps(event.text) + end
             else:
                 event["sequence_number"] = number
                 data += formatted_head(event) + orjson.dumps(event) + b"\n\n"
-        self._next += len(events)
+        self._next_number += len(events)
         return data
 
 

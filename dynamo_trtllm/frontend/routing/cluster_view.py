@@ -109,8 +109,8 @@ class ModelView:
     def sharing(self) -> ModelView:
         """Return the view in which elastic instances are only where their share is above 0.
 
-        If no request can run there, those without a share fill the roles that have no instance.
-        The result is cached.
+        If no request could run in this view, instances without a share fill the roles that have no
+        instance. The result is cached.
         """
         if not self.shares:
             return self
@@ -401,6 +401,7 @@ def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tup
         if index < len(instances) and instances[index].id == instance_id:
             remaining += instances[begin:index]
             begin = index + 1
-    if begin == 0:
+    is_unchanged = begin == 0
+    if is_unchanged:
         return instances
     return (*remaining, *instances[begin:])

@@ -178,7 +178,7 @@ class Placement:
     ) -> CostSelection | None:
         """Return the pair of the least cost of all pairing keys."""
         best: CostSelection | None = None
-        least = math.inf
+        least_cost = math.inf
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
@@ -191,14 +191,14 @@ class Placement:
                 continue
             prefill, decode = pair
             cost = prefill.cost + decode.cost
-            if cost < least:
-                least = cost
-                # One elastic instance runs the whole request.
-                is_one = prefill.instance.id == decode.instance.id
+            if cost < least_cost:
+                least_cost = cost
+                # An elastic instance that is the best one in both roles runs the whole request.
+                is_same = prefill.instance.id == decode.instance.id
                 best = CostSelection(
-                    prefill=None if is_one else prefill.instance,
+                    prefill=None if is_same else prefill.instance,
                     decode=decode.instance,
-                    prefill_costs=None if is_one else Costs.of(prefills, prefill),
+                    prefill_costs=None if is_same else Costs.of(prefills, prefill),
                     decode_costs=Costs.of(decodes, decode),
                     prompt=prompt,
                     overlap_tokens=prefill.cached_tokens,
@@ -252,8 +252,8 @@ class Placement:
     ) -> list[Candidate]:
         """Return those instances of a view to compare, sorted by cost.
 
-        All have the same pairing key. An instance with a part of the work costs as if its load were
-        as much larger.
+        All have the same pairing key. The cost of an instance is divided by its share: with half of
+        the work, it costs twice as much.
 
         Args:
             view: the view.
@@ -301,10 +301,11 @@ class Placement:
             by_id = _by_id(view)
             key = view.keys.get(instances[0].id)
             for instance_id in overlaps.deepest(role, _MAX_BY_PREFIX):
-                # Others are excluded from the view, or have another pairing key.
-                is_candidate = instance_id in by_id and view.keys.get(instance_id) == key
+                # `overlaps` has all instances of the model. Some are excluded from the view, or
+                # have another pairing key.
+                has_key = instance_id in by_id and view.keys.get(instance_id) == key
                 # An elastic instance of the view may have no share in this role.
-                if is_candidate and (not view.shares or by_id[instance_id] in instances):
+                if has_key and (not view.shares or by_id[instance_id] in instances):
                     chosen[instance_id] = by_id[instance_id]
         for _ in range(limit - len(chosen)):
             index = int(self._random() * len(instances))
@@ -314,7 +315,7 @@ class Placement:
 
 
 def _penalize_slow(candidates: list[Candidate], paces: Sequence[float]) -> list[Candidate]:
-    """Return the candidates, of which those that are much slower than the fastest one cost more.
+    """Return the candidates. Those that are much slower than the fastest one cost more.
 
     Args:
         candidates: the candidates of one role.
@@ -342,13 +343,14 @@ def _draw_order(ranked: list[Candidate], temperature: float) -> None:
     that, each gets a random number of the exponential distribution, divided by its weight, and they
     are sorted by it (an exponential race, as in the Gumbel trick).
     """
-    least = ranked[0].cost
-    cost_range = ranked[-1].cost - least
+    least_cost = ranked[0].cost
+    cost_range = ranked[-1].cost - least_cost
     scale = temperature * max(1, cost_range)
 
     def arrival(candidate: Candidate) -> float:
+        # The tie breaker is uniformly distributed from 0 to 1, so this has an exponential one.
         exponential = -math.log1p(-candidate.tie_breaker)
-        exponent = (candidate.cost - least) / scale
+        exponent = (candidate.cost - least_cost) / scale
         return exponential * math.exp(min(_MAX_EXPONENT, exponent))
 
     ranked.sort(key=arrival)
@@ -375,12 +377,12 @@ def _best_pair(
     if not breakers.any_open:
         return prefills[0], decodes[0]
     best: tuple[Candidate, Candidate] | None = None
-    least = math.inf
+    least_cost = math.inf
     for prefill, decode in itertools.product(prefills, decodes):
         if breakers.is_open(pair_of(prefill.instance.id, decode.instance.id)):
             continue
         cost = prefill.cost + decode.cost
-        if cost < least:
-            least = cost
+        if cost < least_cost:
+            least_cost = cost
             best = prefill, decode
     return best

@@ -249,6 +249,7 @@ class GenerationFlow:
             self._excluded.clear()
             self._num_rounds += 1
             return self._select()
+        # The error of the last attempt says more than that no workers are left.
         return self._end(self._error or selected)
 
     def _wait_limit_s(self) -> float | None:
@@ -294,12 +295,12 @@ class GenerationFlow:
         self._passes_tokens = False
         if prefill is None:
             self._call_decode(attempt)
-        elif decode.strategy != "decode_first":
-            self._call_prefill()
-        else:
+        elif decode.strategy == "decode_first":
             self.state = State.RESERVING
             attempt.reservation_id = f"{request.request_id}-{self._num_attempts}"
             self._driver.reserve_decode_slot(decode, attempt.reservation_id)
+        else:
+            self._call_prefill()
 
     def _remaining(self) -> GenerateRequest:
         """Return the request of the next attempt, without the tokens that were sent."""
@@ -405,9 +406,10 @@ class GenerationFlow:
             self._driver.check_worker(attempt.prefill)
             return None
         is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
-        if not is_refused or attempt.has_begun or self._fixed_selection is not None:
-            return self._attempt_failed(attempt, error)
-        other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
+        is_probe = self._fixed_selection is not None
+        other = None
+        if is_refused and not attempt.has_begun and not is_probe:
+            other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
         if other is None:
             return self._attempt_failed(attempt, error)
         # The other instance fetches the same KV, without a slot.
@@ -495,8 +497,9 @@ class GenerationFlow:
         """
         if not error.retryable:
             return error
-        # A call that its worker did not accept is not counted (see `RouterOptions`). So every
-        # elastic worker may refuse it because of its KV, and then one runs the whole request.
+        # A call that its worker did not accept is not counted (see `RouterOptions`). A call that
+        # was refused for its KV is not counted either: each elastic worker may refuse it before one
+        # of them runs the whole request.
         is_kv_full = isinstance(error, errors.KvTransfersFull)
         was_accepted = not is_kv_full and not errors.is_not_accepted(error)
         if not self._sent_ids:

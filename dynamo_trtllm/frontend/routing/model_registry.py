@@ -139,9 +139,9 @@ class ModelRegistry:
         return served
 
     def preload(self, name: str) -> None:
-        """Let the renderer of a loaded model load the rest now: for a long prompt, or by its timer.
+        """Begin to load what a model's renderer has not loaded yet. Idempotent.
 
-        Idempotent.
+        The timer of the model calls this, or the first long prompt, which needs it sooner.
         """
 
         def preloaded(future: asyncio.Future[None]) -> None:
@@ -155,7 +155,7 @@ class ModelRegistry:
         timer = self._preload_timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-            # The preload takes none of the few threads for requests.
+            # It runs in asyncio's threads, and takes none of the few threads for requests.
             preload = self._served[name].renderer.preload
             loading = asyncio.get_running_loop().run_in_executor(None, preload)
             loading.add_done_callback(preloaded)
@@ -361,19 +361,19 @@ class ModelRegistry:
                     files = await self._fetch_all(card)
                     renderer = await in_thread(_renderer, card, files)
                     self._served[name] = ServedModel(card, renderer)
-                    later = asyncio.get_running_loop().call_later(
+                    self._preload_timers[name] = asyncio.get_running_loop().call_later(
                         self._timing.preload_after_s, self.preload, name
                     )
-                    self._preload_timers[name] = later
                     self._announce(name)
                     if name not in self._announced:
                         reason = not_ready_reason(self._view.model(name), name, None)
                         log.info("model %s is loaded, but not available yet: %s", name, reason)
                 except DynamoError as exc:
-                    if (
-                        exc.message != logged_error
-                    ):  # the same error is logged once, not per attempt
+                    # The same error is logged once, and not for each attempt.
+                    is_new = exc.message != logged_error
+                    if is_new:
                         logged_error = exc.message
+                        # Only an unexpected error is logged with its traceback.
                         unexpected = exc if isinstance(exc, InternalError) else None
                         log.error(
                             "model %s cannot be loaded yet (%s): %s",
@@ -395,7 +395,7 @@ class ModelRegistry:
             left -= len(files[file])
         return files
 
-    async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
+    async def _fetch(self, name: str, sha256: str, max_bytes: int) -> bytes:
         """Fetch a file from the first of the model's workers that sends it.
 
         Raises the last worker's error.
@@ -404,12 +404,12 @@ class ModelRegistry:
         for worker in self._view.instances():
             if worker.card.name == name and sha256 in worker.card.files.values():
                 try:
-                    return await self._fetch_from(worker, sha256, most_bytes)
+                    return await self._fetch_from(worker, sha256, max_bytes)
                 except DynamoError as exc:
                     error = exc
         raise error
 
-    async def _fetch_from(self, worker: Instance, sha256: str, most_bytes: int) -> bytes:
+    async def _fetch_from(self, worker: Instance, sha256: str, max_bytes: int) -> bytes:
         """Fetch the file in chunks.
 
         Raises BadFrame for a wrong content or size, and as `PlaneClient.control`.
@@ -421,7 +421,7 @@ class ModelRegistry:
             chunk = decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = chunk.total_bytes
-            wrong = _wrong_size(chunk, len(data), total_bytes, most_bytes)
+            wrong = _wrong_size(chunk, len(data), total_bytes, max_bytes)
             if wrong:
                 raise BadFrame(f"instance {worker.id:x} sent file {sha256} {wrong}")
             data += chunk.data
@@ -456,13 +456,13 @@ def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer
         ) from exc
 
 
-def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
+def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, max_bytes: int) -> str:
     """Return what is wrong with the sizes in a chunk; "" if they are correct."""
     if chunk.total_bytes != total_bytes:
         return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
-    if total_bytes > most_bytes:
+    if total_bytes > max_bytes:
         return (
-            f"with size {total_bytes}; allowed are at most {most_bytes} bytes, and"
+            f"with size {total_bytes}; allowed are at most {max_bytes} bytes, and"
             f" {MAX_FILES_BYTES >> 20} MiB for all files of a model"
         )
     if offset + len(chunk.data) > total_bytes:
@@ -512,11 +512,11 @@ def mismatches(view: ModelView) -> Iterator[str]:
 
     The line has the fields that differ.
     """
-    for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
-        keys = {view.keys[instance.id] for instance in other}
-        for instance in one:
-            if keys and view.keys[instance.id] not in keys:
-                differing = differences(instance, other[0])
+    for instances, others in ((view.prefill, view.decode), (view.decode, view.prefill)):
+        other_keys = {view.keys[other.id] for other in others}
+        for instance in instances:
+            if other_keys and view.keys[instance.id] not in other_keys:
+                differing = differences(instance, others[0])
                 yield f"instance {instance.id:x} ({instance.role}): {differing}"
 
 

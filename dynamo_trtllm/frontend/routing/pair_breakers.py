@@ -186,7 +186,9 @@ class PairBreakers:
             # The call began before the quarantine. Many such calls must not count as failed probes.
             return False
         status.failures += 1
-        if not is_wrong and not was_quarantined and status.failures < limits.failures:
+        # A quarantined pair has failed its probe: the breaker opens again.
+        opens = is_wrong or was_quarantined or status.failures >= limits.failures
+        if not opens:
             status.state = PairState.FAILING
             return False
         status.state = PairState.QUARANTINED

@@ -353,15 +353,18 @@ def _prompt_tokens(selection: WorkerSelection) -> int:
     instances = [selection.decode]
     if selection.prefill is not None:
         instances.append(selection.prefill)
-    block = max(instance.layout.block_tokens for instance in instances)
+    block_tokens = max(instance.layout.block_tokens for instance in instances)
     max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
     for instance in instances:
         limits = instance.limits
         if limits.max_num_tokens:
             max_prompt = min(max_prompt, limits.max_num_tokens)
         if limits.kv_blocks:
-            max_prompt = min(max_prompt, limits.kv_blocks * block // 2)
+            # A probe takes at most half of a KV cache.
+            max_prompt = min(max_prompt, limits.kv_blocks * block_tokens // 2)
         if limits.max_transfer_blocks:
-            max_prompt = min(max_prompt, limits.max_transfer_blocks * block)
-    wanted = max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)
+            max_prompt = min(max_prompt, limits.max_transfer_blocks * block_tokens)
+    # Two blocks, and a bit more than half of a third one.
+    two_and_half_blocks = 2 * block_tokens + block_tokens // 2 + 1
+    wanted = max(_PROMPT_TOKENS, two_and_half_blocks)
     return max(1, min(max_prompt, wanted))

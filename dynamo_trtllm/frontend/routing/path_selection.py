@@ -35,7 +35,8 @@ _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
-# An elastic worker with less pressure than this takes further streams before one that has none.
+# An elastic worker that has streams takes further ones before a worker that has none, up to this
+# pressure.
 _PACKED: Final = 0.8
 # Decode workers that are tried for a whole request: those with the shortest gaps.
 _MAX_DECODES_ALONE: Final = 2
@@ -88,11 +89,12 @@ class _PathPart(msgspec.Struct, frozen=True):
 
     worker: WorkerForecast
     num_missed: int  # this request if it misses a limit there, and those that it delays
-    pressure: float  # by which parts are compared: blurred, and divided by the worker's share
+    # Parts are compared by it: the pressure, blurred and divided by the worker's share.
+    weighted_pressure: float
     num_delayed: int  # requests there that miss a limit because of this one
     gap_s: float
     first_token_s: float = 0.0
-    is_last: bool = False  # others come before it
+    is_last_resort: bool = False  # other workers are chosen before it
 
     @property
     def misses(self) -> bool:
@@ -100,7 +102,8 @@ class _PathPart(msgspec.Struct, frozen=True):
         return self.num_missed > self.num_delayed
 
 
-_order = attrgetter("num_missed", "is_last", "pressure")  # better parts come first
+# Better parts come first.
+_order = attrgetter("num_missed", "is_last_resort", "weighted_pressure")
 
 
 def select_path(
@@ -150,8 +153,8 @@ def select_path(
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
-            # The pair suffices: streams would only slow elastic workers that compute prompts.
-            decode_parts = [part for part in decode_parts if not part.is_last]
+            # The pair suffices. A stream at one of these workers would only slow its prompts.
+            decode_parts = [part for part in decode_parts if not part.is_last_resort]
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
@@ -166,8 +169,8 @@ def select_path(
 
 
 def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, bool, float]:
-    is_last = path.path is Path.ON_PREFILL
-    return path.num_missed, is_last, _blurred(path.pressure, random)
+    is_last_resort = path.path is Path.ON_PREFILL
+    return path.num_missed, is_last_resort, _blurred(path.pressure, random)
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
@@ -185,9 +188,9 @@ def _best_pair(
     """Return the path over the best pair whose breaker is closed; None: there is none."""
     if not prefills or not decodes:
         return None
-    is_one = prefills[0].worker.instance.id == decodes[0].worker.instance.id
-    if not breakers.any_open and not is_one:
-        # The first parts are the best ones.
+    # The first parts are the best ones. An elastic worker may be the best one in both roles.
+    is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
+    if not breakers.any_open and not is_same:
         return _pair_path(prefills[0], decodes[0], limits, waited_s)
     pairs = [
         (prefill, decode)
@@ -204,7 +207,8 @@ def _best_pair(
 def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]:
     prefill, decode = pair
     num_missed = prefill.num_missed + decode.num_missed
-    return num_missed, decode.is_last, prefill.pressure + decode.pressure
+    pressure = prefill.weighted_pressure + decode.weighted_pressure
+    return num_missed, decode.is_last_resort, pressure
 
 
 def _prompt_part(
@@ -213,18 +217,19 @@ def _prompt_part(
     """Return what a prefill worker adds: the time to first token, and gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
-    ttft_share = (waited_s + first_token_s) / limits.ttft_s
-    gap_share = gap_s / limits.others_itl_s
+    # The parts of the limits that these times take.
+    ttft_part = (waited_s + first_token_s) / limits.ttft_s
+    gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
-    pressure = ttft_share if ttft_share > gap_share else gap_share
-    misses = ttft_share > _TTFT_PART
+    pressure = ttft_part if ttft_part > gap_part else gap_part
+    misses = ttft_part > _TTFT_PART
     return _PathPart(
         worker,
-        num_delayed + misses,
-        _blurred(pressure, random) / worker.share,
-        num_delayed,
-        gap_s,
-        first_token_s,
+        num_missed=num_delayed + misses,
+        weighted_pressure=_blurred(pressure, random) / worker.share,
+        num_delayed=num_delayed,
+        gap_s=gap_s,
+        first_token_s=first_token_s,
     )
 
 
@@ -236,10 +241,15 @@ def _decode_part(
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    compared = _blurred(pressure, random) / worker.share
-    is_packed = worker.has_streams and pressure <= _PACKED
-    is_last = worker.is_slowed_by_streams and not is_packed
-    return _PathPart(worker, num_delayed + misses, compared, num_delayed, gap_s, is_last=is_last)
+    takes_further_streams = worker.has_streams and pressure <= _PACKED
+    return _PathPart(
+        worker,
+        num_missed=num_delayed + misses,
+        weighted_pressure=_blurred(pressure, random) / worker.share,
+        num_delayed=num_delayed,
+        gap_s=gap_s,
+        is_last_resort=worker.is_slowed_by_streams and not takes_further_streams,
+    )
 
 
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
@@ -249,9 +259,10 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     """
     tried = [part.worker for part in decodes[:_MAX_DECODES_ALONE]]
     if len(decodes) > _MAX_DECODES_ALONE:
-        cached = max((part.worker for part in decodes[_MAX_DECODES_ALONE:]), key=_cached_tokens)
-        if cached.cached_tokens > max(map(_cached_tokens, tried)):
-            tried.append(cached)
+        others = [part.worker for part in decodes[_MAX_DECODES_ALONE:]]
+        best_cached = max(others, key=_cached_tokens)
+        if best_cached.cached_tokens > max(map(_cached_tokens, tried)):
+            tried.append(best_cached)
     return tried
 
 
@@ -285,16 +296,16 @@ def _able_alone(
     """Return the workers, by role, whose breakers allow that they run whole requests.
 
     A prefill or decode worker whose answers were wrong in all its pairs, or that no probe has
-    tested in any, runs no whole requests either. One without partners may.
+    tested in any pair, runs no whole requests either. A worker without partners may.
     """
-    right = [
-        (prefill, decode)
-        for prefill, decode in itertools.product(prefills, decodes)
-        if breakers.may_be_right(pair_of(prefill.instance.id, decode.instance.id))
-    ]
     if prefills and decodes:
-        right_prefills = {prefill.instance.id for prefill, _ in right}
-        right_decodes = {decode.instance.id for _, decode in right}
+        right_pairs = [
+            (prefill, decode)
+            for prefill, decode in itertools.product(prefills, decodes)
+            if breakers.may_be_right(pair_of(prefill.instance.id, decode.instance.id))
+        ]
+        right_prefills = {prefill.instance.id for prefill, _ in right_pairs}
+        right_decodes = {decode.instance.id for _, decode in right_pairs}
         prefills = [worker for worker in prefills if worker.instance.id in right_prefills]
         decodes = [worker for worker in decodes if worker.instance.id in right_decodes]
     # The pair (None, id) is the worker alone.

@@ -48,9 +48,9 @@ class PrefixIndex:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.masks = _InstanceMasks()
-        self.roles = dict.fromkeys(Role, 0)  # masks of the instances
+        self.roles = dict.fromkeys(Role, 0)  # the mask of the instances of each role
         self._ids: list[int] = []  # instance id of each bit
-        self._free: list[int] = []  # bits
+        self._free: list[int] = []  # bits of instances that were removed
 
     def add(self, instance: Instance) -> int:
         """Add an instance without blocks. Return its bit of the masks."""
@@ -83,7 +83,7 @@ class PrefixIndex:
         # `hashes` begins with the last block of the prompt. All instances that match any of the
         # prompt have its first block.
         matching = masks[hashes[-1]]
-        mask = masks[hashes[0]]
+        mask = masks[hashes[0]]  # instances that have all blocks
         if mask:
             levels.append((len(hashes), mask))
         # The mask of a block has the bits of the block after it, and maybe more. So a mask with
@@ -211,7 +211,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
 
     def search(self, bit: int) -> int:
         """Return how many of the prompt's first blocks an instance has that is in no level."""
-        # With fewer levels, they have all instances that match.
+        # With fewer levels than the limit, each instance that matches is in one.
         if len(self.levels) < _MAX_LEVELS:
             return 0
         masks = self.index.masks
@@ -338,7 +338,7 @@ class ClusterPrefixes:
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
-        self._turn = 0
+        self._turn = 0  # counts prompts, so that equal instances take turns, see `deepest`
         self.unsynced: set[int] = set()  # instances that must publish everything again
 
     def add_instance(self, instance: Instance) -> None:
@@ -448,7 +448,9 @@ class ClusterPrefixes:
         self._sent.append(_Sent(expires_s, cache, hashes))
         self._num_sent += len(hashes)
         budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
-        self._expire(now, max(MAX_SENT_BLOCKS, len(hashes)), budget)
+        # This prompt stays, however long it is.
+        limit = max(MAX_SENT_BLOCKS, len(hashes))
+        self._expire(now, limit, budget)
         return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:

@@ -263,7 +263,7 @@ class RoutedRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, self._router.clocks.monotonic())
-            # Each of them notes only what the router mode has chosen by.
+            # A selection is either by cost or by predicted times, so one of these does nothing.
             self._timeline.placed_by_cost(request, selection, placement.mode)
             self._timeline.path_chosen(request, selection, placement.mode)
         shares = self._router.view.model(request.model).shares

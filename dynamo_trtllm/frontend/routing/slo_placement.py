@@ -178,11 +178,11 @@ class SloPlacement(Placement):
             forecasts = self._forecasts(view, compared, prompt, overlaps, now)
             if forecasts is None:
                 continue
-            prefill, decode, alone = forecasts
+            prefill_forecasts, decode_forecasts, aggregated_forecasts = forecasts
             path = select_path(
-                prefill,
-                decode,
-                alone,
+                prefill_forecasts,
+                decode_forecasts,
+                aggregated_forecasts,
                 limits,
                 waited_s=waited_s,
                 breakers=breakers,
@@ -215,8 +215,9 @@ class SloPlacement(Placement):
             None: the times are not known.
         """
         loads = self.loads
-        of_equals = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
-        if of_equals is None:
+        # The workers of one pairing key are equal, so each can use what the others have measured.
+        shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
+        if shared_cost is None:
             return None
         prompt_tokens = len(prompt.request.token_ids)
         forecasts: list[list[WorkerForecast]] = []
@@ -226,7 +227,7 @@ class SloPlacement(Placement):
             for (instance_id, instance), cached_tokens in zip(by_id.items(), cached, strict=True):
                 load = loads.get(instance_id)
                 if is_fresh(load, now):
-                    cost = complete(load, of_equals)
+                    cost = complete(load, shared_cost)
                     credited_tokens = int(self.overlap_credit * cached_tokens)
                     forecast = WorkerForecast(
                         instance,

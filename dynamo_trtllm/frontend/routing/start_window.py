@@ -48,7 +48,7 @@ class Stage(IntEnum):
     NONE = 3  # it is at no worker
 
 
-# In the order of the fields of `ChoiceCosts`, as all sequences "for each of `ChoiceCosts`" are.
+# One per limit. Sequences with one item per limit have the order of the fields of `ChoiceCosts`.
 _STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)
 
 
@@ -169,10 +169,12 @@ class StartPlace:
 class RequestPlaces:
     """The places of the choices of one request.
 
-    Choices of a request start in groups. While the next group waits for capacity of the window, no
-    further request of the model begins, because it would take the place of this group. All choices
-    of a request run on the same workers. While a group waits for these, other requests go on,
-    because these workers may hang.
+    Choices of a request start in groups, and all of them run on the same workers. What other
+    requests may do while the next group waits depends on the reason:
+
+    - It waits for capacity of the window. Then no further request of the model begins, because it
+      would use the capacity that becomes free.
+    - It waits for its workers. Then others go on, because these workers may hang.
 
     Args:
         window: that of the model.
@@ -216,7 +218,7 @@ class RequestPlaces:
         self.share = ClientShare.EVEN  # known when the request begins
         self._num_left = num_choices  # choices without a place
         self._num_reserved = 0  # places that no choice has taken yet
-        self._num_counted = [0, 0, 0]  # choices for each of `costs`, with reserved places
+        self._num_counted = [0, 0, 0]  # choices and reserved places that count, one per limit
         self._places: list[StartPlace] = []
         self._waiting: asyncio.Future[None] | None = None  # until the next group may start
 
@@ -247,7 +249,7 @@ class RequestPlaces:
         """Wait until the next group may start."""
         if self._num_reserved:
             return  # `begin` has reserved the first group
-        while not self._may_continue():
+        while not self._may_start_group():
             self._waiting = asyncio.get_running_loop().create_future()
             try:
                 await self._waiting
@@ -257,10 +259,11 @@ class RequestPlaces:
         if not self._num_left:
             self._end_beginning()
 
-    def have_workers_capacity(self) -> bool:
+    def workers_have_capacity(self) -> bool:
         """Return whether the workers of the request can begin a further group.
 
-        They run all of its choices, so these are compared with one worker's part of each limit.
+        One worker per role runs all of its choices, so their cost is compared with one worker's
+        part of each limit.
         """
         parts = self.window.smallest_parts()
         return all(
@@ -271,7 +274,7 @@ class RequestPlaces:
     def changed(self) -> None:
         """Look again whether the next group may start."""
         waiting = self._waiting
-        if waiting is not None and not waiting.done() and self._may_continue():
+        if waiting is not None and not waiting.done() and self._may_start_group():
             waiting.set_result(None)
 
     def take(self) -> StartPlace:
@@ -315,8 +318,8 @@ class RequestPlaces:
             if worker_id is not None:
                 usage.by_worker[worker_id] += cost
 
-    def _may_continue(self) -> bool:
-        return self.have_workers_capacity() and self.window.has_capacity(self.costs, self.share)
+    def _may_start_group(self) -> bool:
+        return self.workers_have_capacity() and self.window.has_capacity(self.costs, self.share)
 
     def _reserve(self) -> None:
         group = min(GROUP, self._num_left)
@@ -364,7 +367,7 @@ class StartWindow:
         # The requests that have groups to start, the oldest first. They are few: the next request
         # begins only when these have filled their workers.
         self.beginning: list[RequestPlaces] = []
-        self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # for each of `ChoiceCosts`
+        self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # one per limit
         self._view = view
         # Sums over recent prompts: all tokens, and those that were in a prefix cache.
         self._prompt_tokens = 0.0
@@ -389,8 +392,9 @@ class StartWindow:
         worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
         costs = FREE
         if worker_capacity is not None:
-            cached = self._cached_tokens / max(1.0, self._prompt_tokens)
-            costs = worker_capacity.costs(prompt_tokens, int(prompt_tokens * (1.0 - cached)))
+            cached_fraction = self._cached_tokens / max(1.0, self._prompt_tokens)
+            new_tokens = int(prompt_tokens * (1.0 - cached_fraction))
+            costs = worker_capacity.costs(prompt_tokens, new_tokens)
         late_at_s = math.inf
         if self._ttft_s < math.inf:
             limit_s = self._ttft_s if ttft_s is None else ttft_s
@@ -410,7 +414,7 @@ class StartWindow:
         The rest is for other frontends.
 
         Args:
-            limits: for each of `ChoiceCosts`.
+            limits: one per limit of the workers.
         """
         before = [usage.limit for usage in self.usages]
         for usage, limit in zip(self.usages, limits, strict=True):
@@ -431,12 +435,13 @@ class StartWindow:
         for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
             limit = usage.limit
             if share is ClientShare.BELOW and stage is not Stage.RUN:
-                # Prompts of clients below their share go first. So that the worker does not begin a
-                # step of others between two of theirs, a second step of them may wait there.
+                # Prompts of clients below their share go first. A second step of them may wait at
+                # the worker. Otherwise it would begin a step of others between two of theirs.
                 limit *= 2
-            # A choice may cost more than a worker's part, if other frontends take most of it.
+            # Other frontends may take so much of a worker that one choice costs more than the part
+            # that is left. It counts as that part, because otherwise it could never start.
             counted_cost = min(cost, limit // num_workers)
-            # The total is known at once, and usually low enough.
+            # The total is compared first, because it needs no loop over the workers.
             if usage.total + counted_cost > limit:
                 if self._limited_cost(usage, limit) + counted_cost > limit:
                     return False
@@ -444,7 +449,7 @@ class StartWindow:
 
     def is_reserved(self) -> bool:
         """Return whether free capacity is for the next group of a request that has begun."""
-        return any(request.have_workers_capacity() for request in self.beginning)
+        return any(request.workers_have_capacity() for request in self.beginning)
 
     def smallest_parts(self) -> list[int]:
         """Return one worker's part of each limit, in the role with the most workers."""
@@ -474,7 +479,7 @@ class StartWindow:
         cost = usage.total
         for worker_id, cost_here in list(usage.by_worker.items()):
             worker = self._view.instance(worker_id)
-            part = 0
+            part = 0  # of a worker that has left
             if worker is not None:
                 count = num_elastic.get(worker_id) or num_workers.get(worker.role, 0)
                 part = limit // max(1, count)

@@ -130,6 +130,7 @@ class Suspicion:
     __slots__ = ("deaths", "is_shared", "noted_keys", "num_prompts", "selection")
 
     def __init__(self, *, is_shared: bool = False) -> None:
+        # Death -> its point: the progress of the request at that time.
         self.deaths: dict[Death, RequestProgress] = {}
         # As `share_suspicions` counts them; 0: this is for the only prompt of a request.
         self.num_prompts = 0
@@ -149,13 +150,14 @@ class Suspicion:
         unexplained = self.unexplained_deaths()
         if not unexplained:
             return 0
-        past_all = max(self.deaths[death].call_tokens for death in unexplained) + SETTLED_TOKENS
-        return min(past_all, MAX_UNSETTLED_TOKENS)
+        latest_point = max(self.deaths[death].call_tokens for death in unexplained)
+        return min(latest_point + SETTLED_TOKENS, MAX_UNSETTLED_TOKENS)
 
     def drop_past(self, now: RequestProgress) -> None:
         """Drop the deaths whose point a call has passed, and those of workers that work again."""
-        for death, before in list(self.deaths.items()):
-            if now.call_tokens >= before.call_tokens + SETTLED_TOKENS or death.is_revoked:
+        for death, point in list(self.deaths.items()):
+            has_passed = now.call_tokens >= point.call_tokens + SETTLED_TOKENS
+            if has_passed or death.is_revoked:
                 del self.deaths[death]
 
 
@@ -198,9 +200,9 @@ class TrackedCall:
     def is_at_earlier_death(self) -> bool:
         """Return whether the request is at the point at which it failed before."""
         now = self.progress()
-        for before in self.suspicion.deaths.values():
-            is_at_call_point = abs(now.call_tokens - before.call_tokens) <= _LOST_TOKENS
-            is_at_answer_point = abs(now.answer_tokens - before.answer_tokens) <= _LOST_TOKENS
+        for point in self.suspicion.deaths.values():
+            is_at_call_point = abs(now.call_tokens - point.call_tokens) <= _LOST_TOKENS
+            is_at_answer_point = abs(now.answer_tokens - point.answer_tokens) <= _LOST_TOKENS
             if is_at_call_point or is_at_answer_point:
                 return True
         return False
@@ -495,7 +497,7 @@ def _key(request: GenerateRequest) -> Key:
     return request.model, digest.digest()
 
 
-def _drop_oldest(entries: dict[K, V], most: int) -> None:
-    """Keep the latest `most` entries, which are the last ones."""
-    while len(entries) > most:
+def _drop_oldest(entries: dict[K, V], max_entries: int) -> None:
+    """Keep the latest `max_entries` entries, which are the last ones."""
+    while len(entries) > max_entries:
         del entries[next(iter(entries))]

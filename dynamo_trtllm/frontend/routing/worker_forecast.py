@@ -15,8 +15,8 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 # Python 3.11 looks up a member of an enum in 150 ns.
 _PREFILL: Final = Role.PREFILL
 _ELASTIC: Final = Role.ELASTIC
-# If a prefill worker runs a whole request, the steps of its stream are taken to have so many
-# further prompts: while one is computed, another may wait for the next step.
+# If a prefill worker runs a whole request, each step of its stream is assumed to compute this many
+# prompts, too: while one is computed, another may arrive for the next step.
 _PROMPTS_OF_STEP: Final = 2
 # Until first tokens were measured: a call waits for half of the running step, and for all steps
 # after it.
@@ -33,8 +33,8 @@ class WorkerForecast:
         prompt_tokens: tokens of the prompt.
         cached_tokens: those of them that the instance has in its prefix cache.
         role: in which an elastic instance would run the request. None: that of the instance.
-        share: of the work of this role that the instance has.
-        takes_streams: whether it has a share of decode calls, or needs none.
+        share: the instance's share of the work of this role.
+        takes_streams: whether the instance has a share of decode calls, or its role is fixed.
         takes_prompts: the same for prefill calls.
     """
 
@@ -68,24 +68,24 @@ class WorkerForecast:
         self.cached_tokens = cached_tokens
         self.takes_streams = takes_streams
         self.takes_prompts = takes_prompts
-        self.share = share or 1.0  # without a share, it is compared with others that have none
+        # A share of 0 counts as 1: this instance is then compared with others without a share.
+        self.share = share or 1.0
         self._role = instance.role if role is None else role
         self._load = load
         self._cost = cost
         self._prompt_tokens = prompt_tokens
         report = load.report
         assert report is not None
-        # At these workers, `report.running` counts prefill calls, which are no streams.
-        has_prompts = instance.role is _PREFILL or instance.role is _ELASTIC
+        # At these workers, `report.running` counts prefill calls, too, which are no streams.
+        has_prefill_calls = instance.role is _PREFILL or instance.role is _ELASTIC
         streams = load.unseen_requests - load.unseen_prefills
-        context = report.context_tokens
-        if has_prompts:
+        if has_prefill_calls:
             streams += report.aggregated_running
             context = report.aggregated_tokens
         else:
-            # Those that wait will run beside this one.
+            # The calls that wait will run beside this one.
             streams += report.running + report.waiting
-            context += load.unseen_kv_tokens
+            context = report.context_tokens + load.unseen_kv_tokens
         self._work = EngineWork(
             streams,
             context,
@@ -122,19 +122,21 @@ class WorkerForecast:
     def decode_gap_s(self) -> float:
         """Return the time between two tokens while the request and the streams there generate.
 
-        On a prefill worker, steps with more prompts follow. It is assumed that these are like this
-        one. On another elastic worker, those follow that wait there.
+        On a prefill worker, steps with further prompts follow, which are assumed to be like this
+        prompt. On an elastic worker in another role, the prompts that wait there follow.
         """
         work = self._work
         assert self._cost.decode is not None
         context = work.context_tokens + self._prompt_tokens
         gap_s = decode_step_s(self._cost.decode, work.decode_requests + 1, context)
-        beside = work._replace(decode_requests=work.decode_requests + 1, context_tokens=context)
+        with_request = work._replace(
+            decode_requests=work.decode_requests + 1, context_tokens=context
+        )
         if self._role is _PREFILL:
             tokens = _PROMPTS_OF_STEP * self._prompt_tokens
-            gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, beside))
+            gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, with_request))
         elif work.is_elastic and work.queued_tokens:
-            gap_s = max(gap_s, self._cost.longest_step_s(0, 0, beside))
+            gap_s = max(gap_s, self._cost.longest_step_s(0, 0, with_request))
         return gap_s
 
     def num_delayed(self, gap_s: float, limit_s: float) -> int:
@@ -150,10 +152,10 @@ class WorkerForecast:
         if gap_s <= limit_s or not work.decode_requests:
             return 0
         assert self._cost.decode is not None
-        now_s = decode_step_s(self._cost.decode, work.decode_requests, work.context_tokens)
+        present_gap_s = decode_step_s(self._cost.decode, work.decode_requests, work.context_tokens)
         if work.queued_tokens:
-            now_s = max(now_s, self._cost.longest_step_s(0, 0, work))
-        return work.decode_requests if now_s <= limit_s else 0
+            present_gap_s = max(present_gap_s, self._cost.longest_step_s(0, 0, work))
+        return work.decode_requests if present_gap_s <= limit_s else 0
 
     def transfer_s(self) -> float:
         """Return the time until the KV of the prompt is fetched. 0: not known yet."""
@@ -165,13 +167,13 @@ class WorkerForecast:
         load = self._load
         report = load.report
         assert report is not None
-        max_streams = self.instance.limits.max_batch_size
+        max_streams = self.instance.limits.max_batch_size  # 0: not reported
         if 0 < max_streams <= self._work.decode_requests:
             return False
         block_tokens = self.instance.layout.block_tokens
         used_tokens = report.kv_blocks_used * block_tokens + load.unseen_kv_tokens
         total_tokens = report.kv_blocks_total * block_tokens  # 0: not reported
-        return not total_tokens or used_tokens + self._prompt_tokens <= total_tokens
+        return total_tokens == 0 or used_tokens + self._prompt_tokens <= total_tokens
 
 
 def is_fresh(load: InstanceLoad, now: float) -> bool:

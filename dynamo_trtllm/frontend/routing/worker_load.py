@@ -203,6 +203,7 @@ def instance_cost(
             cost += report.queued_prefill_tokens
         if role is _PREFILL:
             return cost
+        # An aggregated instance also stores their KV.
         cost += new_tokens
     kv_tokens = load.unseen_kv_tokens
     cost += REQUEST_TOKENS * load.unseen_requests
@@ -257,6 +258,7 @@ class PlacedRequest:
                 self._prefill.on_sent(now)
             return
         if self._prefill is not None and self._prompts:
+            # The first one is of the prefill instance.
             self._prompts[0].is_computed = True
         self._end_prefill()
         if instance_id != self._decode_id:

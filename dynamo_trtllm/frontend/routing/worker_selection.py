@@ -75,7 +75,10 @@ class WorkerSelector:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
     def new_round_robin_index(self, model: str) -> int:
-        """Return how many attempts of a model were begun before this one, or a random number."""
+        """Return the index of a new attempt: how many attempts of the model were begun before it.
+
+        To select at random, return a random number instead.
+        """
         if self.selects_at_random:
             return self._random.getrandbits(30)
         return next(self._round_robin[model])
@@ -141,12 +144,13 @@ class WorkerSelector:
         round_robin_index: int,
         now: float,
         avoid: int | None,
-        ids: frozenset[int],
+        excluded: frozenset[int],
         *,
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
-        view = self.view.model(request.model).excluding(ids)
+        """Select among the workers that are not excluded. Those with a share go first."""
+        view = self.view.model(request.model).excluding(excluded)
         sharing = view.sharing()
         select = partial(
             self._select_in,
@@ -235,9 +239,9 @@ class WorkerSelector:
         view = self.view.model(model).excluding(unusable)
         group = view.groups.get(pairing_key(prefill), PairGroup())
         breakers = self.health.breakers
-        decodes: tuple[Instance, ...] = ()
-        for candidates in (group.sharing(view.shares).decode, group.decode):
-            decodes = decodes or tuple(
+
+        def able_to_fetch(candidates: tuple[Instance, ...]) -> tuple[Instance, ...]:
+            return tuple(
                 decode
                 for decode in candidates
                 # An elastic worker does not fetch its own KV.
@@ -245,6 +249,9 @@ class WorkerSelector:
                 and not breakers.is_open((prefill.id, decode.id))
                 and can_transfer(prefill, decode, request)
             )
+
+        # Workers without a share of decode calls are only taken if no others can fetch the KV.
+        decodes = able_to_fetch(group.sharing(view.shares).decode) or able_to_fetch(group.decode)
         if self.placement is not None:
             return self.placement.select_decode(view, decodes, request)
         if not decodes:
@@ -322,7 +329,7 @@ def _weighted(
     step = _PREFILL_STEP if role is Role.PREFILL else _DECODE_STEP
     sums = view.cumulative_shares(instances, role)
     fraction = round_robin_index * step % 1.0
-    # With a share of 0, the sum is that of the instance before, and is skipped.
+    # An instance with a share of 0 has the same sum as the one before it, so bisect_right skips it.
     index = bisect.bisect_right(sums, fraction * sums[-1])
     return instances[min(index, len(instances) - 1)]
 
@@ -337,7 +344,7 @@ def _usable(view: ModelView, model: str, breakers: PairBreakers, avoid: int | No
     if breakers.any_open:
         usable = view.without_decodes(_blocked(view, breakers))
         if not usable.paired:
-            raise _all_open(model, breakers, _matching_pairs(view))
+            raise _all_open_error(model, breakers, _matching_pairs(view))
     if avoid is not None:
         # A decode instance that works only with this prefill instance would use it again.
         others = usable.without_decodes(_blocked_without(usable, breakers, avoid))
@@ -362,9 +369,9 @@ def _select_prefill(
 ) -> Instance:
     """Return the prefill instance of a request whose decode instance is selected."""
     group = usable.groups[usable.keys[decode.id]]
-    partners = breakers.open_partners.get(decode.id, ())
-    prefills = excluding(group.prefill, partners)
-    if None in partners:
+    open_partners = breakers.open_partners.get(decode.id, ())
+    prefills = excluding(group.prefill, open_partners)
+    if None in open_partners:
         # None stands for whole requests: this elastic instance can't run any now, so it is no
         # prefill instance for itself.
         prefills = excluding(prefills, (decode.id,))
@@ -400,17 +407,20 @@ def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
 
 
 def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
-    """Return the decode instances that get no requests without the prefill instance `avoid`."""
+    """Return the decode instances whose pairs are all open or have the prefill instance `avoid`.
+
+    With None, no prefill instance is avoided.
+    """
     blocked: set[int] = set()
     for group in view.groups.values():
         if len(group.prefill) == 1 and group.prefill[0].id == avoid:
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
-        # Usually fewer breakers are open than there are prefill instances, so their number shows
-        # that one is usable.
-        num_unusable = len(partners) + 1  # `avoid` is one of them
-        if num_unusable < len(group.prefill):
+        # Usually fewer breakers are open than there are prefill instances. Then a prefill instance
+        # is usable, and the loop below is not needed.
+        max_unusable = len(partners) + 1  # with `avoid`
+        if max_unusable < len(group.prefill):
             continue
         if all(
             # `pair_of` has None for an elastic instance with itself.
@@ -437,11 +447,12 @@ def _select_aggregated(
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
     instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
     if not instances:
-        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
+        raise _all_open_error(model, breakers, ((None, instance.id) for instance in candidates))
     return instances[round_robin_index % len(instances)]
 
 
-def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
+def _all_open_error(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
+    """Return the error for a model of which the breakers of all pairs are open."""
     some = itertools.islice(pairs, _MAX_PAIRS_EXPLAINED)
     # Each reason is named once, in the order of the pairs.
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
@@ -485,7 +496,7 @@ def field_support(view: ModelView, request: GenerateRequest) -> FieldSupport:
                 lacking[instance.id] = field
     ids = frozenset(lacking)
     rejected_field = ""
-    # Without the incapable instances, a role that has instances may have none.
+    # Whether a role has instances, but none that can run the request.
     leaves_role_empty = view.excluding(ids).missing_roles() and not view.missing_roles()
     if leaves_role_empty:
         rejected_field = next(iter(lacking.values()))

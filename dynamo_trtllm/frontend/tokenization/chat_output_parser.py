@@ -35,9 +35,10 @@ _CLOSERS: Final = {'"': '"', "{": "}", "[": "]"}
 _STRING_STOP: Final = re.compile(r'["\\]')
 _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
 _CONTENT: Final = Channel.CONTENT
-# Both yield when they need more text. The second one returns whether it found what it parses.
+# Generators that yield when they need more text.
 _Parsing: TypeAlias = Generator[None, None, None]
-_Waiting: TypeAlias = Generator[None, None, bool]
+_Matching: TypeAlias = Generator[None, None, bool]  # returns whether it found what it parses
+_Reading: TypeAlias = Generator[None, None, str]  # returns text
 
 
 class _Output:
@@ -60,11 +61,11 @@ class _Output:
         self._num_calls = 0  # calls that have begun
         self._is_certain = False  # what is parsed now is certainly a call
         # Text that was read and not emitted. It is content if it belongs to no call.
-        self._unseen: list[str] = []
+        self._withheld: list[str] = []
         # Of the current call:
         self._name = ""
         self._keys: set[str] = set()
-        self._arguments: list[str] = []  # those that were read before the call was certain
+        self._arguments: list[str] = []  # text of arguments, read before the call was certain
         self._tool_call_parser = tool_call_parser
 
     def parse(self) -> _Parsing:
@@ -79,16 +80,16 @@ class _Output:
         self.is_all_content = True
         yield
 
-    def show_unseen(self) -> None:
-        """Emit as content what was read since the last call."""
-        self.out.add(_CONTENT, "".join(self._unseen))
-        self._unseen.clear()
+    def show_withheld(self) -> None:
+        """Emit the withheld text as content."""
+        self.out.add(_CONTENT, "".join(self._withheld))
+        self._withheld.clear()
 
     def finish_answer(self) -> None:
         """Emit the withheld text as content, unless it is part of a call or separates calls."""
-        is_separator = self._num_calls and _SEPARATORS.fullmatch("".join(self._unseen))
+        is_separator = self._num_calls and _SEPARATORS.fullmatch("".join(self._withheld))
         if not (self._is_certain or is_separator):
-            self.show_unseen()
+            self.show_withheld()
 
     def _rest(self) -> str:
         """Consume and return all text that has come."""
@@ -104,13 +105,13 @@ class _Output:
         Only the beginning of the output can be reasoning; later markers are text.
         """
         text = self._rest()
+        # Wait until it is decided whether the output begins with the marker.
         while True:
             shown = text.lstrip()
             is_marked = shown.startswith(THINK)
             if is_marked:
                 self.is_in_reasoning = True
                 shown = shown[len(THINK) :].lstrip()
-            if is_marked:
                 is_decided = bool(shown)  # the first character after the marker has come
             else:
                 is_decided = not THINK.startswith(shown)  # the text can't become the marker
@@ -120,17 +121,20 @@ class _Output:
             text += self._rest()
         if not self.is_in_reasoning:
             self.is_reasoning_over = True
+            # The answer is parsed from its beginning.
             self.text = text
             self.at = 0
             return
         reasoning, marker, rest = shown.partition(END_THINK)
         while not marker:
+            # The end of the text may be the beginning of the marker.
             num_held = 0 if self.has_ended else _overlap(reasoning, END_THINK)
-            self._reason(reasoning[: len(reasoning) - num_held])
+            num_shown = len(reasoning) - num_held
+            self._emit_reasoning(reasoning[:num_shown])
             yield
-            held = reasoning[len(reasoning) - num_held :]
+            held = reasoning[num_shown:]
             reasoning, marker, rest = (held + self._rest()).partition(END_THINK)
-        self._reason(reasoning)
+        self._emit_reasoning(reasoning)
         self.is_in_reasoning = False
         self.is_reasoning_over = True
         rest = rest.lstrip()
@@ -140,7 +144,7 @@ class _Output:
         self.text = rest
         self.at = 0
 
-    def _reason(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         if text:
             self.out.add(Channel.REASONING, text)
             self.num_reasoning_texts += 1
@@ -158,11 +162,12 @@ class _Output:
         skips_space = True
         while True:
             yield from self._content(skips_space=skips_space)
-            skips_space = yield from self._call(_BLANKS)
-            if skips_space:
+            is_call = yield from self._call(_BLANKS)
+            if is_call:
                 yield from self._end_marker()
             else:
-                self.show_unseen()
+                self.show_withheld()
+            skips_space = is_call
 
     def _json_answer(self) -> _Parsing:
         """Parse one call or a list of them. Any other text is content.
@@ -176,9 +181,10 @@ class _Output:
                 continue
             if is_list:
                 yield from self._skip("]", _SPACE)
-            yield from self._peek(_SPACE)  # nothing may follow
+            # Wait for further text, which is content. Without any, what separates calls is omitted.
+            yield from self._peek(_SPACE)
             break
-        self.show_unseen()
+        self.show_withheld()
 
     def _content(self, *, skips_space: bool) -> _Parsing:
         """Emit text up to <tool_call>.
@@ -193,17 +199,18 @@ class _Output:
             text = self._rest()
             is_blank = is_blank and text.isspace()
             if is_blank:
-                self._unseen.append(text)
+                self._withheld.append(text)
                 continue
-            if self._unseen:
-                text = "".join([*self._unseen, text])
-                self._unseen.clear()
+            if self._withheld:
+                text = "".join([*self._withheld, text])
+                self._withheld.clear()
             before, marker, after = text.partition(TOOL_CALL)
             if marker:
                 self.at -= len(after)
+                # Skipped space and the marker are content only if no call follows.
                 is_shown = not (skips_space and before.isspace())
                 self.out.add(_CONTENT, before if is_shown else "")
-                self._unseen.append(TOOL_CALL if is_shown else before + TOOL_CALL)
+                self._withheld.append(TOOL_CALL if is_shown else before + TOOL_CALL)
                 return
             shown = text[: len(text) - _overlap(text, TOOL_CALL)]
             if skips_space and (not shown or shown.isspace()):
@@ -212,7 +219,7 @@ class _Output:
                 skips_space = False
             self.out.add(_CONTENT, shown)
             if len(shown) < len(text):
-                self._unseen.append(text[len(shown) :])
+                self._withheld.append(text[len(shown) :])
 
     def _end_marker(self) -> _Parsing:
         """Consume </tool_call> and white space. Other text after the object is content."""
@@ -226,7 +233,7 @@ class _Output:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _call(self, blanks: re.Pattern[str]) -> _Waiting:
+    def _call(self, blanks: re.Pattern[str]) -> _Matching:
         """Parse the object of a call, after `blanks`. Return False if there is none."""
         if not (yield from self._skip("{", blanks)):
             return False
@@ -235,14 +242,14 @@ class _Output:
         self._arguments.clear()
         is_complete = (yield from self._members()) and (yield from self._skip("}"))
         if is_complete:
-            self._unseen.clear()
+            self._withheld.clear()
             if "arguments" not in self._keys:
                 self.out.add_arguments(self._num_calls - 1, "{}")
         self._is_certain = False
         return is_complete
 
-    def _members(self) -> _Waiting:
-        """Parse what is between the brackets."""
+    def _members(self) -> _Matching:
+        """Parse the keys and values of a call's object. Return whether it is certainly a call."""
         while not self._keys or (yield from self._skip(",")):
             if (yield from self._peek()) != '"':
                 return False
@@ -272,7 +279,7 @@ class _Output:
         if "arguments" not in self._keys and self._tool_call_parser != "hermes":
             return  # other JSON may have a name, too
         self._is_certain = True
-        self._unseen.clear()
+        self._withheld.clear()
         self.out.begin_call(self._num_calls, self._name)
         self.out.add_arguments(self._num_calls, "".join(self._arguments))
         self._num_calls += 1
@@ -286,10 +293,10 @@ class _Output:
         self.at = end
         if is_argument and self._is_certain:
             if part:
-                self._unseen.clear()
+                self._withheld.clear()
                 self.out.add_arguments(self._num_calls - 1, part)
             return part
-        self._unseen.append(part)
+        self._withheld.append(part)
         if is_argument:
             self._arguments.append(part)
         return part
@@ -299,22 +306,26 @@ class _Output:
         found = chars.match(self.text, self.at)
         return self._take(self.at if found is None else found.end(), is_argument=is_argument)
 
-    def _peek(self, blanks: re.Pattern[str] = _BLANKS) -> Generator[None, None, str]:
-        """Consume blanks, and return the character after them."""
+    def _peek(self, blanks: re.Pattern[str] = _BLANKS) -> _Reading:
+        """Consume blanks, and return the character after them without consuming it."""
+        # Blanks at the end of a text may go on in the next one.
         while self._run(blanks) or self.at == len(self.text):
             if self.at == len(self.text):
                 yield
         return self.text[self.at]
 
-    def _skip(self, char: str, blanks: re.Pattern[str] = _BLANKS) -> _Waiting:
+    def _skip(self, char: str, blanks: re.Pattern[str] = _BLANKS) -> _Matching:
         """Consume blanks, and the next character if it is this one. Otherwise return False."""
         is_found = (yield from self._peek(blanks)) == char
         if is_found:
             self._take(self.at + 1)
         return is_found
 
-    def _plain_value(self, key: str) -> _Waiting:
-        """Consume a string or, unless it is a name, a number, a literal or null."""
+    def _plain_value(self, key: str) -> _Matching:
+        """Consume the value of a key other than the arguments.
+
+        A name has to be a string. Other values may also be a number, a literal or null.
+        """
         if key == "name" and (yield from self._peek()) != '"':
             return False
         try:
@@ -325,9 +336,10 @@ class _Output:
             self._name = value if TOOL_NAME.match(value) else ""
         return bool(self._name) or key != "name"
 
-    def _value(self, *, is_argument: bool) -> Generator[None, None, str]:
-        """Consume and return a string, a number, a literal or null; as arguments, also an object or
-        a list.
+    def _value(self, *, is_argument: bool) -> _Reading:
+        """Consume and return a string, a number, a literal or null.
+
+        Arguments may be an object or a list, too.
         """
         char = yield from self._peek()
         if char == '"' or (is_argument and char in _CLOSERS):
@@ -338,10 +350,13 @@ class _Output:
             text += self._run(_SCALAR, is_argument=is_argument)
         return text
 
-    def _delimited(self, *, is_argument: bool = False) -> Generator[None, None, str]:
-        """Consume and return a string, an object or a list up to its closing quote or bracket."""
+    def _delimited(self, *, is_argument: bool = False) -> _Reading:
+        """Consume and return a string, an object or a list up to its closing quote or bracket.
+
+        Return "" if brackets do not match.
+        """
         parts = list[str]()
-        closers = [_CLOSERS[self.text[self.at]]]
+        closers = [_CLOSERS[self.text[self.at]]]  # those that are awaited, the innermost last
         at = self.at + 1
         while closers:
             is_string = closers[-1] == '"'
@@ -387,8 +402,8 @@ class ChatOutputParser:
         forced_ids: TokenIds,
     ) -> None:
         self._text = text
-        # The generator refers to the output, which does not refer to it: a cycle would keep the
-        # text in memory.
+        # The generator refers to the output. The output does not hold the generator, because such a
+        # cycle would keep the text in memory.
         self._output = _Output(reasoning_parser, tool_call_parser)
         self._parsing = self._output.parse()
         self._is_plain = False  # all further text is content, and none waits
@@ -414,7 +429,7 @@ class ChatOutputParser:
         return self._output.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
-        """Parse tokens, and count those of reasoning: they are parsed one by one for that."""
+        """Parse tokens. Those of reasoning are parsed one by one, to count them."""
         output = self._output
         at = 0
         while at < len(token_ids) and not output.is_reasoning_over:
@@ -422,6 +437,7 @@ class ChatOutputParser:
             was_in_reasoning = output.is_in_reasoning
             self._push(self._text.push(token_ids[at : at + 1]))
             is_between_markers = was_in_reasoning and output.is_in_reasoning
+            # A token may have the last text of reasoning, and the marker that ends it.
             has_reasoning_text = output.num_reasoning_texts > num_texts
             if is_between_markers or has_reasoning_text:
                 output.out.reasoning_tokens += 1

@@ -180,7 +180,7 @@ class Fetch:
         ):
             self._progress_at = time.monotonic()
             try:
-                yield from self._data()
+                yield from self._read_regions()
                 yield from self._acknowledge()
             finally:
                 yield from self._end_hashing()
@@ -193,7 +193,7 @@ class Fetch:
                 " time"
             )
 
-    def _data(self) -> PollSteps:
+    def _read_regions(self) -> PollSteps:
         """Read all regions in order.
 
         When this returns or raises, NIXL writes to none of them any more.

@@ -164,7 +164,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unparsed = self._unparsed[_PART_BYTES:]
         if not self._ignores_data:
             self._feed_parser(part)
-        if self._ignores_data:
+        if self._ignores_data:  # since then or before
             self._unparsed = memoryview(b"")
 
     def _await_turn(self, *, has_rest: bool) -> None:

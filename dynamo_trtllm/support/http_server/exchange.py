@@ -213,8 +213,8 @@ class HttpResponse:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send a whole response."""
-        about_body = {"Content-Type": content_type, "Content-Length": str(len(body))}
-        self._start(status, about_body, headers)
+        body_headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
+        self._start(status, body_headers, headers)
         self._end(b"" if self._is_head else body)
 
     def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
@@ -238,14 +238,14 @@ class HttpResponse:
 
         They go together with the first event if that follows in this turn of the loop.
         """
-        first = {
+        stream_headers = {
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would collect events until its buffer is full
         }
         if self._is_chunked:
-            first["Transfer-Encoding"] = "chunked"
-        self._start(200, first, headers)
+            stream_headers["Transfer-Encoding"] = "chunked"
+        self._start(200, stream_headers, headers)
         self.is_writable = not (self._is_paused or self._is_lost)
 
     def write(self, events: bytes) -> None:
@@ -278,7 +278,8 @@ class HttpResponse:
             self._end(b"0\r\n\r\n" if self._is_chunked else b"")
             return
         self._unsent_event_bytes += len(events)
-        # So that a client that reads slowly is noticed.
+        # Only the transport notices that a client reads slowly. It then calls `pause`. So it gets
+        # the data before much more of it is collected here.
         if self._unsent_event_bytes >= _FLUSH_BYTES:
             self.flush()
 
@@ -318,13 +319,19 @@ class HttpResponse:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
+    def _start(
+        self,
+        status: int,
+        body_headers: Mapping[str, str],
+        handler_headers: Mapping[str, str] | None,
+    ) -> None:
+        """Send the head, at the end of the loop's turn. Headers of the handler override others."""
         assert not self.started
         self.started = True
         self.status = status
-        headers = {"Date": _date(int(time.time())), **first, **self.headers}
-        if more is not None:
-            headers.update(more)
+        headers = {"Date": _date(int(time.time())), **body_headers, **self.headers}
+        if handler_headers is not None:
+            headers.update(handler_headers)
         if not self.keeps_alive:
             headers["Connection"] = "close"
         lines = [_STATUS_LINES[status]]
@@ -391,9 +398,9 @@ class ReadTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def limit_answer(self, seconds: float, response: HttpResponse) -> None:
-        """Close the connection at this time from now, unless the response was sent.
+        """Close the connection after this time, unless the client has read the response by then.
 
-        No other limit applies now.
+        Call it while no other limit applies.
         """
         assert self._timer is None
         self._timer = self._loop.call_later(seconds, self._cut_answer, response)

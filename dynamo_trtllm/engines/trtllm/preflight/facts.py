@@ -355,7 +355,7 @@ class RoleFacts:
         """True if `auto` decides about the transceiver in a candidate whose choice is not
         established.
 
-        Merge dates against upload dates: `auto` came with pull request 16164 (9 July 2026, after
+        From dates of merges and of uploads: `auto` came with pull request 16164 (9 July 2026, after
         rc14), and meant C++ for all models. 16479 (16 July) made it Python for gpt-oss, 16908,
         16787 and 17396 (up to 7 August) for DeepSeek, Llama and Gemma, and 18134 (after 24 August,
         by rc26) for all.

@@ -178,21 +178,21 @@ class KvEventConverter:
     def _removed(self, data: Mapping[str, Any], place: _Place) -> Iterator[BlocksRemoved]:
         names = [block_hash(name) for name in data["block_hashes"]]
         if place.layer_group is not None:
-            names = [name for name in names if not self._is_held(name, place)]
+            names = [name for name in names if self._note_removed(name, place)]
         if names:
             yield BlocksRemoved(hashes=tuple(names), cache_group=place.window, dp_rank=place.rank)
 
-    def _is_held(self, name: int, place: _Place) -> bool:
+    def _note_removed(self, name: int, place: _Place) -> bool:
         """Note that a layer group has removed a block.
 
-        Return True if another group of the same window has it.
+        Return True if no other group of the same window has it.
         """
         assert place.layer_group is not None
         holders = self._holders[place.rank, place.window]
         others = holders.pop(name, 0) & ~(1 << place.layer_group)
         if others:
             holders[name] = others
-        return others != 0
+        return others == 0
 
     def _stored(self, data: Mapping[str, Any], place: _Place) -> Iterator[BlocksStored]:
         """Yield the event of the full blocks. Only the last block of a prompt is not full."""

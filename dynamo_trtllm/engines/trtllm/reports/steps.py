@@ -85,10 +85,15 @@ class StepReader:
       before.
     * `gpuForwardTimeMS` (likewise) is without sampling and the executor's own work.
 
-    So a step begins when it is launched and the step before has ended. It ends when its results are
-    read. That is the earlier of two times: `timestamp`, which follows the wait, plus the latency,
-    which includes the wait; and the begin of the iteration after the read, which includes the wait
-    after the step. These give no samples:
+    So a step is taken to begin when it is launched and the step before has ended, and to end when
+    its results are read. The earlier of two times is taken as that of the read, because waits for
+    requests make each of them too late:
+
+    * `timestamp` plus the latency. `timestamp` is after the wait at the begin of the iteration, and
+      the latency includes this wait again.
+    * the begin of the iteration after the read. It is after the wait that may follow the step.
+
+    These give no samples:
 
     * steps next to a gap: rows are missing or damaged, or an iteration computed nothing;
     * steps between two waits, and with the overlap scheduler steps before one. If there is a
@@ -208,19 +213,22 @@ class StepReader:
         return min(step.read_s, after.begun_s) - step.begun_s
 
     def _overlapped_s(self) -> float:
-        """Return the same, with the overlap scheduler. Remember when the step ended."""
+        """Return how long the oldest pending step took, with the overlap scheduler. 0: not known.
+
+        Remember when the step ended.
+        """
         # `reader` is the iteration that read the results of `step`.
         step, reader, after, last = self._pending[:4]
-        before_s = self._ended_s
+        step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)
         self._ended_s = None if step.was_idle and after.was_idle else ended_s
         # The reader waited for requests, while the results were there.
         if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
             self._ended_s = reader.begun_s
             return 0.0
-        if before_s is None or self._ended_s is None:
+        if step_before_ended_s is None or self._ended_s is None:
             return 0.0
-        started_s = max(before_s, step.begun_s)
+        started_s = max(step_before_ended_s, step.begun_s)
         seconds = ended_s - started_s
         if reader.prompt_tokens and not step.prompt_tokens:
             # The launch of the prompts can delay the read.
@@ -239,12 +247,15 @@ class StepReader:
             return step.cached_tokens
         chunk_tokens = step.prompt_tokens / max(1, step.num_prompts)
         before = 0.0
-        # Otherwise, the step computes another prompt than the one that was cut.
+        # If both chunks are longer together than any prompt, the step computes another prompt than
+        # the one that was cut.
         if self._cut_tokens + chunk_tokens <= self._longest_prompt:
             before = self._cut_tokens
         self._cut_tokens = 0.0
         full_step = self._full_step()
-        if full_step and step.prompt_tokens + step.decode_requests >= full_step:
+        is_full = full_step != 0 and step.prompt_tokens + step.decode_requests >= full_step
+        if is_full:
+            # The step has cut its last prompt.
             self._cut_tokens = chunk_tokens
             if step.num_prompts <= 1:
                 self._cut_tokens += before
@@ -257,8 +268,9 @@ class StepReader:
         lacks_context = step.decode_requests > 0 and not context_tokens
         if computes_nothing or lacks_context:
             return
-        pairs = step.prompt_tokens * (cached_tokens + step.prompt_tokens / 2)
-        pairs /= max(1, step.num_prompts)
+        # Several prompts count as equally long, and each attends to its own tokens only.
+        attention_pairs = step.prompt_tokens * (cached_tokens + step.prompt_tokens / 2)
+        attention_pairs /= max(1, step.num_prompts)
         # Ranks without rows compute what the others do.
         scale = self._num_ranks / step.num_ranks
         self._steps.append(
@@ -267,6 +279,6 @@ class StepReader:
                 decode_requests=round(step.decode_requests * scale),
                 context_tokens=round(context_tokens * scale),
                 prefill_tokens=round(step.prompt_tokens * scale),
-                attention_pairs=pairs * scale,
+                attention_pairs=attention_pairs * scale,
             )
         )
