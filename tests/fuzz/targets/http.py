@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from http import HTTPStatus
 from typing import NamedTuple
 
 import httptools
@@ -141,7 +142,9 @@ class _Answers:
         self._body += part
 
     def on_message_complete(self) -> None:
-        self.bodies.append((self.parser.get_status_code(), self._body))
+        status = self.parser.get_status_code()
+        if status >= HTTPStatus.OK:  # "100 Continue" is not the answer: another one follows
+            self.bodies.append((status, self._body))
 
 
 def _parse_answers(sent: bytes) -> list[tuple[int, bytes]]:
