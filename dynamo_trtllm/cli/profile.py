@@ -29,6 +29,7 @@ _TIMEOUT_S: Final = 10.0
 _LEARNED_S: Final = 2.5  # a worker learns once a second
 _MIN_SAMPLES: Final = 100
 _MAX_METRICS_BYTES: Final = 1 << 20
+_OF_WORKERS: Final = "active_calls"  # a metric that only workers have
 _KINDS: Final = {
     "decode": ("decode_step", DECODE_TERMS),
     "prefill": ("prefill_step", PREFILL_TERMS),
@@ -82,7 +83,9 @@ async def _profiled(config: ProfileConfig) -> dict[str, Any]:
     )
     loads = ProfileLoads(requests.ask, config.max_num_tokens)
     try:
-        await requests.use_model(config.model)
+        served = await requests.use_model(config.model)
+        if _short(served) != _short(config.model):
+            _note(f"{frontend} serves {served}, whose times are written for {config.model}")
         await loads.run(config.seconds)
         alone = await loads.alone()
     except LoadFailed as exc:
@@ -95,7 +98,7 @@ async def _metrics(url: str, config: ProfileConfig) -> str:
     """Return the metrics of a worker as text.
 
     Raises:
-        NotProfiled: it does not answer.
+        NotProfiled: it does not answer, or is no worker.
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -113,7 +116,15 @@ async def _metrics(url: str, config: ProfileConfig) -> str:
         ) from exc
     if status != 200:
         raise NotProfiled(f"{url}/metrics answers {status}; pass the address of a worker")
-    return body.decode()
+    page = body.decode()
+    check_page(page, url)
+    return page
+
+
+def check_page(page: str, url: str) -> None:
+    """Check that a page of metrics is that of a worker. Raise NotProfiled."""
+    if _OF_WORKERS not in sum_samples(page, PREFIX):
+        raise NotProfiled(f"{url} is not a worker; pass the address of the worker's --system-port")
 
 
 def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
         # Workers that transfer KV may have larger blocks than this aggregated one.
         mock["kv_cache_blocks"] = kv_blocks * config.kv_block_size // mock["kv_block_size"]
     entry: dict[str, Any] = {
-        "models": [_name(config)],
+        "models": [_short(config.model)],
         "engine": config.engine,
         "versions": [config.engine_version],
         "gpu": config.gpu.lower(),
@@ -172,6 +183,10 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
     return entry
 
 
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
 def _frontend_s(alone: Alone, prefill: list[float]) -> float:
     """Return what requests that run alone take besides their only step."""
     tokens = alone.prompt_tokens
@@ -179,9 +194,9 @@ def _frontend_s(alone: Alone, prefill: list[float]) -> float:
     return max(0.0, alone.seconds - step_s)
 
 
-def _name(config: ProfileConfig) -> str:
-    """Return the name of the model without the organization."""
-    return config.model.rstrip("/").rpartition("/")[2].lower()
+def _short(model: str) -> str:
+    """Return the name of a model without the organization."""
+    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 def _prior(config: ProfileConfig) -> Constants | None:
@@ -192,7 +207,7 @@ def _prior(config: ProfileConfig) -> Constants | None:
 
 
 def _is_same_model(constants: Constants, config: ProfileConfig) -> bool:
-    return _name(config) in constants.models and constants.gpu == config.gpu.lower()
+    return _short(config.model) in constants.models and constants.gpu == config.gpu.lower()
 
 
 if __name__ == "__main__":

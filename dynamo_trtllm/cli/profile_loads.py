@@ -158,8 +158,10 @@ class FrontendRequests:
         self._tls = tls
         self._model = ""
 
-    async def use_model(self, name: str) -> None:
+    async def use_model(self, name: str) -> str:
         """Send requests to the model of this name, or to the only one of the frontend.
+
+        Return its name.
 
         Raises:
             LoadFailed: it has several other models, or none.
@@ -180,6 +182,7 @@ class FrontendRequests:
                 f"{self._url} serves {', '.join(names) or 'no model'}, not {name}; pass one of its"
                 " models"
             )
+        return self._model
 
     async def ask(self, prompt: Sequence[int], output_tokens: int) -> None:
         """Run a request until its end.

@@ -314,16 +314,23 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
     )
     from dynamo_trtllm.cluster.discovery.share_records import is_planner_key, is_share_key
 
+    async def read_workers(prefix: str) -> dict[str, bytes]:
+        """Return the records of workers below a prefix. Planners and shares have records, too."""
+        snapshot = await store.read_all(prefix)
+        return {
+            key: record
+            for key, record in snapshot.records.items()
+            if not is_share_key(key) and not is_planner_key(key)
+        }
+
     report = DeploymentReport(namespace=config.namespace, processes=[])
     async with aclosing(EtcdStore(config)) as store:
-        snapshot = await store.read_all(namespace_prefix(config.namespace))
-        if not snapshot.records:
-            everything = await store.read_all(f"{PREFIX}/")
-            paths = [key.removeprefix(f"{PREFIX}/") for key in everything.records]
+        workers = await read_workers(namespace_prefix(config.namespace))
+        if not workers:
+            everywhere = await read_workers(f"{PREFIX}/")
+            paths = [key.removeprefix(f"{PREFIX}/") for key in everywhere]
             return report, {path.partition("/")[0] for path in paths}
-    for key, record in sorted(snapshot.records.items()):
-        if is_share_key(key) or is_planner_key(key):
-            continue
+    for key, record in sorted(workers.items()):
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_trtllm.cli.status_keys import KEY_HEAD, KeyStatus, key_rows, key_table
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.launch.plan import FRONTEND
+from dynamo_trtllm.launch.plan import FRONTEND, PLANNER
 from dynamo_trtllm.protocol.sanitize import escape_controls
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ def _load(process: ProcessStatus, *, has_bars: bool) -> str:
     load = process.load
     if not load:
         return "-"
+    if process.role == PLANNER:
+        return "leads" if load.get("planner_is_leader") else "does not lead"
     output_tokens = f"{load.get('output_tokens_total', 0):,.0f} tokens"
     if process.role == FRONTEND:
         words = [

@@ -236,8 +236,12 @@ class WorkerSpec(Section):
 
 def _planner_flags(given: Any) -> Any:
     """Return the flags of the planner by field name; False: it is off."""
-    # YAML 1.1 reads off as false.
-    return False if given in (False, "off") else _by_field(PlannerConfig, given)
+    # YAML 1.1 reads off as false, but not if it is quoted.
+    if given is False or (isinstance(given, str) and given.lower() == "off"):
+        return False
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"must be flags of `dynamo-trtllm planner`, or off; not {given!r}")
+    return _by_field(PlannerConfig, given)
 
 
 class DeploymentConfig(Section):

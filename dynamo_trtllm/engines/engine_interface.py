@@ -156,9 +156,10 @@ class Engine(Generator, Protocol):
         Cancelling the stream aborts the request and frees its KV.
 
         A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and
-        the tokens if the request ends with its first token. The first chunk of a DECODE call has
-        the first token of the transfer parameters. An engine that samples this token again (vLLM,
-        for penalties, structured output and seeds) sends its own instead.
+        the tokens if the request ends with its first token. Only its last chunk has KV transfer
+        parameters. The first chunk of a DECODE call has the first token of the transfer parameters.
+        An engine that samples this token again (vLLM, for penalties, structured output and seeds)
+        sends its own instead.
 
         Errors that end a stream, among others:
             RequestRejected: this engine does not support the request.

@@ -185,7 +185,7 @@ def running_deployment(name: str | None, how: str) -> LaunchRecord | None:
         for record in records:
             if record.name == name:
                 return record
-        others = f"these run: {titles}" if records else "none runs on this machine"
+        others = f"these run: {titles}" if records else "no other one does"
         raise ConfigError(f"no deployment named {name!r} runs on this machine; {others}")
     if len(records) > 1:
         raise ConfigError(

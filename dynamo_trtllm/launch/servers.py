@@ -11,13 +11,14 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -254,8 +255,9 @@ class LocalServer(Child):
                 await self.ended()
         if not failure:
             return self
+        lines = self._last_lines()
         raise ConfigError(
-            f"{self._program} {failure}; end of {self.log_path}:\n{self._last_lines()}"
+            f"{self._program} {failure}{_open_files_hint(lines)}; its last log lines:\n{lines}"
         )
 
     @property
@@ -269,6 +271,18 @@ class LocalServer(Child):
             log.seek(max(self._log_from, end - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
+
+
+# What etcd says before it starts, and what the system does.
+_TOO_FEW_FILES: Final = ("file descriptor limit", "too many open files")
+
+
+def _open_files_hint(lines: str) -> str:
+    """Return what to do if a server ended because it may open too few files; "" otherwise."""
+    if not any(text in lines.lower() for text in _TOO_FEW_FILES):
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f" because it may open only {limit} files: raise this limit (ulimit -n)"
 
 
 async def start_etcd(data_dir: Path) -> LocalServer:

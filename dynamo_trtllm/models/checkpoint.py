@@ -24,7 +24,8 @@ KV_CONFIG = "hf_quant_config.json"  # a file of ModelOpt
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
-SERVED_FILES = (TOKENIZER, "tokenizer_config.json", TEMPLATE)
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SERVED_FILES = (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -137,12 +138,14 @@ def check_model_files(folder: Path, *, reads_gguf: bool, weight_files: Sequence[
             )
         return
     model_type = _Fields(found, _read_json(found)).text("model_type")
-    if renderer_of(model_type) != "harmony" and not (folder / TOKENIZER).is_file():
-        raise ConfigError(
-            f"Model folder {folder} has no {TOKENIZER}, which frontends need to render prompts."
-            " Download it too.",
-            field="model_path",
-        )
+    needed = () if renderer_of(model_type) == "harmony" else (TOKENIZER, TOKENIZER_CONFIG)
+    for name in needed:
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"Model folder {folder} has no {name}, which frontends need to render prompts."
+                " Download it too.",
+                field="model_path",
+            )
     if weight_files and not any((folder / name).is_file() for name in weight_files):
         others = sorted(file.name for file in folder.glob("*.safetensors"))
         seen = f"; {others[0]} has another name" if others else ""

@@ -24,11 +24,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from dynamo_trtllm.models.checkpoint import CONFIG, WEIGHT_INDEX
+from dynamo_trtllm.models.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHT_INDEX,
+    renderer_of,
+)
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _LOOK_UP_TIMEOUT_S: Final = 10.0
 _WEIGHTS: Final = "*.safetensors"
+_PART_OF_WEIGHTS: Final = "*-of-*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NOT_NEEDED: Final = ["*/*", "consolidated*"]  # the same weights in other formats
 _GIB: Final = 1 << 30
@@ -101,10 +108,8 @@ class Hub:
             }
             weights = [size for file, size in sizes.items() if fnmatch(file, _WEIGHTS)]
             if CONFIG not in sizes or not weights:
-                lacking = "weights in the safetensors format" if CONFIG in sizes else CONFIG
-                raise ConfigError(
-                    f"model {name} has no {lacking} at its top level; choose another model or"
-                    " --revision"
+                raise _lacks(
+                    name, "weights in the safetensors format" if CONFIG in sizes else CONFIG
                 )
             # The download stores the commit of a branch or tag in the cache, which makes a later
             # look-up unnecessary.
@@ -112,6 +117,9 @@ class Hub:
                 name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
             )
         folder = Path(config).parent
+        for file in _tokenizer_files(folder):
+            if file not in sizes:
+                raise _lacks(name, file)
         missing = [size for file, size in sizes.items() if not (folder / file).exists()]
         return HubModel(
             name=name,
@@ -162,8 +170,7 @@ class Hub:
                 return None
             weights = _weight_files(folder)
         # Another program may have downloaded a part of the model.
-        needed = [folder / CONFIG, *weights]
-        if not weights or not all(file.is_file() for file in needed):
+        if not weights or not all(file.is_file() for file in [*weights, *_other_files(folder)]):
             return None
         return HubModel(
             name=name,
@@ -212,6 +219,13 @@ class Hub:
             raise ConfigError(f"model {name}: {reason}", field="model") from exc
 
 
+def _lacks(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"model {name} has no {what} at its top level; choose another model or --revision",
+        field="model",
+    )
+
+
 def _is_needed(file: str) -> bool:
     if any(fnmatch(file, pattern) for pattern in _NOT_NEEDED):
         return False
@@ -232,6 +246,25 @@ def _weight_files(folder: Path) -> list[Path]:
             ) from exc
         return [folder / name for name in names]
     return sorted(folder.glob(_WEIGHTS))
+
+
+def _other_files(folder: Path) -> list[Path]:
+    """Return the other files without which the weights of a folder can't be served."""
+    names = [CONFIG, *_tokenizer_files(folder)]
+    # Without the index, it is not known how many weight files there are.
+    if any(folder.glob(_PART_OF_WEIGHTS)):
+        names.append(WEIGHT_INDEX)
+    return [folder / name for name in names]
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of the files that frontends need to render prompts."""
+    try:
+        model_type = json.loads((folder / CONFIG).read_bytes())["model_type"]
+    except (OSError, ValueError, TypeError, KeyError):
+        # The worker reports an unreadable config.json.
+        return []
+    return [] if renderer_of(model_type) == "harmony" else [TOKENIZER, TOKENIZER_CONFIG]
 
 
 def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:

@@ -31,19 +31,17 @@ class DecisionLog:
     is one. Other new outcomes are logged at the level DEBUG.
 
     Args:
-        model: the model of the workers.
         is_advice: the shares are not changed. Then the same changes are logged once.
     """
 
-    def __init__(self, model: str, *, is_advice: bool) -> None:
-        self._model = model
+    def __init__(self, *, is_advice: bool) -> None:
         self._is_advice = is_advice
         self._last: Decision | None = None
         self._advised: Mapping[int, Shares] = {}
         self._num_unreachable = 0  # limits that were logged as unreachable
 
-    def add(self, decision: Decision) -> None:
-        """Log a decision, if it differs from those before it."""
+    def add(self, decision: Decision, pool: str) -> None:
+        """Log a decision, if it differs from those before it. `pool`: its name now."""
         last = self._last
         self._last = decision
         is_other_kind = last is None or _kind(last) != _kind(decision)
@@ -52,18 +50,18 @@ class DecisionLog:
             is_change = decision.changes != self._advised
             self._advised = decision.changes
         if is_change or is_other_kind:
-            self._write(logging.INFO, decision)
+            self._write(logging.INFO, decision, pool)
             self._num_unreachable = 0
         elif last is not None and last.outcome is not decision.outcome:
-            self._write(logging.DEBUG, decision)
+            self._write(logging.DEBUG, decision, pool)
         # A limit at the edge of what is possible is logged once until the shares change.
         if len(decision.unreachable) > self._num_unreachable:
             self._num_unreachable = len(decision.unreachable)
-            log.warning("%s: %s", self._model, "; ".join(decision.unreachable))
+            log.warning("%s: %s", pool, "; ".join(decision.unreachable))
 
-    def _write(self, level: int, decision: Decision) -> None:
+    def _write(self, level: int, decision: Decision, pool: str) -> None:
         verb = "would change" if self._is_advice and decision.changes else "decided"
-        log.log(level, "%s: %s %s: %s", self._model, verb, decision.outcome, decision.reason)
+        log.log(level, "%s: %s %s: %s", pool, verb, decision.outcome, decision.reason)
 
 
 def _kind(decision: Decision) -> str:

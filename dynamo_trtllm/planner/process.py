@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # Limit of each call to etcd. A decision that was not written by then is out of date.
 _CALL_S: Final = 3.0
+_MAX_NAMED: Final = 4  # workers of a pool that a log line names
 # Time after which another planner leads if this one does not renew its lease.
 LEASE_S: Final = 5.0
 
@@ -71,6 +72,7 @@ class PlannerProcess(Lifecycle):
         # At the last decisions, there were elastic workers. True before the first decisions.
         self._had_elastic = True
         self._does_etcd_answer = True  # as of the last call
+        self._is_waiting = False  # another planner led at the last call
         self._system_port: int | None = None
 
     @property
@@ -208,6 +210,12 @@ class PlannerProcess(Lifecycle):
                 self._config.namespace,
                 leadership.epoch,
             )
+        was_waiting = self._is_waiting
+        self._is_waiting = leadership is None and not failure
+        if self._is_waiting and not was_waiting:
+            log.info(
+                "another planner leads namespace %s, and this one waits", self._config.namespace
+            )
         leads = leadership is not None and not failure
         self._metrics.set_leader(is_leader=leads)
         return leads
@@ -266,11 +274,22 @@ class PlannerProcess(Lifecycle):
                 log.info("namespace %s: %s", self._config.namespace, NO_ELASTIC_WORKERS)
         logs: dict[PoolKey, DecisionLog] = {}
         for key, decision in decisions.items():
-            logs[key] = self._logs.get(key) or DecisionLog(key.model, is_advice=self._config.advise)
-            logs[key].add(decision)
+            logs[key] = self._logs.get(key) or DecisionLog(is_advice=self._config.advise)
+            logs[key].add(decision, self._name_of_pool(key))
             self._set_metrics(key.model, decision)
         # The logs of pools that are gone are dropped.
         self._logs = logs
+
+    def _name_of_pool(self, key: PoolKey) -> str:
+        """Return the model, and the workers if others of the model have another pool."""
+        groups = self._view.model(key.model).groups
+        group = groups.get(key.pairing_key)
+        if group is None or len(groups) == 1:
+            return key.model
+        ids = sorted({instance.id for instance in (*group.prefill, *group.decode)})
+        shown = ", ".join(f"{id_:x}" for id_ in ids[:_MAX_NAMED])
+        more = len(ids) - _MAX_NAMED
+        return f"{key.model} ({shown}{f' and {more} more' if more > 0 else ''})"
 
     def _set_metrics(self, model: str, decision: Decision) -> None:
         metrics = self._metrics

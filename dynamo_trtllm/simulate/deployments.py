@@ -116,8 +116,17 @@ def _rescale_blocks(arguments: dict[str, Any], constants: Constants) -> None:
     """Let the KV pool have as many tokens as that of the constants, with blocks of another size."""
     before = constants.mock.get("kv_block_size")
     blocks = constants.mock.get("kv_cache_blocks")
-    if before and blocks:
-        arguments["kv_cache_blocks"] = blocks * before // arguments["kv_block_size"]
+    after = arguments.get("kv_block_size")
+    # The mock engine rejects any other value.
+    if before and blocks and isinstance(after, int) and after > 0:
+        num_tokens = blocks * before
+        if after > num_tokens:
+            raise ConfigError(
+                f"KV blocks of {after} tokens are larger than the KV cache of {num_tokens} tokens;"
+                " choose smaller ones, such as --kv-block-size 32",
+                field="kv_block_size",
+            )
+        arguments["kv_cache_blocks"] = num_tokens // after
 
 
 def _worker_flags(spec: WorkerSpec, common: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,9 +133,10 @@ class Child:
         kill_timeout_s: float = KILL_TIMEOUT_S,
     ) -> None:
         self._process = process
-        self._stop_timeout_s = stop_timeout_s
+        self.stop_timeout_s = stop_timeout_s
         self._kill_timeout_s = kill_timeout_s
         self._exit_status = wait_for_exit(process)
+        self.is_overdue = False  # it did not end within `stop_timeout_s` of SIGTERM, and was killed
         self.is_terminating = False  # `terminate` was called: an end of the process is expected
         self.pid = process.pid
 
@@ -161,9 +162,10 @@ class Child:
         """
         self.terminate()
         try:
-            async with asyncio.timeout(self._stop_timeout_s):
+            async with asyncio.timeout(self.stop_timeout_s):
                 await self.ended()
         except TimeoutError:
+            self.is_overdue = True
             self.kill()
             await self.ended()
 
@@ -502,12 +504,25 @@ class Supervisor:
         errors: list[BaseException] = []
         ranks = {child.stop_rank for child in self._children.values()}
         for rank in sorted(ranks):
-            group = [child for child in self._children.values() if child.stop_rank == rank]
-            ends = await asyncio.gather(*(child.stop() for child in group), return_exceptions=True)
+            stops = [
+                self._stop(name, child)
+                for name, child in self._children.items()
+                if child.stop_rank == rank
+            ]
+            ends = await asyncio.gather(*stops, return_exceptions=True)
             errors += [end for end in ends if isinstance(end, BaseException)]
         # An error is raised only now, when all children have ended.
         if errors:
             raise errors[0]
+
+    async def _stop(self, name: str, child: Child) -> None:
+        if child.has_ended:
+            return
+        await child.stop()
+        if child.is_overdue:
+            self._say(
+                f"{name} did not end within {child.stop_timeout_s:g} s of SIGTERM, and was killed"
+            )
 
 
 def _first(group: BaseExceptionGroup[RunFailed | ConfigError]) -> RunFailed | ConfigError:

@@ -115,6 +115,9 @@ async def collect(engine: Generator, request: GenerateRequest) -> list[Chunk]:
         async with aclosing(as_stream(engine, request)) as stream:
             chunks = [chunk async for chunk in stream]
     finishing = chunks[-1]
+    assert all(chunk.kv_params is None for chunk in chunks[:-1]), (
+        "only the last chunk of a stream has kv_params"
+    )
     assert (finishing.kv_params is None) == (
         finishing.finish_reason is not FinishReason.KV_TRANSFER
     ), f"a stream has kv_params exactly when it ends with KV_TRANSFER, but ended with {finishing}"

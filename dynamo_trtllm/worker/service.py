@@ -222,7 +222,6 @@ class ServiceStream(Stream):
         "_arrived_s",
         "_clock",
         "_generating",
-        "_is_sampled",
         "_is_stopped",
         "_metrics",
         "_on_first_token",
@@ -258,7 +257,6 @@ class ServiceStream(Stream):
         self.fetch: AdmittedFetch | None = None
         # It gets the sample of this call, once.
         self._on_first_token = on_first_token
-        self._is_sampled = False
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
         self.work = EngineWork()  # what the engine had to do when the call arrived
@@ -273,7 +271,7 @@ class ServiceStream(Stream):
     def emit(self, event: StreamEvent) -> None:
         """Count the tokens of an event and pass the event on. The last event ends the stream."""
         if isinstance(event, Chunk):
-            # The only chunk of a prefill call may have KV transfer parameters and no token.
+            # The last chunk of a prefill call may have KV transfer parameters and no token.
             if not self.num_tokens and (event.token_ids or event.kv_params is not None):
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
@@ -299,10 +297,6 @@ class ServiceStream(Stream):
             self._generating.add(self)
         if self._phase is Phase.DECODE and chunk.stats is not None:
             self._metrics.observe_transfer(chunk.stats)
-        # An engine may send KV transfer parameters before the first token. The call then comes here
-        # twice.
-        if self._is_sampled:
-            return
         prompt_tokens = self.num_prompt_tokens
         cached_tokens = 0
         if chunk.stats is not None:
@@ -315,7 +309,6 @@ class ServiceStream(Stream):
             fetches_kv=self._phase is Phase.DECODE,
         )
         self._on_first_token(sample)
-        self._is_sampled = True
 
     def cancel(self) -> None:
         super().cancel()

@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -331,15 +332,15 @@ async def test_prefill_cancelled_as_kv_is_ready_leaves_nothing(
         assert events == []
 
 
-async def test_receiver_bug_does_not_affect_other_receivers(gpt_oss: Path) -> None:
+async def test_receiver_bug_does_not_affect_other_receivers(
+    gpt_oss: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class ReceiverBug(Exception):
         pass
 
     def raises(event: StreamEvent) -> None:
         raise ReceiverBug
 
-    bugs: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, bug: bugs.append(bug["exception"]))
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     async with started(engine):
         engine.generate(ask(prompt_of(20), max_tokens=20), raises)
@@ -347,4 +348,18 @@ async def test_receiver_bug_does_not_affect_other_receivers(gpt_oss: Path) -> No
             len(await asyncio.wait_for(answer(engine, prompt_of(20), max_tokens=20), SOON_S)) == 20
         )
         await asyncio.wait_for(engine.drain(), SOON_S)
-    assert {type(bug) for bug in bugs} == {ReceiverBug}
+    bugs = [record.exc_info for record in caplog.records if record.exc_info]
+    assert {kind for kind, _, _ in bugs} == {ReceiverBug}
+
+
+async def test_receiver_bug_keeps_the_order_of_events(gpt_oss: Path) -> None:
+    engine = make("torch", gpt_oss, Role.AGGREGATED)
+    assert isinstance(engine, TorchEngine)
+    order: list[int] = []
+    loop = asyncio.get_running_loop()
+    # Two steps of the scheduler, of which the loop has run none yet.
+    loop.call_soon(engine._receive, [[].pop, partial(order.append, 1)])
+    loop.call_soon(engine._receive, [partial(order.append, 2)])
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert order == [1, 2]

@@ -42,6 +42,7 @@ class FakeChild:
 
     last_line = ""
     is_status_2_final = True
+    is_overdue = False
 
     def __init__(
         self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]

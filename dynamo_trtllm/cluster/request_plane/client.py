@@ -98,6 +98,10 @@ class PlaneClient:
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         # The running streams, by subject of the worker, then by number.
         self._running: dict[str, dict[int, StreamReceiver]] = {}
+        self._num_ended_frames = 0  # frames of the ended streams of all workers
+        # Frames of the ended streams of each worker that has running ones, by subject. They are
+        # counted from `_num_ended_frames` on, as it was when the first of these streams began.
+        self._ended_frames: dict[str, int] = {}
         # The subjects of streams that were closed before their last frame arrived, by number of the
         # stream. The latest one is last.
         self._cancelled: dict[int, str] = {}
@@ -146,7 +150,12 @@ class PlaneClient:
         send_cancel = partial(self._send_cancel, subject, number)
         receiver = StreamReceiver(on_event, self._opening, on_end, send_cancel)
         self._inbox[number] = receiver
-        self._running.setdefault(subject, {})[number] = receiver
+        if subject not in self._running:
+            self._running[subject] = {}
+            # It is at least what it was when the worker's last stream ended, so the number of
+            # `_num_received` never returns to an earlier one.
+            self._ended_frames[subject] = self._num_ended_frames
+        self._running[subject][number] = receiver
         left_s = request.deadline - time.time()
         deadline_timer = loop.call_later(left_s, _deadline_passed, receiver)
         opening = self._open(subject, number, request, receiver)
@@ -157,9 +166,12 @@ class PlaneClient:
         deadline_timer.cancel()
         self._inbox.pop(number, None)
         running = self._running[subject]
-        del running[number]
+        num_frames = running.pop(number).received
+        self._ended_frames[subject] += num_frames
+        self._num_ended_frames += num_frames
         if not running:
             del self._running[subject]
+            del self._ended_frames[subject]
 
     def _send_cancel(self, subject: str, number: int, *, awaits_kv: bool) -> None:
         # A stream that awaits KV may still send it in its last frame. It is not cancelled again.
@@ -331,9 +343,13 @@ class PlaneClient:
             self._cancel(report.subject, number)
 
     def _num_received(self, subject: str) -> int:
-        """Return a number that changes with each frame of the worker's running streams."""
+        """Return a number that grows with each frame of the worker's streams.
+
+        0 if none runs.
+        """
         running = self._running.get(subject, {})
-        return sum(receiver.received for receiver in running.values())
+        num_frames = sum(receiver.received for receiver in running.values())
+        return num_frames + self._ended_frames.get(subject, 0)
 
     def _ping_message(self, _subject: str) -> bytes:
         self._num_pings += 1

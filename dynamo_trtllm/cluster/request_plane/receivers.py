@@ -6,9 +6,10 @@ Tokens of a stream that arrive together are merged. The module does no I/O.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dynamo_trtllm.cluster.request_plane.frames import Frame
@@ -281,18 +282,24 @@ class StreamDemux(dict[int, StreamReceiver]):
 
     def _feed(self, frames: list[Frame]) -> None:
         """Pass the frames of one message on while there is time, and let the rest wait."""
-        for first in range(0, len(frames), FRAMES_PER_CHECK):
-            # Frames behind waiting ones wait, too.
-            if self._is_scheduled or self._is_time_over():
-                self._defer(frames[first:])
-                self._schedule()
-                return
-            for frame in frames[first : first + FRAMES_PER_CHECK]:
-                receiver = self.get(frame.stream)
-                if receiver is not None:
-                    receiver.feed(frame)
+        rest = iter(frames)
+        try:
+            for _ in range(0, len(frames), FRAMES_PER_CHECK):
+                # Frames behind waiting ones wait, too.
+                if self._is_scheduled or self._is_time_over():
+                    self._defer(rest)
+                    self._schedule()
+                    return
+                for frame in itertools.islice(rest, FRAMES_PER_CHECK):
+                    receiver = self.get(frame.stream)
+                    if receiver is not None:
+                        receiver.feed(frame)
+        except BaseException:
+            # A bug in one stream's receiver. `pass_on` continues with the rest.
+            self._messages.appendleft(list(rest))
+            raise
 
-    def _defer(self, frames: list[Frame]) -> None:
+    def _defer(self, frames: Iterable[Frame]) -> None:
         """Let frames wait at their streams."""
         for frame in frames:
             receiver = self.get(frame.stream)

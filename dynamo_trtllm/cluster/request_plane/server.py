@@ -90,7 +90,7 @@ class _Caller:
 
     inbox: str
     wire: int  # wire version of the caller
-    num_messages: int = 1  # received from it
+    latest_message: int  # number of the latest message that came from it
     streams: dict[int, ServerStream] = field(default_factory=dict)  # the open streams, by number
     frames: list[Frame] = field(default_factory=list)  # the frames of the next flush
 
@@ -125,6 +125,7 @@ class PlaneServer:
 
     def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
+        self._num_messages = 0  # received from all callers
         self.running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
@@ -136,7 +137,7 @@ class PlaneServer:
             interval_s=self.ping_interval_s,
             peers=self._callers.keys,
             message=self._heartbeat_message,
-            heard=self._num_received,
+            heard=self._latest_message,
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
@@ -198,9 +199,10 @@ class PlaneServer:
                 raise errors.BadFrame(
                     f"the inbox name has {len(body.inbox)} characters; the limit is {_MAX_INBOX}"
                 )
+            self._num_messages += 1
             caller = self._callers.get(body.inbox)
             if caller is not None:
-                caller.num_messages += 1
+                caller.latest_message = self._num_messages
             if isinstance(body, CancelStream):
                 stream = None if caller is None else caller.streams.get(body.stream)
                 if stream is not None:
@@ -277,10 +279,14 @@ class PlaneServer:
         report = self._report(inbox, 0)
         return PING if report is None else report
 
-    def _num_received(self, inbox: str) -> int:
-        """Return the number of messages received from a caller; 0 if it is not known any more."""
+    def _latest_message(self, inbox: str) -> int:
+        """Return the number of the latest message from a caller; 0 if it has no streams.
+
+        A caller that ends its last stream and opens another one is a new one here. The number
+        changes then, too.
+        """
         caller = self._callers.get(inbox)
-        return 0 if caller is None else caller.num_messages
+        return 0 if caller is None else caller.latest_message
 
     def _report(self, inbox: str, ping: int) -> bytes | None:
         """Return the message that reports a caller's streams.
@@ -305,7 +311,9 @@ class PlaneServer:
     # --- streams ----------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
-        caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox, opening.wire))
+        caller = self._callers.setdefault(
+            opening.inbox, _Caller(opening.inbox, opening.wire, self._num_messages)
+        )
         stream = ServerStream(caller, opening.stream)
         caller.streams[opening.stream] = stream
         remember(self._latest_openings, (opening.inbox, opening.stream), None)

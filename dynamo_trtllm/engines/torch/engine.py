@@ -410,13 +410,13 @@ class TorchEngine(
             seq.run(exporting, f"torch-export-{seq.request.request_id}")
 
     def _receive(self, delivery: Delivery) -> None:
-        for index, event in enumerate(delivery):
+        for event in delivery:
             try:
                 event()
-            except BaseException:
-                # A bug of one receiver. The events of the other receivers are still delivered.
-                asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
-                raise
+            except Exception:
+                # A bug of one receiver. The others still get their events, before those of the
+                # next delivery, which may be queued already.
+                log.exception("a receiver failed on an event of its stream")
         if not self._sequences:
             self._idle.set()
 

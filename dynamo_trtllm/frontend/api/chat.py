@@ -101,6 +101,8 @@ _PART_FIELDS = frozenset({"type", "text", *TextPart.hints})
 _Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
 Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+# The name of who wrote a message, with the characters that OpenAI's API accepts.
+_Author = Annotated[str, Field(pattern=r"^[^\s<|\\/>]{1,64}$", max_length=64)]
 # The functions of gpt-oss's browser are the only ones with a dot.
 FunctionName = Annotated[
     str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)
@@ -108,16 +110,24 @@ FunctionName = Annotated[
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
+def _given(name: Any) -> Any:
+    """Return the name of a message. An empty one counts as absent."""
+    return None if name == "" else name
+
+
+Author = Annotated[_Author | None, BeforeValidator(_given)]
+
+
 class SystemMessage(RequestModel):
     role: Literal["system", "developer"]
     content: Text = ""
-    name: Name | None = None
+    name: Author = None
 
 
 class UserMessage(RequestModel):
     role: Literal["user"]
     content: Text
-    name: Name | None = None
+    name: Author = None
 
 
 class CalledFunction(RequestModel):
@@ -171,7 +181,7 @@ class AssistantMessage(RequestModel):
 
     role: Literal["assistant"]
     content: Text = ""
-    name: Name | None = None
+    name: Author = None
     reasoning_content: LongText | None = None
     # The name of `reasoning_content` in other servers.
     reasoning: LongText | None = None
@@ -194,7 +204,7 @@ class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Text = ""
     tool_call_id: Id
-    name: FunctionName | None = None
+    name: Annotated[FunctionName | None, BeforeValidator(_given)] = None
 
 
 ChatMessage = Annotated[

@@ -22,7 +22,6 @@ OF_ALL: Final[Mapping[str, str]] = {
     "logits_processors": "a request can't contain code",
     "truncation_side": "truncate_prompt_tokens keeps the last tokens",
     "kv_transfer_params": "the frontend controls KV transfers",
-    "thinking_budget": "reasoning has no limit of its own; use reasoning_effort",
     "thinking_token_budget": "reasoning has no limit of its own; use reasoning_effort",
     "max_new_tokens": _LENGTH,
     "max_length": _LENGTH,

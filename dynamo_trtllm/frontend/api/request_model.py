@@ -10,6 +10,7 @@ size.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import functools
 from collections import Counter
@@ -296,7 +297,9 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     """
     _check_count(body)
     try:
-        data = orjson.loads(body)
+        # Some Windows programs begin a text with a byte order mark, which a parser may ignore
+        # (RFC 8259, section 8.1).
+        data = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as exc:
         where = f"line {exc.lineno}, column {exc.colno}"
         hint = ""

@@ -42,6 +42,7 @@ from dynamo_trtllm.protocol.number_types import MAX_LOGPROBS
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _TEXT_PARTS = ("input_text", "output_text")
+_OUTPUT_PARTS = (*_TEXT_PARTS, "text")  # the last one is that of MCP
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _CHOSEN = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
 _TYPES = (
@@ -70,11 +71,31 @@ class Part(RequestModel):
     text: LongText
 
 
+def _outputs(value: Any, info: ValidationInfo) -> list[str]:
+    return chat.part_texts(value, _OUTPUT_PARTS, _PART_FIELDS, info)
+
+
+class OutputPart(RequestModel):
+    """A text part of the output of a tool."""
+
+    hints: ClassVar = Part.hints
+
+    type: Literal["input_text", "output_text", "text"]
+    text: LongText
+
+
 _Parts = Annotated[List[Part], Field(max_length=MAX_ITEMS)]
+_OutputParts = Annotated[List[OutputPart], Field(max_length=MAX_ITEMS)]
 Texts = Annotated[
     List[LongText],
     Field(max_length=MAX_ITEMS),
     BeforeValidator(_texts, json_schema_input_type=LongText | _Parts),
+]
+
+Outputs = Annotated[
+    List[LongText],
+    Field(max_length=MAX_ITEMS),
+    BeforeValidator(_outputs, json_schema_input_type=LongText | _OutputParts),
 ]
 
 
@@ -137,7 +158,7 @@ class FunctionOutputItem(RequestModel):
     type: Literal["function_call_output"]
     id: Label | None = None
     call_id: Id
-    output: Texts
+    output: Outputs
     status: Status | None = None
 
 
@@ -159,7 +180,7 @@ class CustomOutputItem(RequestModel):
     type: Literal["custom_tool_call_output"]
     id: Label | None = None
     call_id: Id
-    output: Texts
+    output: Outputs
     status: Status | None = None
 
 
@@ -186,7 +207,7 @@ class LocalShellOutputItem(RequestModel):
     type: Literal["local_shell_call_output"]
     id: Label | None = None
     call_id: Id | None = None
-    output: Texts
+    output: Outputs
     status: Status | None = None
 
     @model_validator(mode="after")
@@ -249,7 +270,7 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 # Results of tools that this server does not run, see `hosted_tools`. Clients that list such a tool
 # add them on their own.
-_INCLUDES_OF_HOSTED = (
+INCLUDES_OF_HOSTED = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -381,7 +402,7 @@ def _include(value: Any, info: ValidationInfo) -> Any:
     for name in value:
         if name in (LOGPROBS, ENCRYPTED_REASONING):
             included.append(name)
-        elif name in _INCLUDES_OF_HOSTED and ignored is not None:
+        elif name in INCLUDES_OF_HOSTED and ignored is not None:
             ignored.add((f"include.{name}",))
         else:
             unsupported(f"of {quoted(name)} is not supported; {LOGPROBS!r} is")

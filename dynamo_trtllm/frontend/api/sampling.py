@@ -111,6 +111,8 @@ Stops = Annotated[List[Stop], Field(max_length=MAX_STOPS)]
 
 
 def _metadata(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = {key: entry for key, entry in value.items() if entry is not None}
     return check_object(value, most=MAX_METADATA, key_chars=MAX_METADATA_KEY, value_chars=MAX_LABEL)
 
 
@@ -293,7 +295,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "service_tier": ("auto", "default", "flex", "scale", "priority"),  # there are no tiers
+    "service_tier": ("auto", "default", "fast", "flex", "scale", "priority"),  # there are no tiers
     "store": (False, True),  # nothing is stored, and no response depends on it
 }
 """Fields that are accepted only with the values that do not change a response."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo_trtllm.access.access_control import tenant_of
-from dynamo_trtllm.frontend.api.responses import LOGPROBS
+from dynamo_trtllm.frontend.api.responses import ENCRYPTED_REASONING, INCLUDES_OF_HOSTED, LOGPROBS
 from dynamo_trtllm.frontend.http.query import last_value, read_limit
 from dynamo_trtllm.frontend.requests.answer import RunningAnswers
 from dynamo_trtllm.frontend.responses_api.response_builder import ResponseBuilder
@@ -20,6 +20,9 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
+
+
+_INCLUDED: Final = (LOGPROBS, ENCRYPTED_REASONING, *INCLUDES_OF_HOSTED)
 
 
 @dataclass(eq=False)
@@ -98,8 +101,9 @@ def _check_query(request: HttpRequest, *known: str) -> None:
             raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
     for name in ("include", "include[]"):
         for value in query.get(name, ()):
-            # Log-probabilities are included if the original request asked for them.
-            if value != LOGPROBS:
+            # Log-probabilities are included if the original request asked for them. The others do
+            # not exist, as when a response is created.
+            if value not in _INCLUDED:
                 raise UnsupportedParameter(
                     f"include of {value!r} is not supported; leave it out", field="include"
                 )

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -168,7 +168,44 @@ class WorkerSelector:
                 raise
             # Only elastic workers without a share for these calls are left.
             selection = select(view)
-        return _without_blocked_transfer(selection, request)
+        return self._without_blocked_transfer(
+            selection, request, view, round_robin_index, avoid=avoid
+        )
+
+    def _without_blocked_transfer(
+        self,
+        selection: WorkerSelection,
+        request: GenerateRequest,
+        view: ModelView,
+        round_robin_index: int,
+        *,
+        avoid: int | None,
+    ) -> WorkerSelection:
+        """Return the selection, without KV transfer if elastic workers lack space for its KV.
+
+        Then one instance whose breaker is closed runs the whole request: if possible, one of the
+        two.
+
+        Raises:
+            NoInstances: the breakers of all instances that could do so are open.
+        """
+        prefill = selection.prefill
+        decode = selection.decode
+        if prefill is None or can_transfer(prefill, decode, request):
+            return selection
+        breakers = self.health.breakers
+        selected_two = [instance for instance in (decode, prefill) if instance.can_aggregate]
+        closed = _closed(selected_two, breakers)
+        if closed:
+            instance = min(closed, key=lambda instance: instance.id == avoid)
+            return selection.aggregated(instance)
+        others = _aggregating(view)
+        closed = _closed(others, breakers)
+        if not closed:
+            raise _all_open_error(
+                request.model, breakers, ((None, instance.id) for instance in others)
+            )
+        return selection.aggregated(closed[round_robin_index % len(closed)])
 
     def _select_in(
         self,
@@ -260,20 +297,6 @@ class WorkerSelector:
         if view.shares:
             return _weighted(view, decodes, Role.DECODE, index)
         return decodes[index % len(decodes)]
-
-
-def _without_blocked_transfer(
-    selection: WorkerSelection, request: GenerateRequest
-) -> WorkerSelection:
-    """Return the selection, without its prefill instance if elastic workers lack space for its KV.
-
-    Then one of them runs the whole request.
-    """
-    prefill = selection.prefill
-    decode = selection.decode
-    if prefill is None or can_transfer(prefill, decode, request):
-        return selection
-    return selection.aggregated(decode if decode.can_aggregate else prefill)
 
 
 def select_round_robin(
@@ -445,10 +468,26 @@ def _select_aggregated(
     if not candidates:
         missing = " and no ".join(role.value for role in view.missing_roles())
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
-    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
+    instances = _closed(candidates, breakers)
     if not instances:
         raise _all_open_error(model, breakers, ((None, instance.id) for instance in candidates))
     return instances[round_robin_index % len(instances)]
+
+
+def _aggregating(view: ModelView) -> list[Instance]:
+    """Return the instances that can run whole requests, in every role, sorted by id."""
+    able = {
+        instance.id: instance
+        for instance in (*view.prefill, *view.decode)
+        if instance.can_aggregate
+    }
+    able |= {instance.id: instance for instance in view.aggregated}
+    return [able[instance_id] for instance_id in sorted(able)]
+
+
+def _closed(instances: Iterable[Instance], breakers: PairBreakers) -> list[Instance]:
+    """Return the instances that may run whole requests, because their breaker is closed."""
+    return [instance for instance in instances if not breakers.is_open((None, instance.id))]
 
 
 def _all_open_error(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
@@ -468,7 +507,7 @@ class FieldSupport(NamedTuple):
     # Instances that do not support the priority or the data-parallel rank of the request, and would
     # ignore it.
     incapable: frozenset[int]
-    # The field of the client's request that no instance of a role supports. "": there is none.
+    # A field of the client's request without which it could run. "": it can run with all of them.
     rejected_field: str
 
 
@@ -489,20 +528,36 @@ def field_support(view: ModelView, request: GenerateRequest) -> FieldSupport:
     known: FieldSupport | None = view.cache.get(key)
     if known is not None:
         return known
-    lacking: dict[int, str] = {}  # the field that an instance does not support
+    lacking: dict[int, set[str]] = {}  # the fields that an instance does not support
     for instance in (*view.prefill, *view.decode, *view.aggregated):
         for field, feature in _needs(request, instance.role).items():
             if feature not in instance.supported_features:
-                lacking[instance.id] = field
-    ids = frozenset(lacking)
-    rejected_field = ""
-    # Whether a role has instances, but none that can run the request.
-    leaves_role_empty = view.excluding(ids).missing_roles() and not view.missing_roles()
-    if leaves_role_empty:
-        rejected_field = next(iter(lacking.values()))
-    support = FieldSupport(ids, rejected_field)
+                lacking.setdefault(instance.id, set()).add(field)
+    support = FieldSupport(frozenset(lacking), _rejected_field(view, lacking))
     view.cache[key] = support
     return support
+
+
+def _rejected_field(view: ModelView, lacking: Mapping[int, Set[str]]) -> str:
+    """Return a field that must be left out so that a request can run.
+
+    Args:
+        view: the instances of the model.
+        lacking: the fields that an instance does not support, by its id.
+
+    Returns:
+        "": the request can run as it is, or no request can run now.
+    """
+    if not view.is_complete or view.excluding(frozenset(lacking)).is_complete:
+        return ""
+    # No field can be left in if the request could not run then.
+    left_out = sorted({field for fields in lacking.values() for field in fields})
+    for field in tuple(left_out):
+        others = [other for other in left_out if other != field]
+        unusable = frozenset(id_ for id_, fields in lacking.items() if not fields <= set(others))
+        if view.excluding(unusable).is_complete:
+            left_out = others
+    return left_out[0]
 
 
 def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:

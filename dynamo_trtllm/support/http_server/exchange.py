@@ -338,8 +338,9 @@ class HttpResponse:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines.append("\r\n")
         head = "\r\n".join(lines)
-        # Each line ends with one line break. A value with another one would add a header.
-        if head.count("\n") != len(lines):
+        # Each line ends with one line break. A value with another one would add a header. Some
+        # proxies and clients take a carriage return alone as one.
+        if not head.count("\n") == head.count("\r") == len(lines):
             raise ValueError("a value of a response header contains a line break")
         self._batch.add(self)
         self._unsent.append(head.encode("latin-1"))

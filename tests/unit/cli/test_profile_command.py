@@ -11,7 +11,7 @@ import yaml
 from dynamo_trtllm.cli import profile
 from dynamo_trtllm.cli.profile_loads import Alone
 from dynamo_trtllm.config.commands import ProfileConfig
-from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.protocol.cost_model import CostModel, Fit
 from dynamo_trtllm.simulate.constants import find_constants, known_constants
 
@@ -63,6 +63,12 @@ def test_worker_that_learned_too_little_is_named(tmp_path: Path) -> None:
         profile.constants_of(page(99), config(tmp_path / "x"))
     with pytest.raises(profile.NotProfiled, match="learned from 0 samples"):
         profile.constants_of("", config(tmp_path / "x"))
+
+
+def test_address_of_a_frontend_is_named() -> None:
+    profile.check_page(page(0), "http://worker")
+    with pytest.raises(profile.NotProfiled, match="http://frontend is not a worker"):
+        profile.check_page(FrontendMetrics().render().decode(), "http://frontend")
 
 
 def test_worker_that_does_not_answer_is_named(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import pytest
+
+from dynamo_trtllm.cli import status
 from dynamo_trtllm.cli.status_keys import KeyStatus
 from dynamo_trtllm.cli.status_view import DeploymentReport, ProcessStatus, as_text
+from dynamo_trtllm.cluster.discovery import etcd_store
+from dynamo_trtllm.cluster.discovery.share_records import planner_key, share_key
+from dynamo_trtllm.config.client_commands import StatusConfig
 
 
 def key(name: str, weight: float, tokens: int, waiting: int = 0) -> KeyStatus:
@@ -46,6 +54,40 @@ def test_status_shows_the_shares_of_an_elastic_worker() -> None:
     text = as_text([report])
     assert "elastic 1/1  " in text
     assert "elastic 0.25/0 since 02:03:04" in text
+
+
+def test_status_of_a_planner_says_whether_it_leads() -> None:
+    planners = [
+        ProcessStatus(name="a", role="planner", state="ready", load={"planner_is_leader": 1.0}),
+        ProcessStatus(name="b", role="planner", state="ready", load={"planner_is_leader": 0.0}),
+    ]
+    text = as_text([DeploymentReport(namespace="n", processes=planners)])
+    assert [line.split()[4:] for line in text.splitlines()[2:]] == [
+        ["leads"],
+        "does not lead".split(),
+    ]
+
+
+class ReadStore:
+    """A store of etcd that has some records."""
+
+    records: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, _: object) -> None: ...
+
+    async def read_all(self, prefix: str) -> etcd_store.Snapshot:
+        found = {key: value for key, value in self.records.items() if key.startswith(prefix)}
+        return etcd_store.Snapshot(records=found, revision=1)
+
+    async def aclose(self) -> None: ...
+
+
+async def test_namespace_with_only_shares_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_store, "EtcdStore", ReadStore)
+    monkeypatch.setattr(ReadStore, "records", {share_key("old"): b"", planner_key("old"): b""})
+    for namespace in ("old", "other"):
+        report, others = await status._of_etcd(StatusConfig(namespace=namespace))
+        assert (report.processes, report.not_ready, others) == ([], [], set())
 
 
 def test_long_reason_is_a_line_below_the_table() -> None:

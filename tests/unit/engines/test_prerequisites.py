@@ -57,6 +57,11 @@ def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> 
         ({"config.json": "{"}, "torch", "config.json can't be read"),
         ({"config.json": {}}, "vllm", "model_type is missing"),
         ({"config.json": {"model_type": "llama"}}, "torch", "has no tokenizer.json"),
+        (
+            {"config.json": {"model_type": "llama"}, "tokenizer.json": {}},
+            "vllm",
+            "has no tokenizer_config.json",
+        ),
         ({"config.json": {"model_type": "gpt_oss"}}, "torch", "has none of model.safetensors, "),
         (
             {"config.json": {"model_type": "gpt_oss"}, "weights.safetensors": ""},
@@ -80,7 +85,12 @@ def test_model_folder_when_it_lacks_a_file_then_it_is_named(
         ({"config.json": {"model_type": "gpt_oss"}, "model.safetensors.index.json": {}}, "torch"),
         ({"config.json": {"model_type": "gpt_oss"}}, "vllm"),
         (
-            {"config.json": {"model_type": "llama"}, "tokenizer.json": {}, "pytorch_model.bin": ""},
+            {
+                "config.json": {"model_type": "llama"},
+                "tokenizer.json": {},
+                "tokenizer_config.json": {},
+                "pytorch_model.bin": "",
+            },
             "torch",
         ),
     ],

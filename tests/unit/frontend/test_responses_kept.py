@@ -176,14 +176,20 @@ async def test_full_store_protects_other_clients() -> None:
     assert (await ask(served, "GET", f"{PATH}/{first['id']}")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"]
-)
+@pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include=everything"])
 async def test_retrieve_with_unsupported_field_is_rejected(query: str) -> None:
     served = front(stop("x"))
     response = await made(served)
     refused = await ask(served, "GET", f"{PATH}/{response['id']}?{query}")
     check_error(refused, 400, "unsupported_parameter", query.partition("=")[0])
+
+
+async def test_retrieve_accepts_what_a_request_may_include() -> None:
+    served = front(stop("x"))
+    response = await made(served)
+    for value in ("reasoning.encrypted_content", "web_search_call.action.sources"):
+        found = await ask(served, "GET", f"{PATH}/{response['id']}?include={value}")
+        assert found.json()["id"] == response["id"]
 
 
 class Reader:

@@ -219,6 +219,7 @@ LIMITS = {"slo_ttft_ms": 2000, "slo_itl_ms": 100}
     [
         ("elastic", LIMITS, {}, True),
         ("elastic", LIMITS, {"planner": "off"}, False),
+        ("elastic", LIMITS, {"planner": "OFF"}, False),
         ("elastic", LIMITS, {"planner": False}, False),
         ("elastic", {}, {}, False),
         ("elastic", {}, {"planner": LIMITS}, True),

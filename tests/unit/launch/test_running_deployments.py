@@ -127,7 +127,7 @@ def test_command_without_address_needs_a_choice_of_two(other_pid: int) -> None:
 
 
 def test_unknown_name_is_an_error_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"named 'x' runs on this machine; none runs"):
+    with pytest.raises(ConfigError, match=r"named 'x' runs on this machine; no other one does"):
         running_deployment("x", "")
     with launched(), pytest.raises(ConfigError, match=r"these run: n$"):
         running_deployment("x", "")

@@ -56,6 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     files = {
         "config.json": json.dumps(CONFIG).encode(),
         "tokenizer.json": b"{ }",
+        "tokenizer_config.json": b"{}",
         "model.safetensors": bytes(1000),
     }
     running = HubServer(files)

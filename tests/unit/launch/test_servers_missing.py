@@ -29,6 +29,20 @@ async def test_start_etcd_when_wheel_is_missing_then_install_line(
         await servers.start_etcd(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line", ["accept: too many open files", "file descriptor limit of etcd process is too low"]
+)
+async def test_server_that_may_open_too_few_files_says_so(tmp_path: Path, line: str) -> None:
+    code = f"print({line!r}); exit(1)"
+
+    async def never(host: str, port: int) -> None:
+        raise servers.NotYet("no answer")
+
+    server = servers.LocalServer([sys.executable, "-c", code], "", 1, tmp_path / "log", never)
+    with pytest.raises(ConfigError, match=r"it may open only \d+ files: .*\(ulimit -n\)"):
+        await server.until_up()
+
+
 async def test_start_nats_when_wheel_is_missing_then_install_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 from dynamo_trtllm.models import hub as hub_module
 from dynamo_trtllm.models.hub import Hub, Show
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.cases import each_case
 from tests.kit.hub_server import COMMIT, NAME, HubServer
 from tests.kit.waiting import SOON_S
 
@@ -59,6 +60,16 @@ def hub(server: HubServer, tmp_path: Path) -> Hub:
     return Hub(endpoint=server.url, cache_dir=tmp_path / "cache")
 
 
+def cached_folder(cache: Path) -> Path:
+    """Return an empty folder for the files of the model, as another program makes it in a cache."""
+    of_model = cache / f"models--{NAME.replace('/', '--')}"
+    folder = of_model / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (of_model / "refs").mkdir()
+    (of_model / "refs" / "main").write_text(COMMIT)
+    return folder
+
+
 def test_download_fetches_only_needed_files(hub: Hub, server: HubServer) -> None:
     found = hub.find(NAME)
     assert (found.revision, found.weight_bytes) == (COMMIT, len(WEIGHTS))
@@ -94,11 +105,7 @@ def test_find_completes_a_partly_cached_model(hub: Hub, server: HubServer, tmp_p
     server.files |= {"model.safetensors.index.json": json.dumps(index).encode()}
     server.files |= {"model-1.safetensors": b"1" * 100, "model-2.safetensors": b"2" * 200}
     del server.files["model.safetensors"]
-    cache = tmp_path / "cache" / f"models--{NAME.replace('/', '--')}"
-    folder = cache / "snapshots" / COMMIT
-    folder.mkdir(parents=True)
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(COMMIT)
+    folder = cached_folder(tmp_path / "cache")
     for name in NEEDED & server.files.keys() | {
         "model.safetensors.index.json",
         "model-1.safetensors",
@@ -108,6 +115,37 @@ def test_find_completes_a_partly_cached_model(hub: Hub, server: HubServer, tmp_p
     assert found.download_bytes == 200
     assert hub.download(found, lambda _: None) == folder
     assert (folder / "model-2.safetensors").read_bytes() == b"2" * 200
+
+
+@each_case("lacking", ["tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_find_completes_what_another_program_cached(lacking: str, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    server = HubServer(
+        {name: FILES[name] for name in NEEDED - {"model.safetensors"}}
+        | dict.fromkeys(index["weight_map"].values(), b"1" * 100)
+        | {"model.safetensors.index.json": json.dumps(index).encode()}
+    )
+    try:
+        cache = tmp_path / lacking
+        folder = cached_folder(cache)
+        for name in server.files.keys() - {lacking}:
+            (folder / name).write_bytes(server.files[name])
+        hub = Hub(endpoint=server.url, cache_dir=cache)
+        found = hub.find(NAME)
+        assert found.download_bytes == len(server.files[lacking])
+        assert (hub.download(found, lambda _: None) / lacking).is_file()
+    finally:
+        server.close()
+
+
+def test_find_of_cached_gpt_oss_needs_no_tokenizer(hub: Hub, server: HubServer) -> None:
+    server.files["config.json"] = b'{"model_type": "gpt_oss"}'
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        del server.files[name]
+    folder = hub.download(hub.find(NAME), lambda _: None)
+    server.requests.clear()
+    assert hub.find(NAME).folder == folder
+    assert server.requests == []
 
 
 def test_download_continues_after_a_cut_connection(
@@ -230,6 +268,8 @@ def test_find_when_no_hub_answers_then_one_line_names_it(tmp_path: Path) -> None
     [
         ("config.json", "no config.json at"),
         ("model.safetensors", "no weights in the safetensors format at"),
+        ("tokenizer.json", "no tokenizer.json at"),
+        ("tokenizer_config.json", "no tokenizer_config.json at"),
     ],
 )
 def test_find_of_incomplete_model_is_rejected_early(

@@ -27,9 +27,9 @@ def logged(
 ) -> list[str]:
     """Return the lines from the level INFO on."""
     caplog.set_level(logging.DEBUG, "dynamo_trtllm.planner.decision_log")
-    decision_log = DecisionLog("m", is_advice=is_advice)
+    decision_log = DecisionLog(is_advice=is_advice)
     for decision in decisions:
-        decision_log.add(decision)
+        decision_log.add(decision, "m")
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.INFO]
 
 

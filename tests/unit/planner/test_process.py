@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, MemoryLeadership
 from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.frontend.routing.pairs import pairing_key
+from dynamo_trtllm.planner.observe import PoolKey
 from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.errors import Unreachable
+from tests.kit.instances import LAYOUT, elastic_instance
 
 
 class LostDiscovery(MemoryDiscovery):
@@ -38,6 +42,38 @@ async def test_etcd_that_is_away_is_logged_once(caplog: pytest.LogCaptureFixture
         "etcd answers again",
         "this planner leads namespace dynamo, epoch 1",
     ]
+
+
+async def test_planner_that_waits_for_another_one_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "dynamo_trtllm.planner")
+    discovery = MemoryDiscovery()
+    first = await discovery.lead_planners("dynamo", "another")
+    assert first is not None
+    planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
+    assert not await planner._leads(discovery)
+    assert not await planner._leads(discovery)
+    await first.aclose()
+    assert await planner._leads(discovery)
+    assert [record.getMessage() for record in caplog.records] == [
+        "another planner leads namespace dynamo, and this one waits",
+        "this planner leads namespace dynamo, epoch 2",
+    ]
+
+
+def test_pools_of_one_model_are_named_by_their_workers() -> None:
+    planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
+    one = elastic_instance(1)
+    key = PoolKey("tiny", pairing_key(one))
+    planner._view.add(one)
+    assert planner._name_of_pool(key) == "tiny"
+    larger = msgspec.structs.replace(LAYOUT, block_tokens=32)
+    for number in range(2, 8):
+        planner._view.add(msgspec.structs.replace(elastic_instance(number), layout=larger))
+    others = PoolKey("tiny", pairing_key(planner._view.instances()[-1]))
+    assert planner._name_of_pool(key) == "tiny (1)"
+    assert planner._name_of_pool(others) == "tiny (2, 3, 4, 5 and 2 more)"
 
 
 async def test_missing_elastic_workers_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,15 @@ def test_workers_of_other_engines_take_the_constants() -> None:
     assert (found.num_gpus, found.frontend_s) == (2, 0.005)
 
 
+def test_blocks_larger_than_the_kv_cache_are_an_error() -> None:
+    flags = VLLM | {"kv-block-size": 12_801}
+    with pytest.raises(ConfigError, match="12801 tokens are larger than the KV cache") as failed:
+        simulated({"workers": workers(flags)})
+    assert failed.value.field == "kv_block_size"
+    (worker,) = simulated({"workers": workers(VLLM | {"kv-block-size": 12_800})}).workers
+    assert worker.override_engine_args["kv_cache_blocks"] == 1
+
+
 def test_packaged_deployment_can_be_simulated() -> None:
     file = find_file(Path("deploy/local/gpt-oss-120b-2gpu-vllm.yaml"))
     found = simulated_deployment(load_deployment(file), known_constants(), "h200")

@@ -207,6 +207,16 @@ class KeepsKv(MockEngine):
         pass
 
 
+class OffersKvTwice(MockEngine):
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        def pass_on(event: StreamEvent) -> None:
+            if isinstance(event, Chunk) and event.kv_params is not None:
+                on_event(Chunk(kv_params=event.kv_params))
+            on_event(event)
+
+        return super().generate(request, pass_on)
+
+
 class ChecksNoKv(MockEngine):
     """Its decode calls are aggregated calls, which give the same tokens without a fetch."""
 
@@ -254,6 +264,7 @@ BROKEN = [
     (MakesNewDeques, "steps_are_in_one_bounded_deque", "is always the same deque"),
     (LosesKv, "transfer_blocks_stay_counted_until_release", "is True until a transfer is released"),
     (KeepsKv, "drain_waits_until_transfers_are_released", "when all KV is released"),
+    (OffersKvTwice, "two_calls_equal_one_call_and_free_both_sides", "only the last chunk"),
     (ChecksNoKv, "two_calls_equal_one_call_and_free_both_sides", "kv_bytes"),
 ]
 

@@ -162,6 +162,21 @@ async def test_pass_on_with_receiver_bug_keeps_message_order(
     assert bench.tokens_of(one) == [1, 2, 3, 4]
 
 
+async def test_receiver_bug_keeps_other_frames_of_its_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    (one,) = await bench.begun(1)
+    broken = Reader(bench.inbox, bench.seen)
+    monkeypatch.setattr(broken.arrivals, "_on_event", [].pop)  # raises TypeError
+    bench.inbox.add([broken.frame(), one.frame()])
+    bench.inbox.add([one.frame()])
+    with pytest.raises(TypeError):
+        bench.inbox.pass_on()
+    await bench.in_turns()
+    assert bench.tokens_of(one) == [1, 2]
+
+
 async def test_turn_joins_waiting_frames_of_a_stream() -> None:
     bench = Bench()
     readers = await bench.begun(3)

@@ -217,3 +217,47 @@ def test_text_cut_inside_a_character_is_named() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"a\\ud83d"}]}'
     with pytest.raises(InvalidRequest, match="cut inside a character"):
         parse(ChatRequest, body)
+
+
+@pytest.mark.parametrize("budget", [8000, 0, -1])
+def test_budget_of_thinking_is_ignored_and_named(budget: int) -> None:
+    assert chat(thinking_budget=budget)[1] == ["thinking_budget"]
+    assert responses(thinking_budget=budget)[1] == ["thinking_budget"]
+    assert messages(thinking_budget=budget)[1] == ["thinking_budget"]
+
+
+def test_null_in_metadata_counts_as_absent() -> None:
+    assert chat(metadata={"user_id": None, "a": "b"})[0].metadata == {"a": "b"}
+    assert messages(metadata={"user_id": None})[0].metadata == {}
+
+
+def test_name_of_an_author_may_have_any_letters() -> None:
+    message = USER | {"name": "J.Müller"}
+    assert chat(messages=[message])[0].messages[0].name == "J.Müller"
+    assert chat(messages=[USER | {"name": ""}])[0].messages[0].name is None
+    for name in ("a b", "<|end|>", "a/b"):
+        with pytest.raises(InvalidRequest, match="name"):
+            chat(messages=[USER | {"name": name}])
+
+
+def test_tool_result_with_an_empty_name_has_none() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "name": "", "content": "1"}
+    assert chat(messages=[USER, asked, result])[0].messages[2].name is None
+
+
+def test_body_may_begin_with_a_byte_order_mark() -> None:
+    body = b"\xef\xbb\xbf" + orjson.dumps({"model": "m", "messages": [USER]})
+    assert parse(ChatRequest, body).model == "m"
+
+
+def test_output_of_a_tool_may_have_text_parts_of_mcp() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    assert responses(input=[USER, call, output])[0].input[2].output == ["a", "b"]
+
+
+def test_any_service_tier_is_accepted() -> None:
+    assert chat(service_tier="fast")[1] == []

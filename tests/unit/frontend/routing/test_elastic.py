@@ -64,11 +64,19 @@ class Selections:
             assert number < 10
 
     def select(
-        self, made: GenerateRequest | None = None, excluded: frozenset[int] = frozenset()
+        self,
+        made: GenerateRequest | None = None,
+        excluded: frozenset[int] = frozenset(),
+        avoid: int | None = None,
     ) -> WorkerSelection:
         made = made or request()
         index = self.selector.new_round_robin_index(made.model)
-        return self.selector.select(made, index, 0.0, excluded=excluded, avoid=None)
+        return self.selector.select(made, index, 0.0, excluded=excluded, avoid=avoid)
+
+    def open(self, instance_id: int) -> None:
+        """Open the breaker of an instance that runs whole requests."""
+        for _ in range(3):
+            self.breakers.record_failure((None, instance_id), "it failed", 0.0)
 
     def pairs(self, count: int = 200) -> Counter[Pair]:
         """Return how often each pair is selected. (None, id): one worker runs the request."""
@@ -238,6 +246,31 @@ def test_prompt_without_space_for_its_kv_is_not_transferred(mode: str) -> None:
     fitting = msgspec.structs.replace(request(max_tokens=320), token_ids=token_ids([1] * 640))
     if mode != "slo":
         assert selections.select(fitting).prefill is not None
+
+
+@each_case("mode", MODES)
+def test_prompt_without_space_avoids_open_breakers(mode: str) -> None:
+    long = msgspec.structs.replace(request(max_tokens=1), token_ids=token_ids([1] * 641))
+    workers = [elastic_instance(1, PREFILLS), elastic_instance(2, DECODES)]
+    selections = Selections(mode, workers)
+    selections.open(2)
+    selection = selections.select(long)
+    assert (selection.prefill, selection.decode.id) == (None, 1)
+    selections.open(1)
+    with pytest.raises(NoInstances, match="quarantined"):
+        selections.select(long)
+    # A worker without a share in these calls is better than none.
+    selections.view.add(elastic_instance(3, Shares(0.0, 0.0)))
+    selection = selections.select(long)
+    assert (selection.prefill, selection.decode.id) == (None, 3)
+
+
+@each_case("mode", [mode for mode in MODES if mode != "slo"])
+def test_prompt_without_space_avoids_the_worker_to_avoid(mode: str) -> None:
+    long = msgspec.structs.replace(request(max_tokens=1), token_ids=token_ids([1] * 641))
+    selections = Selections(mode, [elastic_instance(1, PREFILLS), elastic_instance(2, DECODES)])
+    selection = selections.select(long, avoid=2)
+    assert (selection.prefill, selection.decode.id) == (None, 1)
 
 
 def test_other_decode_worker_is_not_the_holder_of_the_kv() -> None:

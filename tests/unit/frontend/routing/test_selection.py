@@ -243,6 +243,7 @@ def asked(**fields: Any) -> GenerateRequest:
 
 PRIORITY = {"supported_features": ("priority",)}
 RANKS = {"supported_features": ("dp_rank",)}
+AGGREGATED = model_view(aggregated=some(Role.AGGREGATED, 1))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +300,33 @@ def test_support_excludes_workers_without_the_feature(
             {"prefill_dp_rank": 0},
             model_view(aggregated=some(Role.AGGREGATED, 1, **RANKS)),
             "nvext.prefill_dp_rank",
+        ),
+        # one of two prefill workers lacks the priority, and all decode workers lack ranks
+        (
+            {"priority": 1, "dp_rank": 0},
+            model_view(
+                prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)
+            ),
+            "nvext.dp_rank",
+        ),
+        # the worker lacks both, and any of the two may be named
+        ({"priority": 1, "prefill_dp_rank": 0}, AGGREGATED, "nvext.prefill_dp_rank"),
+        # no worker has both
+        (
+            {"priority": 1, "dp_rank": 0},
+            model_view(
+                prefill=prefills(1, **PRIORITY), decode=decodes(2, **PRIORITY) + decodes(3, **RANKS)
+            ),
+            "priority",
+        ),
+        # those which support it do not match
+        (
+            {"priority": 1},
+            model_view(
+                prefill=prefills(1) + prefills(3, engine="other", **PRIORITY),
+                decode=decodes(2, **PRIORITY) + decodes(4, engine="other"),
+            ),
+            "priority",
         ),
     ],
 )

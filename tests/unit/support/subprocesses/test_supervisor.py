@@ -145,7 +145,7 @@ async def test_run_with_unkillable_program_stops_the_others(
     made = Programs()
 
     async def then() -> None:
-        made.children["b"]._stop_timeout_s = 0.05
+        made.children["b"].stop_timeout_s = 0.05
         made.children["b"]._kill_timeout_s = 0.05
         monkeypatch.setattr(os, "killpg", lambda *_: None)
         made.supervisor.stop()
@@ -153,6 +153,7 @@ async def test_run_with_unkillable_program_stops_the_others(
     try:
         assert await made.run({"a": DRAINS, "b": IGNORES}, then) == {"a": 0, "b": -9}
     finally:
+        assert made.said == ["b did not end within 0.05 s of SIGTERM, and was killed"]
         made.children["b"]._process.kill()
         await asyncio.to_thread(made.children["b"]._process.wait)
 
