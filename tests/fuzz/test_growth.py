@@ -61,6 +61,21 @@ def test_quadratic_work_is_found(counted: Callable[[Callable[[bytes], float]], W
         grow_all(target)
 
 
+def test_what_is_loaded_once_is_accepted(
+    counted: Callable[[Callable[[bytes], float]], Work],
+) -> None:
+    loads = iter([10**5])  # units: 10 s
+    grow_all(counted(lambda data: len(data) + next(loads, 0)).target())
+
+
+def test_input_that_is_always_slow_is_found(
+    counted: Callable[[Callable[[bytes], float]], Work],
+) -> None:
+    target = counted(lambda data: 10**5 + len(data)).target()
+    with pytest.raises(TooMuchWork, match=r"10\.\d s for \d+ bytes"):
+        grow_all(target)
+
+
 def test_one_slow_input_among_many_is_found(
     counted: Callable[[Callable[[bytes], float]], Work],
 ) -> None:
