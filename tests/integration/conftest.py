@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,21 @@ import pytest
 from dynamo_trtllm.cluster.request_plane.nats import NatsPlane
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.factory import EngineKind
+from dynamo_trtllm.frontend.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker import worker as worker_module
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import RunningWorkers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_fastokens() -> Iterator[None]:
+    """Let frontends of this process not load fastokens for long prompts, or after some time.
+
+    That takes 3 s of CPU time, and prompts here are short.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarmonyRenderer, "preload", lambda renderer: None)
+        yield
 
 
 @pytest.fixture
