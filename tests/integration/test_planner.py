@@ -16,8 +16,9 @@ from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.shares import ALL_WORK, Shares
 from tests.integration.elastic_workers import OUTPUT_TOKENS, Elastic, elastic
+from tests.kit.cluster import PLAIN
 from tests.kit.servers import TestServer
-from tests.kit.tiny_models import save_tiny_gpt_oss
+from tests.kit.tiny_models import write_tiny_llama
 from tests.kit.waiting import SOON_S
 
 SPLIT = {Shares(1.0, 0.0), Shares(0.0, 1.0)}
@@ -30,7 +31,7 @@ PAUSE_S = 0.3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_gpt_oss(tmp_path_factory.mktemp("models") / "tiny")
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def planner_of(workers: Elastic, **settings: Any) -> PlannerProcess:
@@ -91,7 +92,7 @@ async def test_planner_splits_workers_whose_streams_wait_for_prompts(
                 await until_split(workers)
                 assert planner.is_leader
                 assert planner.url is not None
-                async with httpx.AsyncClient(base_url=planner.url) as client:
+                async with httpx.AsyncClient(base_url=planner.url, **PLAIN) as client:
                     page = (await client.get("/metrics")).text
                     assert (await client.get("/ready")).status_code == 200
                 assert "dynamo_trtllm_planner_is_leader 1.0" in page

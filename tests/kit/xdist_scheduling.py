@@ -18,6 +18,7 @@ _TORCH = (
     "tests/contract/test_prefix_cache.py",
     "tests/contract/test_sampling_after_transfer.py",
     "tests/contract/test_warm_up.py",
+    "tests/integration/test_elastic.py",
     "tests/integration/test_kv_collection.py",
     "tests/integration/test_template_model.py",
     "tests/integration/test_worker_preflight.py",
@@ -33,7 +34,7 @@ TOGETHER = (
     ("tests/e2e/mock_cluster/",),
     _TORCH,
     ("tests/unit/frontend/tokenization/",),  # fastokens
-    ("tests/unit/deploy/",),  # the grammars of jsonschema
+    ("tests/unit/deploy/",),  # the schemas of Kubernetes
 )
 # What only one process collects and runs, each its own files: another process needs neither their
 # imports nor their tests. The files of the first group that has them are those of process 0.
@@ -50,6 +51,7 @@ COLLECTED_ONCE = (
         "tests/clients/",
         "tests/unit/frontend/",
         "tests/unit/access/",
+        "tests/unit/test_own_engine.py",
     ),
     ("tests/e2e/mock_cluster/", "tests/unit/", "tests/fuzz/"),
 )
