@@ -13,6 +13,7 @@ Engines
     trtllm_unverified_names: the names among them that no source confirms, by release
     scripted_library: an engine library whose results a test passes in
     loopback_backend: a KV transfer backend between engines of one process
+    nixl_import: import NIXL without torch
     kv_index: an index of cached blocks, built from KV events
     torch_sequences: sequences of the torch engine without the engine
     tiny_models, small_tokenizer: model folders with random weights, and a tokenizer

@@ -24,6 +24,7 @@ from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
 from dynamo_trtllm.kv_transfer.transfer_backend import Destination, TransferBackend, decode_offer
 from dynamo_trtllm.protocol.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.protocol.messages import encode
+from tests.kit.nixl_import import import_nixl
 
 
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,4 +124,6 @@ def named_backend(name: str, *, kv_checksums: ChecksumMode = "auto") -> Transfer
     """Return a new backend: nixl, tcp or loopback."""
     if name == "loopback":
         return LoopbackBackend(Checksums(kv_checksums))
+    if name == "nixl":
+        import_nixl()
     return create_backend(name, kv_checksums=kv_checksums)

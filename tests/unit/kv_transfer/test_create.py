@@ -7,6 +7,12 @@ import pytest
 
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.protocol.errors import ConfigError
+from tests.kit.nixl_import import import_nixl
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_nixl() -> None:
+    import_nixl()
 
 
 @pytest.mark.parametrize(("choice", "name"), [("tcp", "tcp"), ("nixl", "nixl/ucx")])
