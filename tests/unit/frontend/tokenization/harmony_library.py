@@ -8,6 +8,7 @@ it renders, not by its name: both write the same files, so that the one installe
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -22,6 +23,8 @@ from dynamo_trtllm.frontend.tokenization.harmony import (
     system_message,
 )
 
+# `load_tokenizer` checks the hash of the file at each call, which takes 10 ms.
+_harmony = functools.cache(lambda: o200k_tokenizer.load_tokenizer().harmony)
 START = 200006
 MESSAGE = 200008
 _HEADER = re.compile(
@@ -36,8 +39,7 @@ def rendered(conversation: Conversation, today: date) -> list[int]:
     first = system_message(conversation.reasoning_effort, today)
     messages = [first, *map(_for_library, conversation_messages(conversation))]
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    encoding = o200k_tokenizer.load_tokenizer().harmony
-    ids: list[int] = encoding.render_conversation_for_completion(
+    ids: list[int] = _harmony().render_conversation_for_completion(
         oh.Conversation.from_messages(messages), oh.Role.ASSISTANT, config
     )
     return ids
@@ -78,7 +80,7 @@ def _messages(ids: Sequence[int]) -> Iterator[list[int]]:
 def _reordered(message: list[int]) -> list[int]:
     if MESSAGE not in message:
         return message  # the start of the assistant's turn
-    encoding = o200k_tokenizer.load_tokenizer().harmony
+    encoding = _harmony()
     end = message.index(MESSAGE) + 1
     header = _HEADER.fullmatch(encoding.decode(message[:end]))
     assert header is not None
