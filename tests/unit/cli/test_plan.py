@@ -99,10 +99,16 @@ def test_bad_command_line_says_what_to_do(
     assert problem in run(line)
 
 
-def test_plan_recommends_a_split_for_worst_gaps(run: Callable[[str], str]) -> None:
-    text = run(f"{PLAN} --decide-by worst-gap")
+def test_plan_recommends_and_writes_a_split_for_worst_gaps(
+    run: Callable[[str], str], tmp_path: Path
+) -> None:
+    text = run(f"{PLAN} --decide-by worst-gap --out plan")
     assert "Disaggregate at 4 requests/s: 1P1D is the best." in text
     assert "By mean-gap, no split is clearly better than aggregated workers." in text
+    real = yaml.safe_load((tmp_path / "plan" / "deployment.yaml").read_text("utf-8"))
+    mock = yaml.safe_load((tmp_path / "plan" / "mock.yaml").read_text("utf-8"))
+    assert [worker["flags"]["engine"] for worker in real["workers"]] == ["vllm", "vllm"]
+    assert [worker["devices"] for worker in mock["workers"]] == ["cpu", "cpu"]
 
 
 def test_plan_says_when_not_to_disaggregate(run: Callable[[str], str]) -> None:
@@ -110,30 +116,26 @@ def test_plan_says_when_not_to_disaggregate(run: Callable[[str], str]) -> None:
     assert "Do not disaggregate at 4 requests/s: 2A is the best." in text
 
 
-def test_plan_writes_deployments(run: Callable[[str], str], tmp_path: Path) -> None:
-    run(f"{PLAN} --decide-by worst-gap --out plan")
-    real = yaml.safe_load((tmp_path / "plan" / "deployment.yaml").read_text("utf-8"))
-    mock = yaml.safe_load((tmp_path / "plan" / "mock.yaml").read_text("utf-8"))
-    assert [worker["flags"]["engine"] for worker in real["workers"]] == ["vllm", "vllm"]
-    assert [worker["devices"] for worker in mock["workers"]] == ["cpu", "cpu"]
-
-
-def plan_gpt_oss(engine: str, by: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Plan with the constants of the package."""
-    words = f"openai/gpt-oss-120b --engine {engine} --gpu h200 --gpus 2 --shape 8192/256 --rate 2"
-    words += f" --requests 10 --seeds 1 --decide-by {by}"
-    words += f" --out {folder} --plot {folder.with_suffix('.svg')}"
+def plan_gpt_oss(engine: str, by: str, folder: Path, *more_words: str) -> None:
+    """Plan with the constants of the package, and write files to a folder."""
+    words = f"openai/gpt-oss-120b --engine {engine} --gpu h200 --gpus 2 --shape 8192/64 --rate 2"
+    words += f" --requests 10 --seeds 1 --decide-by {by} --out {folder}"
     with pytest.raises(SystemExit) as ended:
-        plan.main(words.split())
+        plan.main([*words.split(), *more_words])
     assert not ended.value.code
-    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def planned_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files and the chart of a plan for vLLM."""
+    folder = tmp_path_factory.mktemp("plan")
+    plan_gpt_oss("vllm", "worst-gap", folder, "--plot", str(folder / "chart.svg"))
+    return folder
 
 
 @pytest.mark.parametrize("by", ["mean-gap", "worst-gap"])
-def test_engine_files_of_trtllm_pass_preflight(
-    by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan_gpt_oss("trtllm", by, tmp_path / "plan", capsys)
+def test_engine_files_of_trtllm_pass_preflight(by: str, tmp_path: Path) -> None:
+    plan_gpt_oss("trtllm", by, tmp_path / "plan")
     files = {path.stem: path for path in (tmp_path / "plan").glob("*.yaml")}
     roles = {"agg": files["worker"]} if "worker" in files else {}
     roles |= {name: files[name] for name in ("prefill", "decode") if name in files}
@@ -144,11 +146,8 @@ def test_engine_files_of_trtllm_pass_preflight(
     assert [asdict(found) for found in wrong] == []
 
 
-def test_engine_files_of_vllm_pass_its_preflight(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan_gpt_oss("vllm", "worst-gap", tmp_path / "plan", capsys)
-    real = yaml.safe_load((tmp_path / "plan" / "deployment.yaml").read_text("utf-8"))
+def test_engine_files_of_vllm_pass_its_preflight(planned_vllm: Path) -> None:
+    real = yaml.safe_load((planned_vllm / "deployment.yaml").read_text("utf-8"))
     for worker in real["workers"]:
         config = WorkerConfig(
             model_path="openai/gpt-oss-120b",
@@ -168,11 +167,8 @@ def test_engine_files_of_vllm_pass_its_preflight(
         assert findings(facts, []) == []
 
 
-def test_plot_shows_both_definitions_and_the_crossover(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan_gpt_oss("vllm", "worst-gap", tmp_path / "plan", capsys)
-    chart = (tmp_path / "plan.svg").read_text("utf-8")
+def test_plot_shows_both_definitions_and_the_crossover(planned_vllm: Path) -> None:
+    chart = (planned_vllm / "chart.svg").read_text("utf-8")
     for text in ("mean gap 20 ms", "worst gap 100 ms", "1P1D", "2A", "split better from"):
         assert f"<!-- {text}" in chart or text in chart
 
@@ -199,5 +195,8 @@ def test_plan_prints_figures_before_it_writes(
 ) -> None:
     printed: list[str] = []
     monkeypatch.setattr(plan, "write_text", lambda *_: printed.append(capsys.readouterr().out))
-    run(f"{PLAN} --plot chart.svg")
+    monkeypatch.setattr(plan, "LADDER", (1.0,))
+    monkeypatch.setattr(plan, "_plot", lambda *_: "chart")
+    run(f"{PLAN} --out plan --plot chart.svg")
+    assert len(printed) > 1
     assert "is the best" in printed[0]
