@@ -170,14 +170,16 @@ async def test_answers_of_any_release_equal_the_torch_engine(
             assert tokens(lacking) == of_torch.free
 
 
-async def test_answers_when_a_trap_is_turned_then_the_same(
-    engines: TrtllmEngines, of_torch: Expected, subtests: pytest.Subtests
+@pytest.mark.parametrize("at_once", [4, pytest.param(1, marks=pytest.mark.long)])
+async def test_answers_when_traps_are_turned_then_the_same(
+    engines: TrtllmEngines, of_torch: Expected, subtests: pytest.Subtests, at_once: int
 ) -> None:
     traps = engines.package.standin.traps
     names = [name for name in trap_names() if name not in (*IN_OTHER_FILES, *OF_AN_EXECUTOR)]
     assert len(names) > 15
-    for trap in names:
-        with subtests.test(trap), traps.turned(traps.flipped(trap)):
+    for first in range(0, len(names), at_once):
+        some = names[first : first + at_once]
+        with subtests.test(" ".join(some)), traps.turned(*map(traps.flipped, some)):
             await check_answers(engines, of_torch)
 
 

@@ -131,7 +131,7 @@ PLANTS = (
         "dynamo_trtllm.engines.external.library",
         "if not isinstance(entry, Mapping):",
         "if False:",
-        "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",
+        "contract/test_engine_trtllm.py::test_answers_when_traps_are_turned_then_the_same",
     ),
     Plant(
         "min_tokens",
@@ -290,7 +290,7 @@ PLANTS = (
         f"{_TRTLLM}.library",
         'if output.finish_reason == "stop":',
         "if False:",
-        "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",
+        "contract/test_engine_trtllm.py::test_answers_when_traps_are_turned_then_the_same",
     ),
 )
 
