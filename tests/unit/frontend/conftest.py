@@ -20,15 +20,6 @@ from tests.kit.model_registry import TEMPLATE, Frontend
 from tests.kit.routing import Cluster
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a file whose thousands of cases are made when it is collected."""
-    return (
-        True
-        if collection_path.name == "test_schemathesis_long.py" and not config.getoption("--long")
-        else None
-    )
-
-
 @pytest.fixture(scope="session")
 def harmony() -> ServedModel:
     return harmony_model()

@@ -126,11 +126,11 @@ def bounded(examples: int) -> hypothesis.settings:
     )
 
 
-def check(operation: Any) -> None:
+def check(operation: Any, examples: int) -> None:
     """Send requests that the schema allows, and some that it forbids."""
     cases = [operation.as_strategy(generation_mode=mode) for mode in GenerationMode]
 
-    @bounded(8)
+    @bounded(examples)
     @hypothesis.given(case=st.one_of(cases))
     def check_answer(case: schemathesis.Case) -> None:
         answer = case.call()
