@@ -173,8 +173,13 @@ def _on_gpus(
     options: ServeConfig,
     reasons: dict[str, str],
 ) -> Topology:
-    free = [gpu for gpu in machine.gpus if gpu.free_bytes >= _MIN_FREE_FRACTION * gpu.total_bytes]
-    busy = [str(gpu.number) for gpu in machine.gpus if gpu not in free]
+    free: list[GpuMemory] = []
+    busy: list[str] = []
+    for gpu in machine.gpus:
+        if gpu.free_bytes >= _MIN_FREE_FRACTION * gpu.total_bytes:
+            free.append(gpu)
+        else:
+            busy.append(str(gpu.number))
     if not free:
         raise ConfigError(
             f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that"
