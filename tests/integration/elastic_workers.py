@@ -27,6 +27,7 @@ from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.protocol.shares import ALL_WORK, ShareChange, Shares
 from dynamo_trtllm.support.background import BackgroundTasks
+from tests.kit.cluster import PLAIN
 from tests.kit.generator_streams import routed_stream
 from tests.kit.waiting import SOON_S
 
@@ -76,7 +77,7 @@ class Elastic:
     async def health(self, instance_id: int) -> dict[str, Any]:
         """Return what /health of a worker says. It needs `system_port`."""
         (worker,) = [one for one in self._workers if one.instance_id == instance_id]
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(**PLAIN) as client:
             said: dict[str, Any] = (await client.get(f"{worker.url}/health")).json()
         return said
 

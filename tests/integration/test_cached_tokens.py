@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import RunningWorkers, config, start_frontend, start_pairs
 
@@ -53,7 +54,10 @@ async def test_cached_tokens_are_reported_by_each_api(
     )
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
-    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
+    async with (
+        asyncio.timeout(4 * SOON_S),
+        httpx.AsyncClient(base_url=url, timeout=None, **PLAIN) as client,
+    ):
         while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         cached = await check_caches(client, "/v1/chat/completions", CHAT)

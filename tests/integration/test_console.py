@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from dynamo_trtllm import Frontend, FrontendConfig, Role, Worker, WorkerConfig
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 
 MODEL = "tiny-gpt-oss"
@@ -49,7 +50,13 @@ async def events(client: httpx.AsyncClient, url: str) -> AsyncIterator[tuple[str
 async def test_console_shows_requests_of_another_frontend(cluster: dict[str, Any]) -> None:
     own, other = make_frontend(cluster), make_frontend(cluster)
     workers = [make_worker(role, cluster) for role in (Role.PREFILL, Role.DECODE)]
-    async with workers[0], workers[1], own, other, httpx.AsyncClient(timeout=SOON_S) as client:
+    async with (
+        workers[0],
+        workers[1],
+        own,
+        other,
+        httpx.AsyncClient(timeout=SOON_S, **PLAIN) as client,
+    ):
         row: dict[str, Any] | None = None
         has_asked = False
         async with asyncio.timeout(3 * SOON_S), aclosing(events(client, own.url)) as stream:
@@ -76,14 +83,17 @@ async def test_console_shows_requests_of_another_frontend(cluster: dict[str, Any
 
 
 async def test_timeline_of_an_unknown_request_says_why(cluster: dict[str, Any]) -> None:
-    async with make_frontend(cluster) as frontend, httpx.AsyncClient(timeout=SOON_S) as client:
+    async with (
+        make_frontend(cluster) as frontend,
+        httpx.AsyncClient(timeout=SOON_S, **PLAIN) as client,
+    ):
         found = (await client.get(f"{frontend.url}/console/requests/0123456789abcdef")).json()
     assert found["rows"] == []
     assert found["notes"][0].startswith("No running process has recorded this request")
 
 
 async def test_frontend_with_a_console_open_still_stops(cluster: dict[str, Any]) -> None:
-    async with httpx.AsyncClient(timeout=SOON_S) as client:
+    async with httpx.AsyncClient(timeout=SOON_S, **PLAIN) as client:
         async with make_frontend(cluster) as frontend:
             stream = events(client, frontend.url)
             name, _ = await anext(stream)

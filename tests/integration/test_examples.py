@@ -26,6 +26,7 @@ from dynamo_trtllm import Frontend, Role, Worker, WorkerConfig, create_engine
 from dynamo_trtllm.protocol.errors import EngineFailed, Overloaded
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import free_ports
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -105,8 +106,8 @@ def test_ranks_and_frontend_with_middleware_serve_together(
     assert isinstance(prefill, Worker)
     assert isinstance(decode, Worker)
     assert isinstance(frontend, Frontend)
-    health = [httpx.get(f"{worker.url}/health").json() for worker in (prefill, decode)]
-    with httpx.Client(base_url=frontend.url, timeout=SOON_S) as client:
+    health = [httpx.get(f"{worker.url}/health", **PLAIN).json() for worker in (prefill, decode)]
+    with httpx.Client(base_url=frontend.url, timeout=SOON_S, **PLAIN) as client:
         refused = client.get("/v1/models")
         assert refused.json()["error"]["code"] == "unknown_tenant"
         body = {"model": MODEL, "prompt": "Hi", "max_tokens": 3}

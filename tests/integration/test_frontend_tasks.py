@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.protocol.errors import InternalError
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import RunningWorkers, config, start_frontend, start_pairs
 
@@ -32,7 +33,7 @@ async def test_dead_background_task_ends_the_frontend(
     etcd_server: str, nats_server: str, name: str
 ) -> None:
     serving, url = start_frontend(etcd_server, nats_server, f"t{uuid.uuid4().hex}")
-    async with asyncio.timeout(2 * SOON_S), httpx.AsyncClient() as client:
+    async with asyncio.timeout(2 * SOON_S), httpx.AsyncClient(**PLAIN) as client:
         while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await end(name)
@@ -50,7 +51,7 @@ async def test_dead_background_task_lets_streams_finish(
     chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0.02})
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
-    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(timeout=None) as client:
+    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(timeout=None, **PLAIN) as client:
         while (await client.get(f"{url}/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         lines = []

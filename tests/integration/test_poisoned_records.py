@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo_trtllm.cluster.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.protocol.messages import Instance, ModelDeploymentCard, Role, decode, encode
+from tests.kit.cluster import PLAIN
 from tests.kit.etcd_client import EtcdClient
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
@@ -85,7 +86,10 @@ async def test_frontend_serves_despite_poisoned_records(
     oldest_key = await put_before_the_start(intruder, chosen.namespace)
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
-    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
+    async with (
+        asyncio.timeout(4 * SOON_S),
+        httpx.AsyncClient(base_url=url, timeout=None, **PLAIN) as client,
+    ):
         while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         rows = await rejected(client)

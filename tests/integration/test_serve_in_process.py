@@ -17,6 +17,7 @@ import pytest
 from dynamo_trtllm import ConfigError, serve
 from dynamo_trtllm.launch.embedded import EmbeddedDeployment
 from dynamo_trtllm.protocol.errors import EngineFailed, EngineNotReady
+from tests.kit.cluster import PLAIN
 from tests.kit.waiting import SOON_S
 
 MODEL = "tiny-gpt-oss"
@@ -25,7 +26,7 @@ MODEL = "tiny-gpt-oss"
 def ask(deployment: EmbeddedDeployment) -> int:
     """Return the number of tokens of an answer."""
     body = {"model": deployment.model, "prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
-    response = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=SOON_S)
+    response = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=SOON_S, **PLAIN)
     return int(response.raise_for_status().json()["usage"]["completion_tokens"])
 
 
@@ -55,7 +56,7 @@ def test_deployment_of_the_torch_engine_answers_with_the_model() -> None:
     }
     with serve(MODEL) as deployment:
         url = f"{deployment.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, timeout=6 * SOON_S).raise_for_status().json()
+        answer = httpx.post(url, json=body, timeout=6 * SOON_S, **PLAIN).raise_for_status().json()
     assert "I am tiny-gpt-oss" in answer["choices"][0]["message"]["content"]
 
 

@@ -39,7 +39,7 @@ from dynamo_trtllm.testing.engine_requests import tokens
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.timing import WorkerTiming
 from dynamo_trtllm.worker.worker import endpoint_of
-from tests.kit.cluster import Process
+from tests.kit.cluster import PLAIN, Process
 from tests.kit.generator_streams import call_stream, routed_stream
 from tests.kit.waiting import SOON_S
 from tests.kit.workers import config, frontend_side, request
@@ -201,7 +201,7 @@ async def test_ready_turns_from_503_to_200_when_engine_loads(
     async with (
         asyncio.timeout(3 * SOON_S),
         frontend_side(chosen) as side,
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(**PLAIN) as client,
     ):
         serving = asyncio.create_task(worker.serve())
         await loading.wait()
@@ -390,7 +390,7 @@ async def test_serve_asleep_is_deregistered_until_wake(
     async with (
         asyncio.timeout(3 * SOON_S),
         frontend_side(chosen) as frontend,
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(**PLAIN) as client,
         asyncio.TaskGroup() as group,
     ):
         serving = group.create_task(worker.serve())

@@ -24,6 +24,7 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.protocol.errors import ConfigError, Unreachable
 from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.worker import Worker
+from tests.kit.cluster import PLAIN
 from tests.kit.instances import make_instance
 from tests.kit.waiting import SOON_S
 
@@ -115,7 +116,7 @@ async def test_health_during_load_shows_its_stage(
 ) -> None:
     caplog.set_level(logging.INFO)
     serving_worker = Worker(config(etcd_server, nats_server, system_port=0))
-    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient() as client:
+    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient(**PLAIN) as client:
         serving = asyncio.create_task(serving_worker.serve())
         await logged(caplog, "reading weights")
         found = re.search(r"health at (http://localhost:\d+)", caplog.text)
@@ -156,7 +157,7 @@ async def test_ready_after_load_shows_registering(
 
     monkeypatch.setattr(EtcdDiscovery, "register", held)
     serving_worker = Worker(config(etcd_server, nats_server, system_port=0))
-    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient() as client:
+    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient(**PLAIN) as client:
         serving = asyncio.create_task(serving_worker.serve())
         await logged(caplog, "reading weights")
         engines[0].loaded.set()
