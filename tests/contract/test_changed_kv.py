@@ -50,8 +50,8 @@ class ChangingCarrier(LoopbackBackend):
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("mock", 250),  # about fifty of each fault
-        ("torch", 50),
+        ("mock", 100),  # about ten of each fault
+        ("torch", 25),
         pytest.param("mock", 1000, marks=pytest.mark.long),
         pytest.param("torch", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],

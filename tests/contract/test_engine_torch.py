@@ -65,8 +65,8 @@ async def test_greedy_when_compared_with_transformers_then_equal(
         for length in (1, 32, 33, 128, 129, 1000):
             prompt = token_ids(token % 500 + 5 for token in prompt_of(length))
             ids = torch.tensor([list(prompt)])
-            got = await answer(engine, prompt, max_tokens=24)
-            wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[
+            got = await answer(engine, prompt, max_tokens=12)
+            wanted = reference.generate(ids, max_new_tokens=12, do_sample=False)[
                 0, length:
             ].tolist()
             assert got == wanted
@@ -132,7 +132,7 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
 async def test_two_calls_at_every_boundary_then_equal_to_one_process(
     gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:
-    sampling = {"max_tokens": 12, "temperature": temperature, "seed": 11, "logprobs": 2}
+    sampling = {"max_tokens": 6, "temperature": temperature, "seed": 11, "logprobs": 2}
     if temperature not in of_one_process:
         of_one_process[temperature] = await ask_one_process(gpt_oss, sampling)
     prefill = make("torch", gpt_oss, Role.PREFILL, backend=backend, prefill_chunk_tokens=CHUNK)

@@ -23,7 +23,7 @@ from tests.contract.transfer_backends import KINDS
 from tests.kit.loopback_backend import named_backend
 from tests.kit.waiting import SOON_S
 
-TRANSFERS = 300
+TRANSFERS = 100
 LARGE = [BLOCK_BYTES + 70_017, 100_000]  # several blocks, hashed on threads
 
 

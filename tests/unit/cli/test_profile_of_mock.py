@@ -20,7 +20,7 @@ from dynamo_trtllm.simulate.virtual_time import run_virtual, virtual_clocks
 from dynamo_trtllm.worker.cost_fit import CostFit
 
 STEP_TOKENS = 8192
-PROFILE_S = 150.0
+PROFILE_S = 75.0
 # Decode requests, tokens of context of each, and prompt tokens, as in the loads of
 # docs/simulate.md.
 DECODE_STEPS = [

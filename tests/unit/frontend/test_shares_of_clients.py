@@ -190,7 +190,7 @@ def at_random(every_s: float, until_s: float) -> list[float]:
 
 async def test_flood_delays_requests_at_random_by_a_third_of_a_step() -> None:
     # Each prompt takes a step. The client sends 0.7 of its half, and the other one more than all.
-    until_s = 120.0
+    until_s = 60.0
     own = at_random(STEP_S / 0.35, until_s)
     p99_s: list[float] = []
     for arrivals in ({"a": own}, {"a": own, "b": [0.0] * 1500}):

@@ -166,7 +166,7 @@ def test_requests_take_other_paths_if_a_pair_is_late() -> None:
 
 
 def test_requests_that_would_be_late_are_rejected() -> None:
-    arrivals = poisson_arrivals(Shape(2000, 50), 30.0, 200, seed=1)
+    arrivals = poisson_arrivals(Shape(2000, 50), 30.0, 100, seed=1)
     outcome = simulate(deployment(*pair(), **SLO, slo_policy="reject"), arrivals)
     assert set(outcome.errors) == {"slo_unreachable"}
     limits = Slo(ttft_s=1.5, worst_gap_s=0.07)
@@ -179,7 +179,7 @@ def test_requests_that_would_be_late_are_rejected() -> None:
 )
 def test_equal_seeds_give_equal_outcomes(mode: dict[str, Any]) -> None:
     workers = [*pair(step_noise=0.1), *pair(step_noise=0.1)]
-    arrivals = poisson_arrivals(Shape(300, 20), 20.0, 60, seed=1)
+    arrivals = poisson_arrivals(Shape(300, 20), 20.0, 20, seed=1)
     found = [simulate(deployment(*workers, **mode), arrivals, seed).requests for seed in (1, 1, 2)]
     assert found[0] == found[1]
     assert found[0] != found[2]
@@ -255,9 +255,9 @@ def test_elastic_workers_with_even_shares_complete_all_requests() -> None:
         limits = {"slo_ttft_ms": 1000, "slo_itl_ms": 100} if mode == "slo" else {}
         outcome = simulate(
             deployment(*elastic, router_mode=mode, **limits),
-            poisson_arrivals(Shape(500, 11), 20.0, 60, 1),
+            poisson_arrivals(Shape(500, 11), 20.0, 30, 1),
         )
-        assert [request.output_tokens for request in outcome.requests] == [11] * 60
+        assert [request.output_tokens for request in outcome.requests] == [11] * 30
 
 
 def test_planner_ends_a_burst_of_prompts() -> None:
@@ -267,7 +267,7 @@ def test_planner_ends_a_burst_of_prompts() -> None:
         *[worker(Role.ELASTIC).model_copy(update={"prefill_share": 0.0})] * 3,
     ]
     # One worker computes nine prompts a second.
-    arrivals = poisson_arrivals(Shape(1000, 11), 15.0, 450, 1)
+    arrivals = poisson_arrivals(Shape(1000, 11), 15.0, 300, 1)
     fixed = deployment(*elastic, router_mode="least-loaded")
     assert simulate(fixed, arrivals).is_saturated
     planned = simulate(replace(fixed, planner=TimeLimits(ttft_s=1.0, itl_s=0.1)), arrivals)

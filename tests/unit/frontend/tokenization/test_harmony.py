@@ -279,7 +279,7 @@ def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(
     renderer: HarmonyRenderer, seed: int
 ) -> None:
     schemas = Schemas(seed)
-    for count in range(60):
+    for count in range(30):
         tools = tuple(schemas.tool(f"tool{index}") for index in range(1 + count % 3))
         conversation = Conversation(
             messages=(Message(role="system", content=schemas.string()), USER), tools=tools

@@ -371,7 +371,7 @@ def test_json_tokenizer_with_fastokens_equals_tokenizers(kind: str) -> None:
     assert is_byte_level
     chat = library(file, is_plain=False)
     plain = library(file, is_plain=True)
-    for text in (*mixed(120), *TEXTS):
+    for text in (*mixed(40), *TEXTS):
         expected = chat.encode(replaced(text), add_special_tokens=False).ids
         assert made.encode(text).tolist() == expected, text
         assert made.encode(text, is_plain=True).tolist() == plain.encode(replaced(text)).ids, text
@@ -445,7 +445,7 @@ def prompts() -> Iterator[str]:
         "\n\n",
     )
     begun = [""]
-    for _ in range(60):
+    for _ in range(30):
         more = (
             draw.choice(marks) + draw.choice((texts[0], draw.choice(texts)[:400])) for _ in range(6)
         )
