@@ -138,7 +138,8 @@ def _other(words: Sequence[Any], draw: random.Random, root: Any) -> Any:
     if kind == 2:
         return _copied(draw.choice(_places(root)).value)
     if draw.random() < 0.9:
-        return draw.choice((*_VALUES, *_TEXTS))
+        # The next mutation may change what is inserted here, in place.
+        return _copied(draw.choice((*_VALUES, *_TEXTS)))
     return "".join(draw.choices(_ALPHABET, k=8))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -105,3 +106,17 @@ def test_mutations_of_a_value_can_be_read(form: Form) -> None:
         data = mutations.write(mutations.mutate(copy, ["word"], random.Random(seed)), form)
         changed.add(json.dumps(mutations.read(data, form)))
     assert len(changed) > 60
+
+
+def test_mutated_value_has_nothing_of_other_mutations() -> None:
+    def mutations_of_one_input() -> list[str]:
+        value: Any = {"a": [[], {}]}
+        texts = []
+        for seed in range(200):
+            value = mutations.mutate(value, [], random.Random(seed))
+            texts.append(repr(value))
+            if len(texts[-1]) > 1000:
+                value = {"a": [[], {}]}
+        return texts
+
+    assert mutations_of_one_input() == mutations_of_one_input()
