@@ -66,10 +66,10 @@ _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 # Connections that wait until they are accepted. The kernel retries others seconds later.
 _BACKLOG = 4096
-# Connections may use at most one of two files that the process may open, and those that have sent
-# no request yet at most one of four. Otherwise strangers could use up all files.
-_FILES_PER_CONNECTION = 2
-_FILES_PER_CONNECTION_WITHOUT_REQUEST = 4
+# At most half of the files that the process may open are connections, and at most a quarter are
+# connections that have sent no request yet. Otherwise strangers could use up all files.
+_CONNECTION_FILES = 1 / 2
+_FILES_WITHOUT_REQUEST = 1 / 4
 _LOG_EVERY_S = 10.0  # least time between two log lines about closed connections
 
 
@@ -305,10 +305,8 @@ class TcpBackend:
         max_without_request = self._limits.max_without_request
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
-            max_connections = min(max_connections, files // _FILES_PER_CONNECTION)
-            max_without_request = min(
-                max_without_request, files // _FILES_PER_CONNECTION_WITHOUT_REQUEST
-            )
+            max_connections = min(max_connections, int(files * _CONNECTION_FILES))
+            max_without_request = min(max_without_request, int(files * _FILES_WITHOUT_REQUEST))
         has_space = (
             self._acceptor.num_connections <= max_connections
             and len(self._without_request) < max_without_request

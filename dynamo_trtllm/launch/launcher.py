@@ -179,7 +179,7 @@ class Launcher:
         self._own_servers = [name for name, address in addresses.items() if address == START]
         self._environ = without_other_servers(self.environ, self._own_servers)
         # Names of the processes that have never been ready.
-        self._not_ready = {spec.name for spec in self.specs}
+        self._never_ready = {spec.name for spec in self.specs}
         # By names of processes whose last restart was too slow: the limit of the next one, as a
         # multiple of ready_timeout_s.
         self._limit_factors: dict[str, int] = {}
@@ -238,7 +238,7 @@ class Launcher:
             self._supervisor.keep(
                 spec.name, partial(self._running, spec), partial(self._before_restart, spec)
             )
-        while self._not_ready:
+        while self._never_ready:
             await self._changed.wait()
         # A stop cancels `on_ready`, because its requests would keep the processes from stopping.
         if await wait_for_first(on_ready(self.record), self._supervisor.until_stopping()):
@@ -300,7 +300,7 @@ class Launcher:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
         on_line = partial(self.output.line, spec.name)
-        port_context = nullcontext(spec.port) if spec.port else reserved_ports(host=spec.host)
+        port_context = nullcontext(spec.port) if spec.port else reserved_ports(1, spec.host)
         with port_context as port:
             process = ManagedProcess(spec, port, self._environ, on_line)
             self._record_start(spec.name, process)
@@ -398,11 +398,11 @@ class Launcher:
         limit_s = factor * self.deployment.ready_timeout_s
         on_wait = partial(self.output.report_phase, spec.name)
         try:
-            is_ready = partial(ready, spec.host, process.record.port, spec.certificate)
-            answer = await until(is_ready, limit_s, on_wait)
+            ask = partial(ready, spec.host, process.record.port, spec.certificate)
+            answer = await until(ask, limit_s, on_wait)
         except NotYet as exc:
             late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
-            if spec.name in self._not_ready:
+            if spec.name in self._never_ready:
                 raise RunFailed(f"{late}; raise ready_timeout_s") from None
             # The other processes are in use, so they keep running. The supervisor starts this one
             # again.
@@ -416,7 +416,7 @@ class Launcher:
             return
         self._limit_factors.pop(spec.name, None)
         process.is_ready = True
-        self._not_ready.discard(spec.name)
+        self._never_ready.discard(spec.name)
         self._notify_changed()
         if spec.worker is None:
             where = f"at {process.record.url}"

@@ -488,7 +488,7 @@ class WorkerMetrics(ProcessMetrics):
                     self.child("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
-        """Return the metrics as `FrontendMetrics.render` does.
+        """Return the metrics as `ProcessMetrics.render` does, with statistics of the engine.
 
         `engine`: its statistics by name; None: unchanged.
         """
@@ -501,7 +501,8 @@ class WorkerMetrics(ProcessMetrics):
         return super().render()
 
 
-# Gauges of a plan. `child` would return one that `clear` has removed.
+# Gauges of a plan. Get them by `labels`, not by `child`, whose cache has children that `clear` has
+# removed.
 _PLAN = ("planner_workers", "planner_wanted_workers", "planner_predicted_seconds")
 
 
@@ -523,7 +524,11 @@ class PlannerMetrics(ProcessMetrics):
         self.child("planner_decisions_total", model, outcome).inc()
 
     def clear_plan(self) -> None:
-        """Remove all workers and predicted times: of models that are gone, or all of them."""
+        """Clear the gauges of the plan.
+
+        It is called before each new plan, so that models that are gone disappear, and when this
+        planner no longer decides.
+        """
         for name in _PLAN:
             self._metrics[name].clear()
 

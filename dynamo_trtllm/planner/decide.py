@@ -130,7 +130,7 @@ def decide(
     * Otherwise the workers are split. As few as keep the ITL limit, and have space for the KV of
       all streams, get only decode calls. The others get only prefill calls, if that keeps the TTFT
       limit. Prompts that wait and prompts that arrive count for it. If the number of streams grows,
-      those count that there will be in AHEAD_S.
+      the number that is expected in AHEAD_S counts.
     * If no split keeps both limits with headroom, the split that comes nearest to them is taken.
     * If that split misses a limit, and both limits are kept with headroom while all workers get
       both kinds of calls, they get both. This is the last resort: once all workers generate, a

@@ -106,6 +106,7 @@ class PlannerProcess(Lifecycle):
                 config, PlaneLimits(), self._tasks, self._metrics.message_unreadable
             )
             stack.push_async_callback(plane.aclose)
+            # Called for each answer of `/health`.
             self._health.why_unreachable = plane.rejection
             discovery = open_discovery(config, self._tasks, lease_ttl_s=LEASE_S)
             stack.push_async_callback(discovery.aclose)

@@ -452,6 +452,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if self.prefill is None or self.first_token is None:
             return False
         is_configured = self.prefill.num_samples == 0
+        # Only prefill and aggregated calls, which compute whole prompts, give samples of the first
+        # token.
         return is_configured or self.first_token.num_samples > 0
 
     @property
@@ -461,7 +463,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return is_prefill_known and self.decode is not None and self.step_tokens > 0
 
     @property
-    def is_measured(self) -> bool:
+    def suffices_alone(self) -> bool:
         """True if it lacks nothing that it could take from an equal worker."""
         return self.is_complete and self.has_computed_prompts
 

@@ -315,8 +315,8 @@ class EngineFailed(EngineError, code="engine_failed", retryable=True):
     """The engine can't serve requests any more. The worker drains, deregisters and exits."""
 
 
-def is_not_accepted(error: DynamoError) -> bool:
-    """Return True if the worker never accepted the call: it is draining or unreachable."""
+def is_worker_unavailable(error: DynamoError) -> bool:
+    """Return whether the worker took no call, because it is draining or unreachable."""
     return isinstance(error, Draining | Unreachable)
 
 

@@ -84,7 +84,7 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 _ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
 # The limit of open files. Each KV transfer takes one; everything else takes about 128.
 _MAX_OPEN_FILES = 8192
-# Components of endpoints. Decode and aggregated workers have that of their engine.
+# Components of endpoints. All workers but prefill workers have that of their engine.
 _PREFILL_COMPONENT = "prefill"
 _OUTSIDE_ENGINE_COMPONENT = "backend"
 
@@ -443,6 +443,7 @@ class Worker(Lifecycle):
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await connect_plane(config, limits, self._tasks, self._metrics.message_unreadable)
         stack.push_async_callback(plane.aclose)
+        # Called for each answer of `/health`.
         self._health.why_unreachable = plane.rejection
         return plane
 

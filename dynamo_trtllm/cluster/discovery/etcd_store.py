@@ -85,7 +85,7 @@ class Lease(NamedTuple):
 class EtcdStore:
     """The records and leases of one etcd cluster.
 
-    Create it as an `EtcdConnection`, which raises the same errors.
+    Its creation raises the errors of `EtcdConnection`.
     """
 
     def __init__(self, config: ConnectionConfig) -> None:

@@ -130,7 +130,7 @@ class PlaneServer:
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
         self._unsent: list[_Caller] = []  # callers with frames for the next flush
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._control_tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Unsubscribe] = []
         self._heartbeat = Heartbeat(
             transport=self.transport,
@@ -181,8 +181,8 @@ class PlaneServer:
         for stream in self._streams():
             if not stream.has_ended:
                 self._end_with_error(stream, self._worker_ended_error())
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._control_tasks:
+            await asyncio.gather(*self._control_tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
         self._flush()
         await self._heartbeat.aclose()
@@ -241,8 +241,8 @@ class PlaneServer:
 
     def _on_control(self, data: bytes, reply: str) -> None:
         task = asyncio.create_task(self._control(data, reply), name="plane-control")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._control_tasks.add(task)
+        task.add_done_callback(self._control_tasks.discard)
 
     async def _control(self, data: bytes, reply: str) -> None:
         try:

@@ -319,8 +319,8 @@ class Scheduler:
         running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
         if self.is_elastic:
             # Sequences that await the transfer buffer take no slot here. Otherwise two elastic
-            # engines could wait for each other: each has such a sequence for a decode call that
-            # waits for a slot of the other one.
+            # engines could block each other: the slots of each are full of such sequences, and the
+            # decode calls that would free its buffer wait for slots of the other.
             return running
         return running + len(self._awaiting_buffer)
 
@@ -361,7 +361,8 @@ class Scheduler:
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            # The prompts before may have filled the step further than this one may.
+            # Earlier prompts may have used more of the step than the limit of this request, which
+            # may be lower.
             left_of_step = max(0, step_limit(budget, seq.request) - num_planned)
             count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:

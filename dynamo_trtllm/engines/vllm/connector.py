@@ -34,7 +34,7 @@ from dynamo_trtllm.engines.vllm.patches.late_reads import EndedReads
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import READ_TIMES
 from dynamo_trtllm.engines.vllm.steps import measure_steps
-from dynamo_trtllm.engines.vllm.transfer_params import listen_there
+from dynamo_trtllm.engines.vllm.transfer_params import set_listen_address
 
 log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -67,12 +67,13 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
-            listen_there(self.connector_scheduler, vllm_config)
-        # Reads that have failed, until a step has reported their end; handshakes add to it on
-        # another thread. A step may say that a read has failed before vLLM counts it as ended.
+            set_listen_address(self.connector_scheduler, vllm_config)
+        # Reads that have failed and whose end no step has reported. A failed read is reported
+        # twice: that it failed, as soon as it is known, and that it ended, once vLLM says so.
+        # Handshakes add to the set on another thread.
         self._failed: set[str] = set()
-        # The failed ones that a step has reported.
-        self._reported_failed: set[str] = set()
+        self._reported_failures: set[str] = set()  # those of them that a step has reported
+        # The vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
         # When reads that have ended were posted and seen to end, until their end is reported.
@@ -80,7 +81,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._ended = EndedTransfers()  # transfers that no step has reported yet
         self._is_asked = False  # True once this process's scheduler has asked for ended reads
         self._left_to_steps: set[str] = set()  # ended reads that the scheduler did not want
-        self._reported: frozenset[str] = frozenset()  # reads whose end the last step has reported
+        # Reads whose end the last step has reported.
+        self._reported_ends: frozenset[str] = frozenset()
         if self.connector_worker is not None:
             failed_reads.watch(self.connector_worker, self._failed.add)
             self._note_posts(self.connector_worker)
@@ -138,13 +140,14 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def _take_ended(self) -> EndedTransfers:
         """Return the transfers that this step reports."""
         ended = self._ended
-        # The scheduler asks for good reads before its next step. That is one or two steps before
-        # it learns the results of this one. The reads of short prompts have often ended by now.
+        # Keep the good reads for the scheduler. It asks for them before its next step, and learns
+        # the results of this step only one or two steps later. The reads of short prompts have
+        # often ended by now.
         kept = self._well_received() if self._is_asked else set()
         ended.received -= kept
         self._ended = EndedTransfers(received=kept)
         self._left_to_steps -= ended.received
-        self._reported = frozenset(ended.received)
+        self._reported_ends = frozenset(ended.received)
         return ended
 
     def _well_received(self) -> set[str]:
@@ -198,14 +201,14 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
         vLLM calls it after each step, in each rank.
         """
-        failed = set(self._failed) - self._reported_failed
-        self._reported_failed |= failed
-        ended = self._reported_failed & self._reported
+        failed = set(self._failed) - self._reported_failures
+        self._reported_failures |= failed
+        ended = self._reported_failures & self._reported_ends
         self._failed -= ended
-        self._reported_failed -= ended
+        self._reported_failures -= ended
         times = {
             request_id: self._times.pop(request_id)
-            for request_id in self._reported
+            for request_id in self._reported_ends
             if request_id in self._times
         }
         if not failed and not times:

@@ -246,7 +246,7 @@ def side_channels(channel: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     )
 
 
-def listen_there(scheduler: Any, config: Any) -> None:
+def set_listen_address(scheduler: Any, config: Any) -> None:
     """Set the address in the connector's scheduler, which listens once KV caches are registered."""
     extra = config.kv_transfer_config.kv_connector_extra_config
     scheduler.side_channel_host = extra["side_channel_host"]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 # more CPU time (burst-32 of benchmarks.plane).
 WORK_S = 0.02
 TURNS_PER_ITERATION = 64
-# Starting as many choices takes 3 to 5 ms, most of it in later iterations.
+# Starting 16 choices takes 3 to 5 ms, most of it in later iterations.
 CHOICES_PER_ITERATION = 16
 # With more choices, a request waits for a turn (see `IterationTime`) before it creates them.
 FEW_CHOICES = 4
@@ -88,7 +88,7 @@ class RequestAdmission:
     def __init__(self, limits: AdmissionLimits, timeline: RequestTimeline) -> None:
         self._limits = limits
         self._timeline = timeline
-        self._body_bytes = limits.body_budget.body(timeline.facts.client)
+        self._body_hold = limits.body_budget.body(timeline.facts.client)
         self._received: RequestBody | None = None
         self._has_slot = False
         self._num_permits = 0
@@ -167,7 +167,7 @@ class RequestAdmission:
             config.max_body_bytes,
             config.receive_timeout_s,
             self._limits.body_budget,
-            self._body_bytes,
+            self._body_hold,
         )
         received = RequestBody(data, self._timeline)
         self._received = received
@@ -185,7 +185,7 @@ class RequestAdmission:
         if self._has_slot:
             self._limits.release_slot()
             self._has_slot = False
-        self._limits.body_budget.release(self._body_bytes)
+        self._limits.body_budget.release(self._body_hold)
 
     def check_choices(self, count: int) -> None:
         """Raise InvalidRequest if a request may not have so many choices."""

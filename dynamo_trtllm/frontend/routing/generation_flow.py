@@ -75,7 +75,8 @@ class _Attempt:
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # Of a suspect: the number of tokens of this call after which it has settled (see `suspects`).
+    # Earlier calls of this request may have ended a worker: it is a suspect (see `suspects`). So
+    # many tokens of this call show that the call does not end this worker: it has settled.
     # 0: it has settled, or is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
@@ -95,7 +96,8 @@ class GenerationFlow:
     ```
     state      waits for               next state
     NEW        the start               the first state of an attempt, see below
-    WAITING    other workers           the first state of an attempt, also after the time-out
+    WAITING    other workers           the first state of an attempt; after the time-out also ENDED,
+                                       if there are still no workers
     RESERVING  a decode slot           PREFILL
     PREFILL    KV parameters           DECODE; ENDED if the answer is complete
     DECODE     tokens                  ENDED after the last token; DECODE or REISSUING if the worker
@@ -501,9 +503,9 @@ class GenerationFlow:
         # was refused for its KV is not counted either: each elastic worker may refuse it before one
         # of them runs the whole request.
         is_kv_full = isinstance(error, errors.KvTransfersFull)
-        was_accepted = not is_kv_full and not errors.is_not_accepted(error)
+        is_counted = not is_kv_full and not errors.is_worker_unavailable(error)
         if not self._sent_ids:
-            if was_accepted:
+            if is_counted:
                 self._timeline.count_retry()
             if isinstance(error, errors.KvTransferError):
                 self._num_transfer_failures += 1
@@ -517,7 +519,7 @@ class GenerationFlow:
             return _migration_failed(
                 error, f"its engine cannot resume {feature}; retry, or send the request without it"
             )
-        if was_accepted:
+        if is_counted:
             self._timeline.count_migration()
         max_migrations = self._options.migrations + self._num_explained
         return error if self._timeline.migrations > max_migrations else None

@@ -22,7 +22,12 @@ from typing import Final
 from dynamo_trtllm.frontend.routing.cluster_view import Change, ClusterView, ModelView
 from dynamo_trtllm.frontend.routing.pairs import Pair, format_pair
 from dynamo_trtllm.frontend.routing.probe_schedule import new_pairs, pairs_of
-from dynamo_trtllm.protocol.errors import Disconnected, DynamoError, WorkerDied, is_not_accepted
+from dynamo_trtllm.protocol.errors import (
+    Disconnected,
+    DynamoError,
+    WorkerDied,
+    is_worker_unavailable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -394,9 +399,9 @@ class FleetHealth:
 
         Its pairs count as not working if it did not accept the call, or lost its connection.
         """
-        if is_not_accepted(error) or isinstance(error, WorkerDied):
+        if is_worker_unavailable(error) or isinstance(error, WorkerDied):
             self._cooldown.start(instance_id, now)
-        if is_not_accepted(error) or isinstance(error, Disconnected):
+        if is_worker_unavailable(error) or isinstance(error, Disconnected):
             reason = f"{error.code}: {error.message}"
             pairs = self.breakers.pairs_with(instance_id)
             worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]

@@ -38,8 +38,9 @@ _RECENT_PROMPTS: Final = 50
 class Stage(IntEnum):
     """What a choice waits for at the workers.
 
-    The value is the index of the first limit for which the choice counts. It counts for the later
-    ones, too: a choice that waits for its end counts only for the last one.
+    The value is the index of the first limit for which the choice counts. It counts for all later
+    limits, too. So a choice that waits for its prompt counts for all three, and one that waits for
+    its end only for the last.
     """
 
     PREFILL = 0  # its prompt
@@ -48,7 +49,7 @@ class Stage(IntEnum):
     NONE = 3  # it is at no worker
 
 
-# One per limit. Sequences with one item per limit have the order of the fields of `ChoiceCosts`.
+# The stages in the order of the limits. Usages and costs have it, too (see `ChoiceCosts`).
 _STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)
 
 
@@ -231,7 +232,8 @@ class RequestPlaces:
         """Return whether the request may begin.
 
         Args:
-            share: what its client has got. One below its share waits for no group of others.
+            share: what its client has got. The request of a client below its share does not wait
+                for further groups of other requests.
         """
         if not self.window.has_capacity(self.costs, share):
             return False
@@ -243,7 +245,7 @@ class RequestPlaces:
         self.begun_s = self.window.clock()
         self._reserve()
         if self._num_left:
-            self.window.beginning.append(self)
+            self.window.starting.append(self)
 
     async def wait_for_group(self) -> None:
         """Wait until the next group may start."""
@@ -257,7 +259,7 @@ class RequestPlaces:
                 self._waiting = None
         self._reserve()
         if not self._num_left:
-            self._end_beginning()
+            self._end_starting()
 
     def workers_have_capacity(self) -> bool:
         """Return whether the workers of the request can begin a further group.
@@ -293,7 +295,7 @@ class RequestPlaces:
             self.count(-self._num_reserved, Stage.PREFILL, None)
             self._num_reserved = 0
             self.window.changed()
-        self._end_beginning()
+        self._end_starting()
 
     def count(
         self,
@@ -327,9 +329,9 @@ class RequestPlaces:
         self._num_reserved += group
         self.count(group, Stage.PREFILL, None)
 
-    def _end_beginning(self) -> None:
-        if self in self.window.beginning:
-            self.window.beginning.remove(self)
+    def _end_starting(self) -> None:
+        if self in self.window.starting:
+            self.window.starting.remove(self)
             self.window.on_capacity()
 
 
@@ -366,7 +368,7 @@ class StartWindow:
         self._uses_all_paths = uses_all_paths
         # The requests that have groups to start, the oldest first. They are few: the next request
         # begins only when these have filled their workers.
-        self.beginning: list[RequestPlaces] = []
+        self.starting: list[RequestPlaces] = []
         self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # one per limit
         self._view = view
         # Sums over recent prompts: all tokens, and those that were in a prefix cache.
@@ -386,7 +388,8 @@ class StartWindow:
             num_choices: of the request.
             prompt_tokens: of its longest prompt.
             rank: its priority among the requests of all clients.
-            ttft_s: its own limit of the time to first token.
+            ttft_s: its own limit of the time to first token. It has no effect if the window has
+                no such limit.
         """
         view = self._view.model(self.model)
         worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
@@ -435,8 +438,8 @@ class StartWindow:
         for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
             limit = usage.limit
             if share is ClientShare.BELOW and stage is not Stage.RUN:
-                # Prompts of clients below their share go first. A second step of them may wait at
-                # the worker. Otherwise it would begin a step of others between two of theirs.
+                # Prompts of clients below their share go first. A worker may hold a second step of
+                # them. Otherwise it would run a step of others between two of theirs.
                 limit *= 2
             # Other frontends may take so much of a worker that one choice costs more than the part
             # that is left. It counts as that part, because otherwise it could never start.
@@ -449,7 +452,7 @@ class StartWindow:
 
     def is_reserved(self) -> bool:
         """Return whether free capacity is for the next group of a request that has begun."""
-        return any(request.workers_have_capacity() for request in self.beginning)
+        return any(request.workers_have_capacity() for request in self.starting)
 
     def smallest_parts(self) -> list[int]:
         """Return one worker's part of each limit, in the role with the most workers."""
@@ -458,7 +461,7 @@ class StartWindow:
 
     def changed(self) -> None:
         """Let those that wait look again whether they may start: first those that have begun."""
-        for request in self.beginning:
+        for request in self.starting:
             request.changed()
         self.on_capacity()
 

@@ -192,11 +192,11 @@ def known_cost(loads: Iterable[InstanceLoad]) -> CostModel | None:
     """
     known = CostModel()
     for load in loads:
-        if load.is_cost_measured:
+        if load.cost_suffices_alone:
             return load.cost
         if load.cost is not None:
             known = known.completed_by(load.cost)
-            if known.is_measured:
+            if known.suffices_alone:
                 return known
     known = known.completed_by(_PRIOR)
     return known if known.is_complete else None
@@ -207,4 +207,4 @@ def complete(load: InstanceLoad, of_equals: CostModel) -> CostModel:
     own = load.cost
     if own is None:
         return of_equals
-    return own if load.is_cost_measured else own.completed_by(of_equals)
+    return own if load.cost_suffices_alone else own.completed_by(of_equals)

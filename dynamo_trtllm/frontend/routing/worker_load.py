@@ -88,7 +88,7 @@ class InstanceLoad:
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
     # `cost` is complete without measurements of equal workers.
-    is_cost_measured: bool = False
+    cost_suffices_alone: bool = False
     token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 
     def place(self, prefill_tokens: int, kv_tokens: int, *, is_prefill: bool = False) -> PlacedCall:
@@ -129,7 +129,7 @@ class ClusterLoad:
         if report.cost is not None and report.cost != load.cost:
             load.cost = report.cost if report.cost.is_valid else None
             load.token_s = 0.0 if load.cost is None else load.cost.token_s
-            load.is_cost_measured = load.cost is not None and load.cost.is_measured
+            load.cost_suffices_alone = load.cost is not None and load.cost.suffices_alone
         if load.report is not None and report.number <= load.report.number:
             return
         load.report = report

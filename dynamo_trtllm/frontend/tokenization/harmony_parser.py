@@ -117,7 +117,8 @@ class HarmonyParser:
     one.
 
     Args:
-        texts: by channel: the output of a step with one token. Control tokens have none.
+        texts: for each channel, the output of a step by the only token of the step. There is none
+            for control tokens.
         forced_ids: ids that follow the prompt. They are not output.
         is_reasoning_split: if False, reasoning is final text.
         is_call_split: if False, the arguments of calls are text of their message's channel.
@@ -144,8 +145,8 @@ class HarmonyParser:
         self._calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # Number of tokens in the header that are not output. While the forced ones are parsed, it
-        # covers the whole header.
+        # How many tokens at the start of the header were forced, so are not output. While the
+        # forced ids are parsed here, these are all tokens of the header.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)

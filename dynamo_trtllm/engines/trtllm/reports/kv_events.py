@@ -34,9 +34,9 @@ from dynamo_trtllm.protocol.messages import token_ids
 log = logging.getLogger(__name__)
 
 _HASH_ALGORITHM = "kv_cache_event_hash_algo"  # the field of kv_cache_config
-# With it, also the second KV cache manager names blocks by numbers, as the first one does. That is
-# the default of later candidates; the default of earlier ones is text (runtime/kv_cache_hash.py,
-# two copies of 2026).
+# With it, also the second KV cache manager names blocks by numbers, as the first one does. Later
+# release candidates of 2026 use it by default, earlier ones use text (runtime/kv_cache_hash.py was
+# read in one of each).
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
@@ -203,7 +203,8 @@ class KvEventConverter:
         for index, block in enumerate(blocks):
             ids = [token["token_id"] for token in block["tokens"]]
             if not all(isinstance(token, int) for token in ids):
-                # these blocks depend on more than text: a token of an image is the text of its hash
+                # From here on, KV depends on an image: its tokens have the hash of the image, which
+                # is a text, in place of an id.
                 break
             if index < len(blocks) - 1:
                 self._check_size(len(ids))

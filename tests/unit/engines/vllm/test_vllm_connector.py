@@ -212,7 +212,7 @@ def test_notice_after_reported_failure_is_never_good(half: Any) -> None:
     assert scheduler.received == []
     assert reported(half) == {"a"}
     half.build_connector_worker_meta()
-    assert (half._failed, half._reported_failed) == (set(), set()), "nothing is left of it"
+    assert (half._failed, half._reported_failures) == (set(), set()), "nothing is left of it"
 
 
 def test_notice_ignores_request_aborted_in_queue(half: Any) -> None:
