@@ -327,8 +327,6 @@ class HttpResponse:
     ) -> None:
         """Send the head, at the end of the loop's turn. Headers of the handler override others."""
         assert not self.started
-        self.started = True
-        self.status = status
         headers = {"Date": _date(int(time.time())), **body_headers, **self.headers}
         if handler_headers is not None:
             headers.update(handler_headers)
@@ -342,8 +340,11 @@ class HttpResponse:
         # proxies and clients take a carriage return alone as one.
         if not head.count("\n") == head.count("\r") == len(lines):
             raise ValueError("a value of a response header contains a line break")
-        self._batch.add(self)
         self._unsent.append(head.encode("latin-1"))
+        # Only now: after an error above, `fail` can still send another response.
+        self.started = True
+        self.status = status
+        self._batch.add(self)
 
     def _end(self, data: bytes) -> None:
         if self.ended:

@@ -9,7 +9,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.frontend.api.error_bodies import openai_error
-from dynamo_trtllm.protocol.errors import InvalidRequest
+from dynamo_trtllm.protocol.errors import InternalError, InvalidRequest
 from dynamo_trtllm.support.http_server.exchange import ClientDisconnected, FlushBatch, HttpResponse
 from tests.kit.memory_http import MemoryTransport
 
@@ -167,6 +167,9 @@ async def test_header_with_line_break_is_not_sent() -> None:
             response.send_json(200, {}, {"X-Some": f"a{line_break}Set-Cookie: b"})
         await asyncio.sleep(0)
         assert response.transport.sent == []
+        response.fail(InternalError("a fault"))
+        assert response.status == 500
+        assert response.transport.sent[0].startswith(b"HTTP/1.1 500 ")
 
 
 async def test_response_when_it_has_ended_then_nothing_more_is_sent() -> None:
