@@ -96,8 +96,7 @@ class GenerationFlow:
     ```
     state      waits for               next state
     NEW        the start               the first state of an attempt, see below
-    WAITING    other workers           the first state of an attempt; after the time-out also ENDED,
-                                       if there are still no workers
+    WAITING    other workers           the first state of an attempt, or ENDED after the time-out
     RESERVING  a decode slot           PREFILL
     PREFILL    KV parameters           DECODE; ENDED if the answer is complete
     DECODE     tokens                  ENDED after the last token; DECODE or REISSUING if the worker
@@ -454,10 +453,16 @@ class GenerationFlow:
         self._free()
         if self._fixed_selection is not None:
             return self._end(error)
-        final = self._record_death(error, attempt)
-        if final is None:
+        final: StreamEvent | None = self._record_death(error, attempt)
+        next_step = None
+        has_all_tokens = len(self._sent_ids) >= self.request.sampling.max_tokens
+        if final is None and has_all_tokens and error.retryable:
+            # Only the end of the stream was lost.
+            final = Chunk(finish_reason=FinishReason.LENGTH)
+            next_step = "all tokens were sent"
+        elif final is None:
             final = self._count_failure(error, attempt)
-        next_step = "retrying" if final is None else None
+            next_step = "retrying" if final is None else None
         self._driver.record_failure(attempt.worker, error, next_step)
         if final is not None:
             return self._end(final)
@@ -466,9 +471,6 @@ class GenerationFlow:
             self._avoid = self._timeline.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
-        # If all tokens were sent, only the end of the stream was lost.
-        if len(self._sent_ids) >= self.request.sampling.max_tokens:
-            return self._end(Chunk(finish_reason=FinishReason.LENGTH))
         return self._select()
 
     def _record_death(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
@@ -516,9 +518,7 @@ class GenerationFlow:
             return None
         feature = _feature_with_state(self.request.sampling)
         if feature is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
-            return _migration_failed(
-                error, f"its engine cannot resume {feature}; retry, or send the request without it"
-            )
+            return _migration_failed(error, feature)
         if is_counted:
             self._timeline.count_migration()
         max_migrations = self._options.migrations + self._num_explained
@@ -589,10 +589,10 @@ def _feature_with_state(sampling: Sampling) -> str | None:
     return None
 
 
-def _migration_failed(error: DynamoError, why: str) -> errors.MigrationFailed:
+def _migration_failed(error: DynamoError, feature: str) -> errors.MigrationFailed:
     failed = errors.MigrationFailed(
-        f"the stream broke and cannot continue on another worker: {why} ({error.code}:"
-        f" {error.message})"
+        "the stream broke and cannot continue on another worker: its engine cannot resume"
+        f" {feature}; retry, or send the request without it ({error.code}: {error.message})"
     )
     failed.__cause__ = error
     return failed

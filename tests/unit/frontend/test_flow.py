@@ -338,6 +338,14 @@ def test_flow_with_only_its_end_lost_is_complete() -> None:
     assert played.flow.state is State.ENDED
 
 
+def test_flow_with_only_its_end_lost_needs_no_migration() -> None:
+    played = Played(migrations=0)
+    chunk = Chunk(token_ids=token_ids(range(8)))  # as many as were requested
+    *_, last = played.play(*TO_DECODE, chunk, Disconnected("gone"))
+    assert last == Chunk(finish_reason=FinishReason.LENGTH)
+    assert played.timeline.migrations == 0
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_flow_of_failing_calls_ends_at_the_limit(count: int) -> None:
     played = Played(retries=count)
