@@ -75,9 +75,8 @@ class _Attempt:
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # Earlier calls of this request may have ended a worker: it is a suspect (see `suspects`). So
-    # many tokens of this call show that the call does not end this worker: it has settled.
-    # 0: it has settled, or is no suspect.
+    # Earlier calls of this request may have ended workers (see `suspects`). So many tokens of this
+    # call show that it does not: it has settled. 0: it has settled, or the request is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
@@ -157,6 +156,7 @@ class GenerationFlow:
         # Failures that do not use up retries and migrations: another request ended the worker.
         self._num_explained = 0
         self._num_rounds = 0  # how often all instances were tried again
+        self._num_past_rounds = 0  # those before the current attempt
         # The wait for other workers has timed out, and no attempt or round has begun since.
         self._wait_timed_out = False
         # It has probably ended its last worker: see `suspects`.
@@ -257,7 +257,7 @@ class GenerationFlow:
         """Return how long to wait for other workers; None: not at all.
 
         All instances may have failed because of the network. Each pause before they are tried again
-        is twice the one before; their sum is `hold_s`.
+        is twice the one before; their sum is `hold_s`. If none is left, the wait is what is left.
         """
         retries = self._options.retries
         hold_s = self._options.hold_s
@@ -265,14 +265,15 @@ class GenerationFlow:
             return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
-        if not self._excluded:
+        if not self._excluded and not self._num_past_rounds:
             return hold_s
-        if self._num_rounds >= retries:
+        if self._excluded and self._num_rounds >= retries:
             return None
-        # hold_s is the sum of all pauses: 1, 2, 4, … 2**(retries-1) times the shortest one.
-        shortest_s = hold_s / (2**retries - 1)
-        pause_s: float = shortest_s * 2**self._num_rounds
-        return pause_s
+        # The pauses are 1, 2, 4, … 2**(retries-1) times the shortest one.
+        shortest_s: float = hold_s / (2**retries - 1)
+        if self._excluded:
+            return shortest_s * 2.0**self._num_rounds
+        return hold_s - shortest_s * (2.0**self._num_past_rounds - 1)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -282,6 +283,7 @@ class GenerationFlow:
         request = self._remaining()
         self._num_attempts += 1
         self._wait_timed_out = False
+        self._num_past_rounds = self._num_rounds
         self._timeline.reset_calls()
         attempt = _Attempt(
             prefill,

@@ -399,6 +399,17 @@ def test_flow_of_failed_workers_retries_with_doubling_pauses() -> None:
     assert isinstance(last_try[-1], Draining)
 
 
+def test_flow_when_all_workers_leave_later_then_it_waits_less() -> None:
+    played = Played(retries=2, hold_s=3.0)
+    round_ = (Signal.WAIT_TIMED_OUT, NONE, ALONE)
+    played.play((Signal.START, ALONE), (Draining("leaves"), NONE), round_)
+    # The first pause took 1 of 3 seconds, the second one takes the rest.
+    assert named("wait_for_workers", played.on(Draining("leaves"), NONE))[0][1] == 2.0
+    # Limits count from the end of the last attempt, so this wait ends at once.
+    gone = played.on(Signal.WAIT_TIMED_OUT, NONE, NONE)
+    assert named("wait_for_workers", gone)[0][1] == 2.0
+
+
 def test_flow_when_all_workers_are_full_then_it_does_not_wait() -> None:
     *_, select, error = Played(hold_s=3.0).play(
         (Signal.START, ALONE), (Overloaded("full"), NONE, NONE)
