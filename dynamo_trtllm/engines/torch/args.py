@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from dynamo_trtllm.config.config_base import PositiveFloat, matching
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
@@ -34,10 +34,14 @@ class TorchArgs(BaseModel):
         "auto", description="KV transfer backend; auto: nixl if it is installed, otherwise tcp"
     )
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
-    max_num_tokens: _Count | None = Field(
-        None, description="maximum tokens per step; default prefill_chunk_tokens + max_batch_size"
-    )
     max_batch_size: _Count = Field(16, description="maximum requests per step")
+    max_num_tokens: _Count | None = Field(
+        None,
+        description=(
+            "maximum tokens per step, at least max_batch_size; default prefill_chunk_tokens +"
+            " max_batch_size"
+        ),
+    )
     max_seq_len: _Count | None = Field(
         None,
         description="maximum prompt and output tokens of one request; default the model's context",
@@ -82,6 +86,18 @@ class TorchArgs(BaseModel):
             "share for KV of the GPU memory that is free after loading the weights; default 0.5"
         ),
     )
+
+    @field_validator("max_num_tokens")
+    @classmethod
+    def _has_a_token_for_each_request(cls, value: int | None, info: ValidationInfo) -> int | None:
+        # The value is missing if it is itself wrong.
+        batch_size = info.data.get("max_batch_size", 0)
+        if value is not None and value < batch_size:
+            raise ValueError(
+                f"{value} is less than max_batch_size {batch_size}: in each step, some requests"
+                " would get no token; raise it, or lower max_batch_size"
+            )
+        return value
 
     @property
     def max_step_tokens(self) -> int:

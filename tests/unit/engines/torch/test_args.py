@@ -45,6 +45,7 @@ def test_args_flag_for_several_devices_is_rejected(flag: str) -> None:
         ({"max_batch_sise": 2}, "max_batch_size"),
         ({"dtype": "int3"}, "dtype"),
         ({"device": "tpu"}, "device"),
+        ({"max_num_tokens": 15}, "max_num_tokens .*max_batch_size 16"),
     ],
 )
 def test_args_wrong_key_or_value_is_config_error(given: dict[str, Any], named: str) -> None:
