@@ -207,13 +207,13 @@ class ChoiceTimeline:
         if goes_on and self.spans[-1].phase == "first_token":
             self.spans[-1].phase = "retry"
 
-    def ended(self) -> None:
+    def ended(self, request: GenerateRequest) -> None:
         """Note the end of the choice, maybe without a decode call."""
         if self.place is None:
             return
         stats = self.prefill_stats or self.decode_stats
         if stats is not None:
-            self.place.prompt_done(stats.cached_tokens)
+            self.place.prompt_done(len(request.token_ids), stats.cached_tokens)
         self.place.leave()
 
     def _enter(self, phase: str, role: str = FRONTEND) -> None:

@@ -463,7 +463,7 @@ class RoutedRequest(Stream):
 
     def _close(self, last: StreamEvent | None) -> None:
         is_done = isinstance(last, Chunk)
-        self._timeline.ended()
+        self._timeline.ended(self._flow.request)
         self._end_placed(is_done=is_done)
         if is_done:
             self._router.suspects.completed(self._flow.request)

@@ -138,11 +138,10 @@ class StartPlace:
         self._has_token = True
         self._move(Stage.RUN, self._worker_id)
 
-    def prompt_done(self, cached_tokens: int) -> None:
+    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note that the prompt is computed, and how many of its tokens were in a prefix cache."""
-        request = self._request
-        if request is not None:
-            request.window.note_cached(request.prompt_tokens, cached_tokens)
+        if self._request is not None:
+            self._request.window.note_cached(prompt_tokens, cached_tokens)
 
     def leave(self) -> None:
         """Note the end of the choice. Idempotent."""
@@ -181,7 +180,6 @@ class RequestPlaces:
         window: that of the model.
         costs: of one choice.
         num_choices: of the request.
-        prompt_tokens: of its longest prompt.
         rank: its priority among the requests of all clients.
         late_at_s: if it begins after this time, its first token is expected too late.
     """
@@ -195,7 +193,6 @@ class RequestPlaces:
         "begun_s",
         "costs",
         "late_at_s",
-        "prompt_tokens",
         "rank",
         "share",
         "window",
@@ -206,7 +203,6 @@ class RequestPlaces:
         window: StartWindow,
         costs: ChoiceCosts,
         num_choices: int,
-        prompt_tokens: int,
         rank: int = 0,
         late_at_s: float = math.inf,
     ) -> None:
@@ -214,7 +210,6 @@ class RequestPlaces:
         self.late_at_s = late_at_s
         self.begun_s = 0.0
         self.costs = costs
-        self.prompt_tokens = prompt_tokens
         self.rank = rank
         self.share = ClientShare.EVEN  # known when the request begins
         self._num_left = num_choices  # choices without a place
@@ -402,7 +397,7 @@ class StartWindow:
         if self._ttft_s < math.inf:
             limit_s = self._ttft_s if ttft_s is None else ttft_s
             late_at_s = self.clock() + limit_s - self.first_tokens.expected_s
-        return RequestPlaces(self, costs, num_choices, prompt_tokens, rank, late_at_s)
+        return RequestPlaces(self, costs, num_choices, rank, late_at_s)
 
     def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""

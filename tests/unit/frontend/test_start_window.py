@@ -22,7 +22,15 @@ from dynamo_trtllm.frontend.routing.start_window import (
     StartWindows,
 )
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
-from dynamo_trtllm.protocol.messages import ClientShare, Instance, Limits, Phase, Role
+from dynamo_trtllm.protocol.messages import (
+    ClientShare,
+    Instance,
+    Limits,
+    Phase,
+    PhaseTimings,
+    Role,
+    token_ids,
+)
 from dynamo_trtllm.protocol.shares import Shares
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded
 from tests.kit.cases import each_case
@@ -265,9 +273,11 @@ async def test_migrated_choice_counts_as_decoding() -> None:
 
 async def test_cached_prompts_leave_place_for_more() -> None:
     frontend = Frontend(Limits(max_batch_size=64, max_num_tokens=1000))
-    await frontend.send("a", 1, prompt_tokens=100)
+    # The longest prompt of this request is longer than that of the choice.
+    await frontend.send("a", 1, prompt_tokens=400)
     ((_, place),) = frontend.waiting_places
-    place.prompt_done(cached_tokens=75)
+    timeline = ChoiceTimeline(place=place, prefill_stats=PhaseTimings(cached_tokens=75))
+    timeline.ended(msgspec.structs.replace(request(), token_ids=token_ids(range(100))))
     await frontend.end()
     started = await frontend.send_until_one_waits("b", prompt_tokens=100)
     assert started == 4 * 40
