@@ -94,7 +94,7 @@ def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:
 
 def _slowness(worker: ConsoleWorker) -> str:
     ratio = f"{worker.slow_ratio:.1f} times the others of its role"
-    if worker.token_ms is not None:
+    if worker.token_ms is not None and not worker.is_slow_at_prompts:
         return f"{worker.token_ms:.1f} ms per token, {ratio}"
     if worker.prompt_token_ms is not None:
         return f"{worker.prompt_token_ms * 1e3:.0f} ms per 1,000 prompt tokens, {ratio}"

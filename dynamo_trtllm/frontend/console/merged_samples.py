@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import dynamo_trtllm
 from dynamo_trtllm.frontend.console import health_reasons
@@ -49,6 +49,13 @@ class _Process:
 
     sample: FrontendSample
     at_s: float
+
+
+class _Slowness(NamedTuple):
+    """How many times as slow as the others of its role a worker is."""
+
+    ratio: float
+    is_of_prompts: bool  # in computing prompts; otherwise in generating tokens
 
 
 @dataclass(eq=False)
@@ -270,7 +277,7 @@ class MergedSamples:
         rows = [
             self._worker_row(
                 instance,
-                slow_ratio=slow.get(instance.id),
+                slow=slow.get(instance.id),
                 slow_s=now_s - self._slow_since_s.get(instance.id, now_s),
             )
             for instance in in_order
@@ -280,22 +287,27 @@ class MergedSamples:
             rows.sort(key=lambda row: (-row.silent_s, row.slow_ratio is None))
         return rows
 
-    def _slow_workers(self, instances: Sequence[Instance]) -> dict[int, float]:
-        """Return the slow workers of each model and role, with their ratios."""
-        slow: dict[int, float] = {}
+    def _slow_workers(self, instances: Sequence[Instance]) -> dict[int, _Slowness]:
+        """Return the slow workers of each model and role, each with its larger ratio."""
+        slow: dict[int, _Slowness] = {}
         groups: dict[tuple[str, Role], list[int]] = {}
         for instance in instances:
             groups.setdefault((instance.card.name, instance.role), []).append(instance.id)
         for (_, role), ids in groups.items():
             if role is not Role.PREFILL:
-                slow |= slow_ratios(_known({one: self._times.token_s(one) for one in ids}))
+                tokens = _known({one: self._times.token_s(one) for one in ids})
+                for one, ratio in slow_ratios(tokens).items():
+                    slow[one] = _Slowness(ratio, is_of_prompts=False)
             if role is not Role.DECODE:
                 prompts = _known({one: self._times.prompt_token_s(one) for one in ids})
-                slow |= slow_ratios(prompts, least_s=0.0)
+                # Times per prompt token are far below the least difference of times per token.
+                for one, ratio in slow_ratios(prompts, least_s=0.0).items():
+                    if one not in slow or ratio > slow[one].ratio:
+                        slow[one] = _Slowness(ratio, is_of_prompts=True)
         return slow
 
     def _worker_row(
-        self, instance: Instance, *, slow_ratio: float | None, slow_s: float
+        self, instance: Instance, *, slow: _Slowness | None, slow_s: float
     ) -> ConsoleWorker:
         load = self._loads.get(instance.id)
         times = self._times.workers.get(instance.id)
@@ -316,7 +328,8 @@ class MergedSamples:
             tokens_per_s=0.0 if times is None else times.tokens_per_s,
             token_ms=None if token_s is None else token_s * 1e3,
             prompt_token_ms=None if prompt_token_s is None else prompt_token_s * 1e3,
-            slow_ratio=slow_ratio,
+            slow_ratio=None if slow is None else slow.ratio,
+            is_slow_at_prompts=slow is not None and slow.is_of_prompts,
             slow_s=slow_s,
             silent_s=0.0 if times is None else times.silent_s,
             prefill_share=None if shares is None else shares.prefill,

@@ -50,6 +50,7 @@ class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
     token_ms: float | None  # per output token
     prompt_token_ms: float | None  # per prompt token that was computed
     slow_ratio: float | None  # how many times as slow as the others of its role; None: it is not
+    is_slow_at_prompts: bool  # the ratio is that of times per prompt token, not per output token
     slow_s: float  # for how long it has been slow while a console was open
     silent_s: float  # for how long no token of a running stream came
     # Of an elastic worker, and when they changed last; None: it has registered with them.

@@ -16,7 +16,7 @@ import pytest
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.keys_file import add_key, remove_key
 from dynamo_trtllm.frontend.console import feed
-from dynamo_trtllm.protocol.frontend_samples import FrontendSample, WorkerProgress
+from dynamo_trtllm.protocol.frontend_samples import FrontendSample, RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.messages import LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares, ShareTable
 from tests.kit.frontend_app import MODEL, FakeFrontend, chunk, front, stop
@@ -358,6 +358,48 @@ async def test_snapshot_names_the_slow_decode_worker() -> None:
     assert "Decode worker 3 is slow: 30.0 ms per token, 3.0 times the others of its role." in [
         reason["text"] for reason in shown["reasons"]
     ]
+
+
+def prompt_of(worker: int, seconds: float) -> RequestRow:
+    """Return a request whose prompt of 1,000 tokens was computed in this time."""
+    return RequestRow(
+        id="0123456789abcdef",
+        model="tiny",
+        endpoint="chat",
+        code="ok",
+        status=200,
+        finish="stop",
+        begun_at=time.time(),
+        total_s=2.0,
+        first_token_s=None,
+        prefill="",
+        decode=f"{worker:x}",
+        prompt_tokens=1000,
+        cached_tokens=0,
+        output_tokens=0,
+        retries=0,
+        migrations=0,
+        kv_bytes=0,
+        kv_transfer_s=0.0,
+        phases=(("aggregated", "prefill", seconds),),
+    )
+
+
+async def test_snapshot_shows_the_worse_ratio_of_aggregated_workers() -> None:
+    served = front()
+    served.catalog.up = [make_instance(number, role=Role.AGGREGATED) for number in range(1, 5)]
+    times = {1: (0.01, 0.0001), 2: (0.01, 0.0001), 3: (0.01, 0.0005), 4: (0.04, 0.0003)}
+    workers = []
+    requests = []
+    for number, (token_s, prompt_token_s) in times.items():
+        workers.append(WorkerProgress(number, 1, 100, 100 * token_s, 100, 0.0))
+        requests.append(prompt_of(number, 1000 * prompt_token_s))
+    shown = snapshot_of(served, sample(workers=tuple(workers), requests=tuple(requests)))
+    ratios = {worker["id"]: worker["slow_ratio"] for worker in shown["workers"]}
+    assert ratios == {"1": None, "2": None, "3": pytest.approx(5.0), "4": pytest.approx(4.0)}
+    texts = [reason["text"] for reason in shown["reasons"]]
+    assert any("3 is slow: 500 ms per 1,000 prompt tokens, 5.0 times" in text for text in texts)
+    assert any("4 is slow: 40.0 ms per token, 4.0 times" in text for text in texts)
 
 
 async def test_snapshot_says_for_how_long_a_worker_has_been_slow() -> None:
