@@ -70,12 +70,13 @@ class Histogram(Collector):
         if not labels:
             self.labels()  # shown before the first observation, too
 
-    def labels(self, *values: str) -> HistogramChild:
+    def labels(self, *values: object) -> HistogramChild:
         """Return the child of these label values. Create it at the first call."""
-        child = self._children.get(values)
+        texts = tuple(map(str, values))
+        child = self._children.get(texts)
         if child is None:
             child = HistogramChild(self._bounds)
-            self._children[tuple(map(str, values))] = child
+            self._children[texts] = child
         return child
 
     def bucket_counts(self) -> tuple[int, ...]:

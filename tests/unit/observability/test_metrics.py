@@ -8,6 +8,7 @@ from dynamo_trtllm.observability.metrics import (
     TABLE,
     ClientLoad,
     FrontendMetrics,
+    Histogram,
     PlannerMetrics,
     WorkerMetrics,
     read_client_loads,
@@ -43,6 +44,13 @@ def test_finished_request_returns_inflight_to_zero():
     assert found["inflight", ()] == 1
     assert found["requests_total", (("code", "ok"), ("endpoint", "chat"), ("model", "m"))] == 1
     assert found["request_seconds_sum", (("model", "m"),)] == pytest.approx(0.3)
+
+
+def test_labels_of_a_histogram_are_compared_as_text():
+    histogram = Histogram("seconds", "Seconds", ["number"], buckets=[1.0])
+    for number in (7, "7", 7):
+        histogram.labels(number).observe(0.5)
+    assert histogram.bucket_counts() == (3, 0)
 
 
 def test_itl_when_tokens_come_together_then_each_counts():
