@@ -515,6 +515,8 @@ class PlannerMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__("planner")
+        # The predicted times of the slowest pool, by model and name of the time.
+        self._slowest_s: dict[tuple[str, str], float] = {}
 
     def set_leader(self, *, is_leader: bool) -> None:
         """Set whether this planner sets the shares."""
@@ -532,18 +534,26 @@ class PlannerMetrics(ProcessMetrics):
         """
         for name in _PLAN:
             self._metrics[name].clear()
+        self._slowest_s.clear()
 
-    def set_workers(
+    def add_workers(
         self, model: str, workers: Mapping[str, int], wanted: Mapping[str, int]
     ) -> None:
-        """Set the numbers of workers by role: those that there are, and those that are needed."""
-        for role, count in workers.items():
-            self._metrics["planner_workers"].labels(model, role).set(count)
-        for role, count in wanted.items():
-            self._metrics["planner_wanted_workers"].labels(model, role).set(count)
+        """Add the numbers of workers of a pool, by role: those that there are, and are needed.
 
-    def set_predicted(self, model: str, ttft_s: float, itl_s: float) -> None:
-        """Set the times that are predicted with the shares of now."""
-        predicted = self._metrics["planner_predicted_seconds"]
-        predicted.labels(model, "ttft").set(ttft_s)
-        predicted.labels(model, "itl").set(itl_s)
+        A model has several pools while workers that do not match run, as in an update.
+        """
+        for role, count in workers.items():
+            self._metrics["planner_workers"].labels(model, role).inc(count)
+        for role, count in wanted.items():
+            self._metrics["planner_wanted_workers"].labels(model, role).inc(count)
+
+    def add_predicted(self, model: str, ttft_s: float, itl_s: float) -> None:
+        """Add the times that are predicted for a pool with the shares of now.
+
+        The gauges have those of the slowest pool of the model.
+        """
+        for time, seconds in (("ttft", ttft_s), ("itl", itl_s)):
+            slowest_s = max(seconds, self._slowest_s.get((model, time), 0.0))
+            self._slowest_s[model, time] = slowest_s
+            self._metrics["planner_predicted_seconds"].labels(model, time).set(slowest_s)

@@ -277,7 +277,7 @@ class PlannerProcess(Lifecycle):
         for key, decision in decisions.items():
             logs[key] = self._logs.get(key) or DecisionLog(is_advice=self._config.advise)
             logs[key].add(decision, self._name_of_pool(key))
-            self._set_metrics(key.model, decision)
+            self._add_metrics(key.model, decision)
         # The logs of pools that are gone are dropped.
         self._logs = logs
 
@@ -292,12 +292,12 @@ class PlannerProcess(Lifecycle):
         more = len(ids) - _MAX_NAMED
         return f"{key.model} ({shown}{f' and {more} more' if more > 0 else ''})"
 
-    def _set_metrics(self, model: str, decision: Decision) -> None:
+    def _add_metrics(self, model: str, decision: Decision) -> None:
         metrics = self._metrics
         metrics.decided(model, decision.outcome)
         wanted = {}
         if decision.wanted is not None:
             wanted = {"prefill": decision.wanted.prefill, "decode": decision.wanted.decode}
-        metrics.set_workers(model, decision.present._asdict(), wanted)
+        metrics.add_workers(model, decision.present._asdict(), wanted)
         if decision.before is not None:
-            metrics.set_predicted(model, decision.before.ttft_s, decision.before.gap_s)
+            metrics.add_predicted(model, decision.before.ttft_s, decision.before.gap_s)

@@ -163,13 +163,28 @@ def test_api_keys_with_the_most_tokens_have_labels():
 
 def test_planner_that_does_not_lead_gives_autoscalers_no_number() -> None:
     metrics = PlannerMetrics()
-    metrics.set_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
-    metrics.set_predicted("m", 1.0, 0.02)
+    metrics.add_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
+    metrics.add_predicted("m", 1.0, 0.02)
     wanted = f'{PREFIX}planner_wanted_workers{{model="m",role="decode"}} 2.0'
     assert wanted in metrics.render().decode()
     metrics.clear_plan()
     page = metrics.render().decode()
     assert f"{PREFIX}planner_wanted_workers{{" not in page
     assert f"{PREFIX}planner_predicted_seconds{{" not in page
-    metrics.set_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
+    metrics.add_workers("m", {"both": 2}, {"prefill": 1, "decode": 2})
     assert wanted in metrics.render().decode()
+
+
+def test_planner_gauges_are_of_all_pools_of_a_model() -> None:
+    metrics = PlannerMetrics()
+    for _ in range(2):  # each plan begins anew
+        metrics.clear_plan()
+        metrics.add_workers("m", {"both": 2}, {"decode": 2})
+        metrics.add_workers("m", {"both": 3}, {"decode": 1})
+        metrics.add_predicted("m", 1.0, 0.03)
+        metrics.add_predicted("m", 2.0, 0.02)
+    found = samples(metrics.render())
+    assert found["planner_workers", (("model", "m"), ("role", "both"))] == 5
+    assert found["planner_wanted_workers", (("model", "m"), ("role", "decode"))] == 3
+    assert found["planner_predicted_seconds", (("model", "m"), ("time", "ttft"))] == 2.0
+    assert found["planner_predicted_seconds", (("model", "m"), ("time", "itl"))] == 0.03
