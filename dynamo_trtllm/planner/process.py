@@ -62,7 +62,7 @@ class PlannerProcess(Lifecycle):
         self._config = config
         self._limits = TimeLimits(config.slo_ttft_ms / 1000, config.slo_itl_ms / 1000)
         self._metrics = PlannerMetrics()
-        self._health = Health()
+        self._health = Health(is_leader=False)
         self._tasks = BackgroundTasks(self._background_failed)
         self._view = ClusterView()
         self._leadership: Leadership | None = None
@@ -219,6 +219,7 @@ class PlannerProcess(Lifecycle):
             )
         leads = leadership is not None and not failure
         self._metrics.set_leader(is_leader=leads)
+        self._health.is_leader = leads
         return leads
 
     def _log_etcd(self, failure: str) -> None:

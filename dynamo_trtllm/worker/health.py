@@ -52,6 +52,8 @@ class Health:
     shares: Shares | None = None  # of an elastic worker, as they are now
     shares_since: float | None = None  # seconds since the epoch; None: since it registered
 
+    is_leader: bool | None = None  # of a planner: whether it sets the shares
+
     failure: str = ""  # the failure that ends this worker
     # Returns why no request can arrive, such as a rejection by NATS; None: requests can arrive.
     why_unreachable: Callable[[], str | None] = lambda: None
@@ -78,6 +80,17 @@ def _error_body(
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
+def _described(health: Health) -> dict[str, Any]:
+    """Return what only /health says."""
+    status = "ready" if health.is_ready else "notready"
+    about: dict[str, Any] = {"status": status, "phase": health.phase}
+    if health.shares is not None:
+        about |= shares_object(health.shares, health.shares_since)
+    if health.is_leader is not None:
+        about["is_leader"] = health.is_leader
+    return about
+
+
 def health_app(
     health: Health,
     render_metrics: Callable[[], bytes],
@@ -87,7 +100,7 @@ def health_app(
     """Return the app.
 
     /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
-    /health of an elastic worker has its shares, too.
+    /health of an elastic worker has its shares, too, and that of a planner whether it leads.
 
     Args:
         health: health of the worker.
@@ -109,11 +122,7 @@ def health_app(
         send(response, {"status": health.phase})
 
     async def report(_: HttpRequest, response: HttpResponse) -> None:
-        status = "ready" if health.is_ready else "notready"
-        about: dict[str, Any] = {"status": status, "phase": health.phase}
-        if health.shares is not None:
-            about |= shares_object(health.shares, health.shares_since)
-        send(response, about)
+        send(response, _described(health))
 
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")

@@ -54,8 +54,10 @@ async def test_planner_that_waits_for_another_one_says_so(
     planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
     assert not await planner._leads(discovery)
     assert not await planner._leads(discovery)
+    assert planner._health.is_leader is False
     await first.aclose()
     assert await planner._leads(discovery)
+    assert planner._health.is_leader is True
     assert [record.getMessage() for record in caplog.records] == [
         "another planner leads namespace dynamo, and this one waits",
         "this planner leads namespace dynamo, epoch 2",

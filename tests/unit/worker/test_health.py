@@ -66,6 +66,20 @@ async def test_ready_is_200_only_while_serving(
 
 
 @each_case(
+    ("state", "said"),
+    [(Health("serving"), {}), (Health("serving", is_leader=False), {"is_leader": False})],
+)
+async def test_health_of_a_planner_says_whether_it_leads(
+    state: Health, said: dict[str, bool]
+) -> None:
+    transport = httpx.ASGITransport(app=asgi(health_app(state, metrics)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://planner") as client:
+        report = (await client.get("/health")).json()
+    expected = {"status": "ready", "phase": "serving", "reason": "", "instance_id": ""}
+    assert report == expected | said
+
+
+@each_case(
     ("settings", "key", "statuses"),
     [
         ({}, "", (401, 401, 401)),
