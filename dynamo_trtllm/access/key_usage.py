@@ -42,7 +42,8 @@ _TOKENS = _REQUESTS + 1 + _NUM_SLOTS
 _ROW = _TOKENS + 1 + _NUM_SLOTS
 # Keys with limits that a process has seen since its start, including those that were removed.
 _MAX_ROWS = 32_768
-_PART = 1 + _MAX_ROWS * _ROW  # numbers of a process: how many rows it has, and the rows
+_PART_HEAD = 2  # numbers of a process before its rows: how many rows it has, and its id
+_PART = _PART_HEAD + _MAX_ROWS * _ROW
 _NUMBER_BYTES = 8
 _HEAD = 1  # numbers before the parts: the id of the frontend
 _MAX_REPORTED = 4096  # keys in one report
@@ -61,7 +62,7 @@ def shared_memory(num_processes: int) -> int:
 
 
 def _new_id() -> int:
-    """Return a random id of a frontend. It is positive."""
+    """Return a random id of a frontend or a process. It is positive."""
     return secrets.randbits(62) + 1
 
 
@@ -96,8 +97,10 @@ class UsageTable:
             for index in range(num_processes)
             if index != number - 1
         ]
-        # After a crash, this process has the part of the one before it.
-        self._own.end_generations()
+        # After a crash, this process has the part of the one before it. Under the same id, its
+        # reports replace the ones from before, which count generations that have ended.
+        self.process_id = self._own.process_id()
+        self._changed.update(dict.fromkeys(self._own.end_generations()))
 
     def usage(self, key: ApiKey) -> KeyUsage | None:
         """Return what counts the usage of a key; None if it has no limits.
@@ -176,7 +179,7 @@ class _ProcessPart:
         """Return the place of a key's row; None if there is none."""
         num_rows = self._numbers[self._begin]
         for index in range(len(self._rows), num_rows):
-            row = self._begin + 1 + index * _ROW
+            row = self._row(index)
             self._rows[self._numbers[row]] = row
         return self._rows.get(key_id)
 
@@ -189,17 +192,29 @@ class _ProcessPart:
                 " the most that it can count; restart the frontend",
                 field="api_keys_file",
             )
-        row = self._begin + 1 + num_rows * _ROW
+        row = self._row(num_rows)
         self._numbers[row] = key_id
         # Other processes read the row from now on.
         self._numbers[self._begin] = num_rows + 1
         self._rows[key_id] = row
         return row
 
-    def end_generations(self) -> None:
-        """Count no generations as running."""
-        for index in range(self._numbers[self._begin]):
-            self._numbers[self._begin + 1 + index * _ROW + _RUNNING] = 0
+    def process_id(self) -> int:
+        """Return the id of the process for its reports. It is the same after a crash."""
+        place = self._begin + 1
+        self._numbers[place] = self._numbers[place] or _new_id()
+        return self._numbers[place]
+
+    def end_generations(self) -> list[int]:
+        """Count no generations as running. Return the ids of all keys."""
+        rows = [self._row(index) for index in range(self._numbers[self._begin])]
+        for row in rows:
+            self._numbers[row + _RUNNING] = 0
+        return [self._numbers[row] for row in rows]
+
+    def _row(self, index: int) -> int:
+        """Return the place of a row."""
+        return self._begin + _PART_HEAD + index * _ROW
 
 
 class KeyUsage:

@@ -65,7 +65,7 @@ class UsageReports:
         self._limits = limits
         self._keys = keys
         self._clock = clock
-        self._id = secrets.randbits(62) + 1
+        self._id = secrets.randbits(62) + 1 if keys is None else keys.process_id
         self._frontend_id = self._id if keys is None else keys.frontend_id
         # The last report of each other process, by id of the process.
         self._received: dict[int, _Received] = {}

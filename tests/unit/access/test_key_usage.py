@@ -125,6 +125,23 @@ def test_process_that_starts_again_runs_no_generations(clock: Clock, memory: int
         after.count_request()  # the minute goes on
 
 
+def test_process_that_starts_again_replaces_its_reports(clock: Clock, memory: int) -> None:
+    """Its running generations have ended, and its requests count once."""
+    limited = key(requests_per_minute=3, concurrent_generations=1)
+    other = UsageTable(clock=clock)
+    before = UsageTable(memory, 1, 3, clock)
+    usage = usage_of(before, limited)
+    usage.count_request()
+    usage.charge(1, 0)
+    other.others.report(before.process_id, before.totals())
+    after = UsageTable(memory, 1, 3, clock)
+    other.others.report(after.process_id, after.totals())
+    usage_of(other, limited).charge(1, 0)
+    usage_of(after, limited).count_request()
+    other.others.report(after.process_id, after.totals())
+    usage_of(other, limited).count_request()
+
+
 def test_tokens_are_corrected_at_the_end(clock: Clock) -> None:
     usage = usage_of(UsageTable(clock=clock), key(tokens_per_minute=100))
     charge = usage.charge(1, 100)
