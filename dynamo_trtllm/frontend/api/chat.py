@@ -49,17 +49,20 @@ MAX_ARGUMENTS = 1 << 20  # characters, per call
 MAX_TEMPLATE_ARGS = 64
 MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 
-# a model may support fewer
+# A model may support only some of these.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def part_texts(
     value: Any, types: Sequence[str], fields: frozenset[str], info: ValidationInfo
 ) -> list[str]:
-    """Return the texts of `value`: a string, or a list of text parts of these types with no other
-    fields than these.
+    """Return the texts of a string or of a list of text parts.
 
-    Other fields are rejected, or ignored as unknown ones.
+    Args:
+        value: what the client sent.
+        types: the types that a part may have. An error proposes the first one.
+        fields: the names of a part's fields. Others are treated as unknown fields.
+        info: the info of the validator that calls this.
     """
     if isinstance(value, str):
         return [value]
@@ -78,10 +81,10 @@ def part_texts(
             form = f'{{"type": "{types[0]}", "text": "…"}}'
             invalid(f"must hold parts of the form {form}; the part at index {index} does not")
         for name in part.keys() - fields:
+            # `null` counts as absent.
             if part[name] is not None:
-                check_unknown(
-                    name, fields, info, f"holds a part with {quoted(name)} at index {index}, which "
-                )
+                place = f"holds a part with {quoted(name)} at index {index}, which "
+                check_unknown(name, fields, info, place)
         texts.append(text)
     return texts
 
@@ -135,9 +138,13 @@ class CalledFunction(RequestModel):
     arguments: Arguments = "{}"
 
 
+# Clients send back the index that a call had in a stream. It has no effect, because a message lists
+# its calls in order. A model makes fewer than 128 calls in one message.
+_INDEX_IN_STREAM = {"index": tuple(range(128))}
+
+
 class AssistantToolCall(RequestModel):
-    # clients send back the index that they received in a stream
-    no_ops: ClassVar = {"index": tuple(range(128))}
+    no_ops: ClassVar = _INDEX_IN_STREAM
 
     id: Id
     type: Literal["function"] = "function"
@@ -150,7 +157,7 @@ class CalledCustom(RequestModel):
 
 
 class AssistantCustomCall(RequestModel):
-    no_ops: ClassVar = {"index": tuple(range(128))}
+    no_ops: ClassVar = _INDEX_IN_STREAM
 
     id: Id
     type: Literal["custom"]
@@ -162,7 +169,8 @@ class AssistantCustomCall(RequestModel):
         return CalledFunction(name=self.custom.name, arguments=arguments_of(self.custom.input))
 
 
-def _kind_of_call(value: Any) -> str:
+def _tag_of_call(value: Any) -> str:
+    """Return the union tag of a call, which is a dict when it is parsed and a model later."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"<{kind or 'function'}>"
 
@@ -170,7 +178,7 @@ def _kind_of_call(value: Any) -> str:
 _ToolCall = Annotated[
     Annotated[AssistantToolCall, Tag("<function>")]
     | Annotated[AssistantCustomCall, Tag("<custom>")],
-    Discriminator(_kind_of_call),
+    Discriminator(_tag_of_call),
 ]
 
 
@@ -305,9 +313,12 @@ class ResponseFormat(RequestModel):
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            wrong = "is required with" if self.json_schema is None else "is only allowed with"
-            invalid(f"{wrong} type 'json_schema'", field="json_schema")
+        needs_schema = self.type == "json_schema"
+        has_schema = self.json_schema is not None
+        if needs_schema and not has_schema:
+            invalid("is required with type 'json_schema'", field="json_schema")
+        if has_schema and not needs_schema:
+            invalid("is only allowed with type 'json_schema'", field="json_schema")
         return self
 
 
@@ -319,9 +330,11 @@ class ToolChoice(RequestModel):
     # "none": the prompt contains no tools
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: Label = ""  # name of the function, if the mode is "named"
-    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        None  # in the prompt; None: all
-    )
+    # The names of the functions that the prompt contains. None: it contains all.
+    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+
+
+# The next classes are the objects that clients send as `tool_choice`.
 
 
 class NameOnly(RequestModel):
@@ -425,12 +438,13 @@ class ChatRequest(CompletionFields):
         )
         if (name := first_repeated(function.name for function in self.functions)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
-        self._check_effort()
+        self._check_template_args()
         return self
 
-    def _check_effort(self) -> None:
-        both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
-        for name in sorted(both):
+    def _check_template_args(self) -> None:
+        """Reject arguments and a reasoning effort that are given twice with different values."""
+        in_both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
+        for name in sorted(in_both):
             if self.chat_template_args[name] != self.chat_template_kwargs[name]:
                 invalid(
                     f"and chat_template_kwargs give {quoted(name)} two values",
@@ -473,6 +487,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def template_args(self) -> dict[str, Any]:
+        """The arguments of the chat template, under either name."""
         return self.chat_template_args | self.chat_template_kwargs
 
     def template_arg_path(self, name: str) -> str:

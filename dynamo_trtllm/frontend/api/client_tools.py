@@ -11,8 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+# A type ends with the date of its version.
 _TYPE: Final = re.compile(r"(bash|text_editor|memory)_(\d{8})")
-_FIRST_INSERT_TEXT: Final = "20250429"  # earlier text editors have `new_str` for the inserted text
+# The first text editor that has `insert_text`. In earlier ones, `new_str` is the inserted text.
+_FIRST_INSERT_TEXT: Final = "20250429"
+# The last text editor that can undo an edit.
 _LAST_UNDO: Final = "20250124"
 
 _TEXT: Final = {"type": "string"}
@@ -41,7 +44,7 @@ def client_tool(kind: str, name: Any) -> dict[str, Any] | None:
 
     Args:
         kind: its type, such as "bash_20250124".
-        name: its name, as the client sent it.
+        name: its name, as the client sent it. The model of the function checks it.
     """
     match = _TYPE.fullmatch(kind)
     if match is None:
@@ -49,7 +52,9 @@ def client_tool(kind: str, name: Any) -> dict[str, Any] | None:
     family, version = match.groups()
     if family == "bash":
         return _bash(name)
-    return _memory(name) if family == "memory" else _text_editor(name, version)
+    if family == "memory":
+        return _memory(name)
+    return _text_editor(name, version)
 
 
 def _bash(name: Any) -> dict[str, Any]:

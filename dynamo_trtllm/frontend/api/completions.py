@@ -32,17 +32,22 @@ def _prompts(value: Any) -> list[str | list[int]]:
         invalid(f"must be a string, a list of token ids, or a list of them, not {kind_of(value)}")
     if not value:
         invalid("is empty; send at least one token")
+    # A list of token ids is one prompt.
     if not isinstance(value[0], str | list):
-        return [_ids(value, "")]
+        return [_checked_ids(value, "")]
     if len(value) > MAX_CHOICES:
         invalid(f"may hold {MAX_CHOICES} prompts at most, not {len(value)}")
     return [
-        prompt if isinstance(prompt, str) else _ids(prompt, f"[{at}]")
-        for at, prompt in enumerate(value)
+        prompt if isinstance(prompt, str) else _checked_ids(prompt, f"[{index}]")
+        for index, prompt in enumerate(value)
     ]
 
 
-def _ids(value: Any, where: str) -> list[int]:
+def _checked_ids(value: Any, where: str) -> list[int]:
+    """Return the value if it is a list of token ids, and reject it otherwise.
+
+    `where` is the place of the value in the field, for errors.
+    """
     if not isinstance(value, list):
         invalid(f"must hold strings or lists of token ids; {kind_of(value)} at {where} is neither")
     for index, item in enumerate(value):
@@ -53,6 +58,7 @@ def _ids(value: Any, where: str) -> list[int]:
     return value
 
 
+# `PromptSent` is what clients may send, and `Prompts` what `_prompts` makes of it.
 _Text = Annotated[LongText, Field(min_length=1)]
 _Ids = Annotated[List[TokenId], Field(min_length=1, max_length=MAX_VALUES)]
 PromptSent: TypeAlias = (

@@ -12,7 +12,7 @@ class AnyText(RequestModel):
 
 
 class Grammar(RequestModel):
-    """The grammar of an input. The model is shown it, but its output is not checked."""
+    """The grammar of an input. The prompt contains it, but the model's output is not checked."""
 
     syntax: Literal["lark", "regex"]
     definition: LongText

@@ -39,9 +39,12 @@ def without_hosted(
 ) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
 
-    A type that is not among `served` is treated as an unknown field is: with `--unknown-fields
-    reject` it is an error, and otherwise only if it is misspelled. `default` is that of a tool
-    without a type, which else is an error.
+    A type that is not served is treated like an unknown field: with `--unknown-fields reject` it is
+    an error, and otherwise it is an error only if it is a misspelled one of `served`.
+
+    Args:
+        served: the types of tools that are served.
+        default: the type of a tool that has none. None: such a tool is an error.
     """
 
     known = frozenset(served)
@@ -59,6 +62,7 @@ def without_hosted(
         if kind in served:
             return value
         ignored: IgnoredFields | None = info.context
+        # Unknown fields are rejected.
         if ignored is None:
             unsupported(
                 f"{quoted(kind)} is not supported; use {' or '.join(map(repr, served))}",
@@ -79,7 +83,8 @@ def reject_demanded(kind: str, field: str | None = None) -> NoReturn:
 
     Args:
         kind: the type or the name of the tool.
-        field: the `tool_choice`, unless its own validator calls this.
+        field: the name of the field. None if the validator of the field itself calls this, because
+            the error then belongs to the field anyway.
     """
     unsupported(f"demands {quoted(kind)}, which this server does not run; name a function", field)
 

@@ -46,7 +46,7 @@ from dynamo_trtllm.frontend.api.sampling import MAX_STOPS, NO_OPS, SamplingField
 from dynamo_trtllm.frontend.api.schemas import Schema, ToolSchema, schema_text
 from dynamo_trtllm.protocol.messages import OutputFormat
 
-# Other endpoints do not support them.
+# Fields that this endpoint supports, and the others do not.
 _SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})
 
 
@@ -132,11 +132,12 @@ def _blocks(value: Any, types: Sequence[str]) -> Any:
 
 
 def _tag(block: Any) -> str:
-    """Return the tag of a block, which a field's path leaves out.
+    """Return the union tag of a block. Errors leave tags out of the path of a field.
 
-    Blocks are models when they are serialized.
+    A block is a dict when it is parsed, and a model when it is serialized.
     """
-    return f"<{block['type'] if isinstance(block, dict) else block.type}>"
+    kind = block["type"] if isinstance(block, dict) else block.type
+    return f"<{kind}>"
 
 
 def _texts_only(value: Any) -> Any:
@@ -185,7 +186,8 @@ _BLOCKS_OF: Final = {
 
 
 def _turn_blocks(value: Any, info: ValidationInfo) -> Any:
-    role = str(info.data.get("role"))  # missing if it is wrong, which is then the error
+    # If the role is wrong, it is missing here, and its error is reported whatever this returns.
+    role = str(info.data.get("role"))
     return _blocks(value, _BLOCKS_OF.get(role, ("text",)))
 
 
@@ -264,9 +266,12 @@ class MessageToolChoice(RequestModel):
 
     @model_validator(mode="after")
     def _has_its_name(self) -> MessageToolChoice:
-        if (self.type == "tool") != (self.name is not None):
-            wrong = "is required with" if self.name is None else "is only allowed with"
-            invalid(f"{wrong} type 'tool'", field="name")
+        needs_name = self.type == "tool"
+        has_name = self.name is not None
+        if needs_name and not has_name:
+            invalid("is required with type 'tool'", field="name")
+        if has_name and not needs_name:
+            invalid("is only allowed with type 'tool'", field="name")
         return self
 
 
@@ -307,11 +312,9 @@ class CountTokensRequest(SamplingFields):
     """
 
     hints: ClassVar = SamplingFields.hints | {"service_tier", "cache_control", "inference_geo"}
+    # `NO_OPS` and `SamplingFields.unsupported` are those of all endpoints.
     no_ops: ClassVar = {
-        name: NO_OPS[name]
-        # These fields are those of all endpoints.
-        for name in NO_OPS
-        if name not in _SUPPORTED_HERE
+        name: values for name, values in NO_OPS.items() if name not in _SUPPORTED_HERE
     }
     unsupported: ClassVar = {
         name: reason
@@ -334,6 +337,7 @@ class CountTokensRequest(SamplingFields):
         if self.stream_options.continuous_usage_stats:
             field = "stream_options.continuous_usage_stats"
             unsupported("is not supported, except as false; leave it out", field=field)
+        # An empty list counts as absent. Different values are rejected.
         single_value({"stop_sequences": self.stop_sequences or None, "stop": self.stop or None})
         if (name := first_repeated(tool.name for tool in self.functions)) is not None:
             invalid(f"names the tool {name!r} twice", field="tools")
@@ -344,6 +348,7 @@ class CountTokensRequest(SamplingFields):
         demanded = self.tool_choice.name
         served = {tool.name for tool in self.functions}
         left_out = {tool.name for tool in self.tools if isinstance(tool, HostedTool)}
+        # A function may have the same name as a hosted tool.
         if demanded is not None and demanded in left_out - served:
             reject_demanded(demanded, field="tool_choice")
         return self

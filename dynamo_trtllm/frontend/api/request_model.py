@@ -2,10 +2,9 @@
 clear error.
 
 A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown
-fields are rejected, or ignored if the caller of `parse` says so: then only those that are nearly
-the name of a field are rejected. Every string, list and object has a size limit, and a collection
-is rejected at its first wrong element, so the memory and time of a request are proportional to its
-size.
+fields are rejected. If the caller of `parse` says so, they are ignored, and only misspelled names
+of fields are rejected. Every string, list and object has a size limit, and a collection is rejected
+at its first wrong element, so the memory and time of a request are proportional to its size.
 """
 
 from __future__ import annotations
@@ -126,16 +125,18 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_by_name(cls, data: Any, info: ValidationInfo) -> Any:
+    def _accepted_fields(cls, data: Any, info: ValidationInfo) -> Any:
+        """Return the fields that have an effect. Reject those that are not accepted."""
         if not isinstance(data, dict):
             return data
         accepted = {}
         listed = _listed_names(cls)
-        # Known fields come first, so that an error of theirs is reported before an unknown field.
+        # Listed fields come first, so that their errors are reported before those of unknown ones.
         for name, value in data.items():
             if name not in listed or value is None or name in cls.hints:
                 continue
             if name in _names(cls):
+                # 50.0 is an integer, see `_integer_names`.
                 is_whole = type(value) is float and value.is_integer()
                 if is_whole and abs(value) < _MAX_WHOLE and name in _integer_names(cls):
                     value = int(value)
@@ -165,14 +166,16 @@ class RequestModel(BaseModel):
 
 
 def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place: str = "") -> None:
-    """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of
-    `parse` says.
+    """Reject or ignore an unknown field, as the caller of `parse` says.
+
+    Unknown fields are always rejected, or only if they are misspelled names of known ones.
 
     Args:
         name: the name of the field.
         known: the names that are accepted at its place.
         info: the info of the validator that found it.
-        place: the beginning of the error. Without it, the error is that of the field.
+        place: the beginning of the error text, if it names the field. "": the path of the error
+            ends with the field.
     """
     ignored: IgnoredFields | None = info.context
     field = None if place else name
@@ -182,6 +185,7 @@ def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place:
             ignored.add((name,))
             return
     else:
+        # The field is rejected in any case. The known name is only a hint.
         near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _SHOWN else ()
         meant = near[0] if near else None
     hint = "leave it out" if meant is None else f"did you mean {meant!r}?"
@@ -231,15 +235,19 @@ def _listed_names(model: type[RequestModel]) -> frozenset[str]:
     return _accepted_names(model) | frozenset(model.unsupported)
 
 
-def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
-    about: JsonSchemaValue = {
-        key: value[key] for key in ("title", "description", "default") if key in value
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """Return the schema of a field that may also be null."""
+    annotations: JsonSchemaValue = {
+        key: schema[key] for key in ("title", "description", "default") if key in schema
     }
-    kinds = {key: kind for key, kind in value.items() if key not in about}
-    return about | {"anyOf": [kinds, {"type": "null"}]} if kinds else about
+    constraints = {key: value for key, value in schema.items() if key not in annotations}
+    if not constraints:
+        return annotations  # any value is allowed, so null is, too
+    return annotations | {"anyOf": [constraints, {"type": "null"}]}
 
 
 def _same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal in JSON. In Python, 1 equals True."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -271,7 +279,7 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
 def single_value(values: Mapping[str, V | None]) -> V | None:
     """Return the value that a client gives under one name or several. None: under no name.
 
-    A validator rejects different values. `values` is by path.
+    Reject different values, in a validator. `values` are by the path of their field.
     """
     given = [(path, value) for path, value in values.items() if value is not None]
     if not given:
@@ -289,8 +297,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Args:
         model: the class of the request.
         body: the bytes of the body.
-        ignored: unknown fields are ignored, and their names added to this one. None: they are
-            rejected.
+        ignored: gets the names of the unknown fields, which are ignored. None: they are rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
@@ -340,9 +347,9 @@ def _check_count(body: bytes) -> None:
 
 
 def check_size(value: Any, most: int) -> Any:
-    """Return the value.
+    """Return the value, in a validator, if its JSON has at most `most` bytes.
 
-    A validator rejects it if its JSON has more than `most` bytes or over 254 levels.
+    It may have at most 254 levels: orjson writes no more.
     """
     try:
         size = len(orjson.dumps(value))
@@ -354,7 +361,7 @@ def check_size(value: Any, most: int) -> Any:
 
 
 def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | None = None) -> Any:
-    """Return the value. A validator rejects it at its first wrong entry.
+    """Return the value, in a validator. Reject it at its first wrong entry.
 
     pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's
     images have older ones.
@@ -434,10 +441,12 @@ def first_repeated(names: Iterable[str]) -> str | None:
 
 
 def _translated(error: ErrorDetails) -> InvalidRequest:
+    """Return the error of this server for an error of pydantic."""
     context = error.get("ctx", {})
     path = list(error["loc"])
     if field := context.get("field"):
         path.append(field)
+    # The field that selects the class of a union is wrong or missing. pydantic quotes its name.
     if error["type"].startswith("union_tag"):
         path.append(context.get("discriminator", "type").strip("'"))
     name = _field_path(path)
@@ -447,6 +456,7 @@ def _translated(error: ErrorDetails) -> InvalidRequest:
 
 
 def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
+    """Return what is wrong, as it follows the name of the field in a message."""
     kind = error["type"]
     given = error.get("input")
     if kind in ("missing", "union_tag_not_found"):
@@ -464,17 +474,13 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
         "string_too_long",
         "string_pattern_mismatch",
     ):
-        return (
-            error["msg"]
-            .split(" ", 1)[1]
-            .replace("should", "must")
-            .replace(" after validation", "")
-            .split(", not")[0]
-        )
-    wanted = (
-        error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
-    )
-    wanted = wanted.replace("a integer", "an integer")
+        # "List should have at most 16 items after validation, not 17", without its first word.
+        _, rule = error["msg"].split(" ", 1)
+        limit = rule.split(", not")[0]
+        return limit.replace("should", "must").replace(" after validation", "")
+    # "Input should be a valid integer" and "Input should be greater than 0".
+    wanted = error["msg"].replace("Input should be a valid", "must be a")
+    wanted = wanted.replace("Input should", "must").replace("a integer", "an integer")
     wanted = wanted[0].lower() + wanted[1:]
     return f"{wanted}, not {quoted(given)}"
 
@@ -491,6 +497,7 @@ def _field_path(path: Iterable[int | str]) -> str:
         part = truncated(part) if isinstance(part, str) else part
         if isinstance(part, int):
             text += f"[{part}]"
+        # The role of a message is a union tag: ("messages", 0, "user", …).
         elif not (after_index and part in _ROLES) and not part.startswith("<"):
             text += f".{part}" if text else part
         after_index = isinstance(part, int)

@@ -37,6 +37,7 @@ SameReasoning = Annotated[
 TokenIdList = Annotated[
     list[Count], Field(description="Present if the request has return_token_ids.")
 ]
+# Of objects with fields that are not listed here.
 _OPEN: Final = ConfigDict(extra="allow")
 
 
@@ -288,7 +289,8 @@ class PromptToken(TypedDict):
     decoded_token: str
 
 
-# by token id; null: the prompt's first token
+# For each token of the prompt, the token and its alternatives by token id. null: the first token of
+# the prompt, which has no probability.
 PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
 
 
@@ -504,8 +506,9 @@ _ROOTS: Final = (
 
 
 def response_schemas() -> dict[str, Schema]:
-    """Return the JSON Schemas of all objects by name, which is that of the class without
-    "Object".
+    """Return the JSON Schemas of all objects.
+
+    Each has the name of its class without "Object".
     """
     _, together = TypeAdapter.json_schemas(
         [(root.__name__, "validation", TypeAdapter(root)) for root in _ROOTS], ref_template=REF
@@ -517,7 +520,7 @@ def response_schemas() -> dict[str, Schema]:
 
 
 def _closed(value: Any) -> Any:
-    """Return the schema with closed objects, and with the names that it has in the document."""
+    """Return a schema that allows no other fields, and that refers to names without "Object"."""
     if isinstance(value, list):
         return [_closed(item) for item in value]
     if not isinstance(value, dict):
@@ -570,4 +573,5 @@ class ResponseMeta(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     created: int
     request_id: str = ""  # for errors
-    owner: str = ""  # name of the API key, to which a stored response belongs; "": there are none
+    # The name of the API key to which a stored response belongs. "": this server has no API keys.
+    owner: str = ""

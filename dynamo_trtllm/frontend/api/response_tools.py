@@ -41,13 +41,14 @@ class ServedTool(NamedTuple):
     parameters: Mapping[str, Any]
     is_strict: bool
     kind: Kind
-    own_name: str
+    own_name: str  # the name in the request, without the namespace
     namespace: str | None = None
-    is_text: bool = False  # the input of the tool is any text
+    is_text: bool = False  # the input of the tool is a text that follows no grammar
 
 
 class ResponsesFunctionTool(RequestModel):
-    # All tools are in the prompt, the model calls them itself, and results are not checked.
+    # These change nothing: the prompt contains all tools, only the model calls them, and their
+    # results are not checked.
     hints: ClassVar = frozenset({"defer_loading", "allowed_callers", "output_schema"})
     no_ops: ClassVar = {"async": (False,)}
 
@@ -74,8 +75,8 @@ class CustomTool(RequestModel):
         custom_tools.AnyText()
     )
 
-    def text(self) -> str:
-        """Return the description that the model sees."""
+    def shown_description(self) -> str:
+        """Return the description that the model sees, with the grammar of the input."""
         grammar = self.format if isinstance(self.format, GrammarFormat) else None
         return custom_tools.described(self.description, grammar)
 
@@ -131,7 +132,9 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
                     tool.name, tool.description, tool.parameters, tool.strict, "function", namespace
                 )
             case CustomTool():
-                served = _served(tool.name, tool.text(), SCHEMA, True, "custom", namespace)
+                served = _served(
+                    tool.name, tool.shown_description(), SCHEMA, True, "custom", namespace
+                )
                 yield served._replace(is_text=tool.format.type == "text")
             case LocalShellTool():
                 about = "Runs a command on the user's computer and returns its output."
@@ -142,15 +145,15 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
 
 def echoed(tools: Iterable[RequestModel]) -> list[dict[str, Any]]:
     """Return the tools as a response repeats them, without those that were left out."""
-    found = []
+    echoes = []
     for tool in tools:
         if isinstance(tool, HostedTool):
             continue
         fields = tool.model_dump()
         if isinstance(tool, NamespaceTool):
             fields["tools"] = echoed(tool.tools)
-        found.append(fields)
-    return found
+        echoes.append(fields)
+    return echoes
 
 
 def _served(

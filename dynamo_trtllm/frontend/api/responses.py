@@ -45,7 +45,8 @@ _TEXT_PARTS = ("input_text", "output_text")
 _OUTPUT_PARTS = (*_TEXT_PARTS, "text")  # the last one is that of MCP
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _CHOSEN = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
-_TYPES = (
+# The types of items that the input may have.
+_ITEM_TYPES = (
     "message",
     "reasoning",
     "function_call",
@@ -228,22 +229,23 @@ class ItemReference(RequestModel):
 _ITEMS_OF_HOSTED = ("web_search_call", "file_search_call", "mcp_list_tools")
 
 
-def _typed(value: Any) -> Any:
-    """Reject an item whose type is not supported."""
+def _supported_item(value: Any) -> Any:
+    """Return the item. Reject it if its type is not supported."""
     if not isinstance(value, dict):
         invalid(f"must be an object, not {kind_of(value)}")
     kind = _kind(value)
     if not isinstance(kind, str):
         invalid("must be a string", field="type")
-    if kind not in _TYPES:
+    if kind not in _ITEM_TYPES:
         unsupported(
-            f"{quoted(kind)} is not supported; supported item types are {', '.join(_TYPES)}",
+            f"{quoted(kind)} is not supported; supported item types are {', '.join(_ITEM_TYPES)}",
             field="type",
         )
     return value
 
 
 def _kind(value: Any) -> Any:
+    """Return the type of an item. Without a type, it is a message or, by its id, a reference."""
     if value.get("type") is not None:
         return value["type"]
     return "item_reference" if "id" in value and "role" not in value else "message"
@@ -261,7 +263,7 @@ Item = (
     | Annotated[ItemReference, Tag("<item_reference>")]
 )
 InputItem = Annotated[
-    Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_typed)
+    Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_supported_item)
 ]
 
 
@@ -421,6 +423,8 @@ Included = Annotated[
 class ResponseRequest(SamplingFields):
     """A request for a response; valid for any model."""
 
+    # Unlike other endpoints, this one accepts only one value of `prompt_cache_options`, and `store`
+    # has an effect.
     hints: ClassVar = frozenset({"prompt_cache_retention"})
     no_ops: ClassVar = {name: values for name, values in NO_OPS.items() if name != "store"} | {
         "background": (False,),

@@ -41,14 +41,15 @@ from dynamo_trtllm.protocol.number_types import (
 MAX_STOPS = 16  # OpenAI allows 4, and clients of other servers send more
 MAX_STOP_CHARS = 1000  # per stop string
 MAX_STOP_TOKENS = 64
-MAX_BIASED = 1024
+MAX_BIASED = 1024  # tokens of `logit_bias`
 MAX_CHOICES = 128  # per request, over all its prompts
-MAX_METADATA = 16
-MAX_METADATA_KEY = 64
+MAX_METADATA = 16  # entries
+MAX_METADATA_KEY = 64  # characters
 SEED_LIMIT = MAX_INT64 + 1
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
-MAX_WORDS: Final = 1024
-_META: Final = re.compile(r"[][\\.^$*+?{}()|]")
+MAX_WORDS: Final = 1024  # texts of a `choice`
+# The characters that have a meaning in a regular expression.
+_METACHARACTERS: Final = re.compile(r"[][\\.^$*+?{}()|]")
 _ID_DIGITS = 10  # digits of the largest token id
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -62,7 +63,7 @@ def _bias(value: Any) -> Any:
         invalid(f"may name {MAX_BIASED} tokens at most, not {len(value)}")
     biases = {}
     for key, bias in value.items():
-        # A longer text would take long to convert.
+        # The length is checked before `int`, which takes long for a long text.
         is_number = len(key) <= _ID_DIGITS and key.isascii() and key.isdigit()
         if not is_number or int(key) >= 1 << 32:
             invalid(f"must have token ids as keys; {quoted(key)} is not a token id")
@@ -75,7 +76,7 @@ def _bias(value: Any) -> Any:
 
 
 def _stops(value: Any) -> Any:
-    """Return the stop strings as a list. `value` is a string, or a list of some strings."""
+    """Return the stop strings as a list. `value` is a string or a list of strings."""
     if value == "":
         return []
     stops = [value] if isinstance(value, str) else value
@@ -171,7 +172,7 @@ class NvExt(RequestModel):
     extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)
     dp_rank: DpRank | None = None
     prefill_dp_rank: DpRank | None = None
-    # Limits of the times of the request, of which frontends with `--router-mode slo` choose a path.
+    # With `--router-mode slo`, the frontend chooses a path that is predicted to keep these limits.
     slo_ttft_ms: SloMilliseconds | None = None
     slo_itl_ms: SloMilliseconds | None = None
 
@@ -267,8 +268,9 @@ class SamplingFields(RequestModel):
         """Return the request as a call to workers, which has no prompt and no sampling values yet.
 
         Args:
+            request_id: the id of the request in logs and on the wire.
             deadline: the deadline in seconds since the epoch.
-            session_id: the header X-Session-ID, which counts if the body names no conversation.
+            session_id: the header X-Session-ID, or "". A conversation of the body overrides it.
         """
         nvext = self.nvext
         conversation = self.conversation_params
@@ -304,10 +306,8 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
 # --- structured output ----------------------------------------------------------------------------
 
 
-def _parsed(value: Any) -> Any:
-    """Return a schema that is sent as text, as vLLM allows, as an object, and any other value
-    unchanged.
-    """
+def _parsed_schema(value: Any) -> Any:
+    """Parse a schema that is sent as text, as vLLM allows. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_SCHEMA_BYTES:
@@ -320,7 +320,7 @@ def _parsed(value: Any) -> Any:
 
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_BYTES)]
 JsonSent: TypeAlias = Schema | Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)]
-Json = Annotated[Schema, BeforeValidator(_parsed, json_schema_input_type=JsonSent)]
+Json = Annotated[Schema, BeforeValidator(_parsed_schema, json_schema_input_type=JsonSent)]
 Word = Annotated[str, Field(min_length=1, max_length=1000)]
 Words = Annotated[
     List[Word],
@@ -383,7 +383,7 @@ def _one_of(texts: list[str]) -> str:
     """Return a regular expression that matches exactly these texts, in the syntax that all engines
     share.
     """
-    return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
+    return "|".join(_METACHARACTERS.sub(r"\\\g<0>", text) for text in texts)
 
 
 class CompletionFields(SamplingFields):
@@ -396,7 +396,7 @@ class CompletionFields(SamplingFields):
     unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_COMPLETIONS}
 
     skip_special_tokens: bool = True
-    # keep the last ones; -1: as many as the context allows
+    # Keep only this many tokens at the end of the prompt. -1: as many as the context allows.
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     structured_outputs: StructuredOutputs | None = None
@@ -415,13 +415,13 @@ class CompletionFields(SamplingFields):
 
     @model_validator(mode="after")
     def _formats_agree(self) -> CompletionFields:
-        single_value(self.output_formats())
+        single_value(self.output_formats())  # rejects different ones
         return self
 
     def output_formats(self) -> dict[str, OutputFormat]:
-        """Return the formats that the output must follow, by the client's path.
+        """Return the formats that the output must follow, by the path of their field.
 
-        All of them are equal.
+        A validator rejects different ones.
         """
         guided = formats_of(
             self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar

@@ -20,14 +20,15 @@ from dynamo_trtllm.frontend.api.unknown_fields import IgnoredFields
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_DEPTH: Final = 48
-# Stands among the ignored fields for what was left out of the schemas of tools.
+# The name under which parts that were left out of tools' schemas are reported as ignored fields.
 MALFORMED: Final = "tools.malformed_schema"
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
-_MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
+# Keywords that hold schemas by name, a list of schemas, or one schema.
+_MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-# (place of the enclosing schema, keys from there); (): the root schema
+_SINGLES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
+# The place of a schema: the place of the schema around it, and the keys from there. (): the root.
 _Place: TypeAlias = tuple[Any, ...]
-_ONES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
 
 
 def check_schema(value: Any) -> Any:
@@ -81,8 +82,8 @@ def _without_malformed(schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
             schemas = [_subschema(one, depth) for one in members if isinstance(one, dict | bool)]
             if schemas:
                 kept[name] = schemas
-        elif name in _ONES:
-            # "items" was a list in old drafts
+        elif name in _SINGLES:
+            # In old drafts, `items` may be a list. Its schemas are not checked.
             if isinstance(value, dict | bool):
                 kept[name] = _subschema(value, depth)
             elif isinstance(value, list):
@@ -148,6 +149,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 def _check(schema: Any, where: _Place, depth: int) -> None:
+    """Reject a schema that is malformed at any depth."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -180,16 +182,17 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
             invalid(f"must have a list at {_pointer(where)}/{name}, not {kind_of(members)}")
         for index, member in enumerate(members):
             _check(member, (where, name, index), depth + 1)
-    for name in _ONES:
-        # "items" was a list in old drafts
+    for name in _SINGLES:
+        # In old drafts, `items` may be a list. Its schemas are not checked.
         if name in schema and not isinstance(schema[name], list):
             _check(schema[name], (where, name), depth + 1)
 
 
 def _pointer(where: _Place) -> str:
-    """Return the path of a place.
+    """Return the JSON pointer of a place.
 
-    It is built only for errors, because all paths together exceed the schema's size.
+    Pointers are built only for errors: those of all places together may be far longer than the
+    schema.
     """
     steps: list[str] = []
     while where:

@@ -17,11 +17,12 @@ _FOREIGN: Final = frozenset({"isError", "mode", "models", "speed", "typ_p"})
 
 
 class IgnoredFields:
-    """The fields of a request that have no effect: each name once, the first few, without long
-    ends.
+    """The names of the fields of a request that have no effect.
+
+    Each name is there once. Only the first MAX_IGNORED names are there, and long ones are cut.
 
     Args:
-        rejects_misspelled: a field whose name is nearly that of a known one is not ignored.
+        rejects_misspelled: `meant` finds misspelled names, so that their fields are rejected.
     """
 
     def __init__(self, *, rejects_misspelled: bool = False) -> None:
@@ -39,14 +40,14 @@ class IgnoredFields:
 
     @property
     def is_full(self) -> bool:
-        """Whether further unknown fields change nothing: enough are named, and compared."""
-        is_compared = not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED
-        return is_compared and len(self._names) >= MAX_IGNORED
+        """Whether further unknown fields are neither reported nor compared with known ones."""
+        compares_no_more = not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED
+        return compares_no_more and len(self._names) >= MAX_IGNORED
 
     def meant(self, name: str, known: frozenset[str]) -> str | None:
         """Return the known name that a misspelled one stands for.
 
-        None: it is an unknown field, or they are allowed.
+        None: the name is not misspelled, or misspelled names are ignored like other unknown ones.
 
         Only the first unknown fields of a request are compared, so that no request costs more than
         its size.
