@@ -28,13 +28,13 @@ MAX_SENT_WORKERS: Final = 1000
 
 @dataclass(slots=True)
 class _StreamSums:
-    """The sum of the streams on one worker since the last sample."""
+    """What the streams on one worker did since the last sample."""
 
-    streams: int = 0
+    streams: int = 0  # that run now
     tokens: int = 0
-    gap_s: float = 0.0
+    gap_s: float = 0.0  # the sum of the times between two tokens
     num_gaps: int = 0
-    silent_s: float = 0.0
+    silent_s: float = 0.0  # the longest time for which no token of a running stream came
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +43,7 @@ class ActivitySample:
 
     codes: dict[str, int]  # ended requests by code
     workers: tuple[WorkerProgress, ...]
-    requests: tuple[RequestRow, ...]  # that have ended, the oldest first
+    requests: tuple[RequestRow, ...]  # the latest that have ended, the oldest first
 
 
 @dataclass(eq=False)
@@ -122,8 +122,8 @@ class RequestActivity:
             )
             for instance_id, progress in islice(self._progress.items(), MAX_SENT_WORKERS)
         )
-        first_new = max(0, len(self._ended) - min(self._num_ended, MAX_SENT_REQUESTS))
-        rows = tuple(islice(self._ended, first_new, None))
+        num_rows = min(self._num_ended, MAX_SENT_REQUESTS, len(self._ended))
+        rows = tuple(islice(self._ended, len(self._ended) - num_rows, None))
         sample = ActivitySample(dict(self._codes), workers, rows)
         self._reset()
         return sample
@@ -165,6 +165,7 @@ class RequestActivity:
             progress.silent_s = max(progress.silent_s, now_s - timeline.last_s)
 
     def _progress_of(self, instance_id: int) -> _StreamSums:
+        """Return the sums of a worker, which are created if there are none."""
         progress = self._progress.get(instance_id)
         if progress is None:
             progress = _StreamSums()
@@ -206,5 +207,5 @@ def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
         migrations=migrations,
         kv_bytes=kv_bytes,
         kv_transfer_s=kv_transfer_s,
-        phases=tuple([(*phase, seconds) for phase, seconds in end.phases.items()]),
+        phases=tuple([(role, phase, seconds) for (role, phase), seconds in end.phases.items()]),
     )

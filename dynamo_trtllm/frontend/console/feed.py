@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 SAMPLE_S: Final = 1.0  # between two samples
 MAX_READERS: Final = 32  # of one process
-# For so long after a sample of another process with readers, this process sends samples, too. It is
-# more than three samples, so that a lost one does not matter.
+# How long this process sends samples after a sample of another process that has readers: for more
+# than three samples, so that a lost one does not matter.
 _WANTED_S: Final = 3.5
 
 
@@ -38,10 +38,10 @@ class ConsoleFeed:
     """The consoles that are open at this process, and what they show.
 
     Args:
-        sampler: of this process.
-        merged: what the samples of all processes say.
+        sampler: samples this process.
+        merged: merges the samples of all processes.
         plane: connects the frontends, and has the loads of workers.
-        namespace: of the frontends.
+        namespace: the namespace of the frontends.
         on_unreadable: called for each message that can't be read.
         sample_s: seconds between two samples.
     """
@@ -58,10 +58,11 @@ class ConsoleFeed:
 
     @property
     def num_readers(self) -> int:
+        """The number of consoles that are open at this process."""
         return len(self._readers)
 
     def join(self, reader: ConsoleReader) -> bytes:
-        """Add a reader, and return its first event, which has what was before.
+        """Add a reader, and return its first event, which has the latest requests and snapshots.
 
         Raises:
             Overloaded: this process has too many readers.

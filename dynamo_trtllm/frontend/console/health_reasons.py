@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Final
 
 from dynamo_trtllm.frontend.api.response_schemas import ReadinessReport
@@ -13,17 +12,18 @@ from dynamo_trtllm.frontend.console.snapshot import (
     ConsoleWorker,
     HealthReason,
     HealthStatus,
+    Severity,
     is_failure,
 )
 from dynamo_trtllm.frontend.routing.model_registry import WorkerChange
 from dynamo_trtllm.frontend.routing.pair_breakers import PairState
 
 SILENT_S: Final = 5.0  # without a token of a running stream, or without a sample of a frontend
-_FULL_KV: Final = 0.95
-_BRIEF_S: Final = 5.0  # a worker that is slow for less is only called slow
+_FULL_KV: Final = 0.95  # share of the KV blocks
+_BRIEF_S: Final = 5.0  # for how long a worker must be slow before its reason says for how long
 _LEFT_S: Final = 600.0  # for how long a worker that left is missed
-_MAX_OF_A_KIND: Final = 5
-_MAX_CODES: Final = 3
+_MAX_OF_A_KIND: Final = 5  # reasons of one kind
+_MAX_CODES: Final = 3  # error codes that one reason names
 
 
 def status_of(reasons: Sequence[HealthReason], *, is_ready: bool) -> HealthStatus:
@@ -52,10 +52,11 @@ def of_pairs(report: ReadinessReport) -> Iterator[HealthReason]:
         name = f"worker {pair['decode']}"
         if pair["prefill"] is not None:
             name = f"pair {pair['prefill']} → {pair['decode']}"
-        is_out = pair["state"] == PairState.QUARANTINED
-        state = "is quarantined" if is_out else "fails"
+        is_quarantined = pair["state"] == PairState.QUARANTINED
+        state = "is quarantined" if is_quarantined else "fails"
         reason = f": {pair['reason']}" if pair["reason"] else ""
-        yield HealthReason("bad" if is_out else "warning", _sentence(f"{name} {state}{reason}"))
+        severity: Severity = "bad" if is_quarantined else "warning"
+        yield HealthReason(severity, _sentence(f"{name} {state}{reason}"))
     if len(broken) > _MAX_OF_A_KIND:
         yield HealthReason("warning", f"{len(broken) - _MAX_OF_A_KIND} more pairs fail.")
     for line in report["mismatched"][:_MAX_OF_A_KIND]:
@@ -93,6 +94,7 @@ def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:
 
 
 def _slowness(worker: ConsoleWorker) -> str:
+    """Return how slow a worker is, in its own time per token and beside the others."""
     ratio = f"{worker.slow_ratio:.1f} times the others of its role"
     if worker.token_ms is not None and not worker.is_slow_at_prompts:
         return f"{worker.token_ms:.1f} ms per token, {ratio}"
@@ -110,6 +112,7 @@ def of_changes(changes: Sequence[WorkerChange], now: float) -> Iterator[HealthRe
     """
     replacements: Counter[tuple[str, str]] = Counter()
     missing: list[WorkerChange] = []
+    # From the newest change back, each worker that registered replaces one that had left before.
     for change in reversed(changes):
         kind = (change.instance.card.name, str(change.instance.role))
         if change.is_added:
@@ -137,10 +140,10 @@ def of_requests(
         queued: requests that wait in frontends.
         frontends: all processes.
     """
-    failed = {code: count for code, count in codes.items() if is_failure(code)}
+    failed = Counter({code: count for code, count in codes.items() if is_failure(code)})
     if failed:
-        by_number = sorted(failed.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{code} ({count})" for code, count in islice(by_number, _MAX_CODES))
+        most_common = failed.most_common(_MAX_CODES)
+        named = ", ".join(f"{code} ({count})" for code, count in most_common)
         total = sum(codes.values())
         share = f"{sum(failed.values())} of {total} requests failed in the last minute"
         yield HealthReason("warning", f"{share}: {named}.")

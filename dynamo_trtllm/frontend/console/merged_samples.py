@@ -39,7 +39,7 @@ MAX_POINTS: Final = 300  # five minutes
 _MINUTE: Final = 60  # points
 _MAX_REQUESTS: Final = 100
 _MAX_EVENTS: Final = 20
-_GONE_S: Final = 30.0  # after its last sample, a process is not shown any more
+_GONE_S: Final = 30.0  # for how long after its last sample a process is shown
 _BOUNDS: Final = {name: bucket_bounds("frontend", name) for name in (TTFT, GAPS)}
 
 
@@ -64,7 +64,7 @@ class MergedSamples:
 
     Args:
         models: the workers, their pairs and their readiness, as this process knows them.
-        namespace: of the deployment.
+        namespace: the namespace of the deployment.
         latest: returns the latest requests of this process, the oldest first.
         clock: returns seconds of a monotonic clock.
     """
@@ -148,8 +148,10 @@ class MergedSamples:
         self._requests.extend(rows)
         point = self._point(samples, rows)
         self._points.append(point)
-        # With the history of a new process, readers get the whole list.
-        shown = rows if all(sample.number > 1 for sample in samples) else list(self._requests)
+        # The requests that a new process had before are older than some that readers have, so the
+        # readers get the whole list.
+        has_history = any(sample.number == 1 for sample in samples)
+        shown = list(self._requests) if has_history else rows
         return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
 
     def _take_history(self, rows: Sequence[RequestRow]) -> None:
@@ -223,7 +225,8 @@ class MergedSamples:
             *health_reasons.of_changes(list(self._models.worker_changes), now),
             *health_reasons.of_requests(codes, point.queued, frontends),
         ]
-        reasons.sort(key=lambda reason: reason.severity != "bad")  # stable
+        # The worst come first. Those of one severity stay in their order.
+        reasons.sort(key=lambda reason: reason.severity != "bad")
         return ConsoleSnapshot(
             at=now,
             status=health_reasons.status_of(reasons, is_ready=not not_ready),

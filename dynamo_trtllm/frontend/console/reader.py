@@ -29,8 +29,9 @@ class ConsoleReader:
     _check: Callable[[], None]
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _num_skipped: int = field(default=0, init=False)
-    _last: bytes = field(default=b"", init=False)  # events
-    error: DynamoError | None = field(default=None, init=False)  # the client reads too slowly
+    _last: bytes = field(default=b"", init=False)  # the events that end the stream
+    # Why the stream ended without last events: the client reads too slowly.
+    error: DynamoError | None = field(default=None, init=False)
 
     def push(self, events: bytes) -> None:
         """Send events, unless the client does not read."""

@@ -64,7 +64,7 @@ class RequestEventReader:
     Args:
         plane: reaches the processes.
         models: the workers that have to answer.
-        namespace: of the processes.
+        namespace: the namespace of the processes.
     """
 
     _plane: RequestPlane
@@ -77,11 +77,11 @@ class RequestEventReader:
         """Return the events of a request.
 
         Args:
-            request_id: any id that `explain` takes, but for a client's own.
+            request_id: any id that `explain` takes, except one that the client has chosen.
 
         Raises:
             InvalidRequest: the id is too long.
-            Overloaded: too many others are being read.
+            Overloaded: too many timelines are being read.
         """
         if len(request_id) > _MAX_ID_CHARS:
             raise InvalidRequest(f"an id of a request has at most {_MAX_ID_CHARS} characters")

@@ -22,17 +22,18 @@ class ProcessSampler:
     """The samples of this process.
 
     Args:
-        activity: of its requests.
-        metrics: of this process.
+        activity: what its requests do.
+        metrics: the metrics of this process.
         limiter: has the requests that wait.
     """
 
     _activity: RequestActivity
     _metrics: FrontendMetrics
     _limiter: ConcurrencyLimiter
-    process: int = field(init=False)
+    process: int = field(init=False)  # a random number, which no other process has
     name: str = field(init=False)
-    _number: int = field(default=0, init=False)
+    _number: int = field(default=0, init=False)  # of the last sample since `begin`
+    # By name of a histogram: the observations in each bucket at the last sample.
     _counts: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,8 @@ class ProcessSampler:
         activity = self._activity.take()
         self._number += 1
         rows = activity.requests
-        if self._number == 1:  # what was before, for consoles that have just opened
+        if self._number == 1:
+            # A console has just opened, and shows the requests that ended before.
             rows = self._activity.latest()[-2 * MAX_SENT_REQUESTS :]
         return FrontendSample(
             process=self.process,

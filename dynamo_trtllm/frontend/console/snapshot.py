@@ -53,10 +53,11 @@ class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
     is_slow_at_prompts: bool  # the ratio is that of times per prompt token, not per output token
     slow_s: float  # for how long it has been slow while a console was open
     silent_s: float  # for how long no token of a running stream came
-    # Of an elastic worker, and when they changed last; None: it has registered with them.
+    # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None
     decode_share: float | None = None
-    shares_at: float | None = None  # seconds since the epoch
+    # When its shares changed last, in seconds since the epoch. None: it registered with them.
+    shares_at: float | None = None
 
 
 class ConsolePair(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +77,7 @@ class ConsolePoint(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds since the epoch
     tokens_per_s: float
     requests_per_s: float  # that ended
-    failures_per_s: float  # of those, with an error
+    failures_per_s: float  # requests that ended with an error
     inflight: int
     queued: int
     ttft_p50_s: float | None
@@ -138,7 +139,7 @@ _PARTS: Final = {
     "kv_transfer": frozenset({"kv_transfer"}),
     "retry": frozenset({"retry"}),
 }
-_NETWORK: Final = "network"  # the way to workers and back, and what is in no other part
+_NETWORK: Final = "network"  # the way to workers and back, and all phases that are in no other part
 
 
 def ttft_parts(row: RequestRow) -> dict[str, float]:
@@ -165,8 +166,8 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
 
     Args:
         counts: observations by bucket. The last bucket has no upper bound.
-        bounds: upper bounds of the others.
-        share: of the observations that are lower, from 0 to 1.
+        bounds: upper bounds of the other buckets.
+        share: the share of the observations that are lower than the quantile, from 0 to 1.
 
     Returns:
         None if there are no observations; the last bound if it is higher.
@@ -174,12 +175,13 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
     total = sum(counts)
     if not total:
         return None
-    left = share * total
+    # How many observations are lower than the quantile, without those of the buckets before.
+    num_lower = share * total
     low = 0.0
     for count, bound in zip(counts, bounds, strict=False):
-        if count and left <= count:
-            return low + (bound - low) * left / count
-        left -= count
+        if count and num_lower <= count:
+            return low + (bound - low) * num_lower / count
+        num_lower -= count
         low = bound
     return bounds[-1]
 

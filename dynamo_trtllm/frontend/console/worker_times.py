@@ -10,18 +10,19 @@ from typing import Final
 from dynamo_trtllm.protocol.frontend_samples import RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.messages import Role
 
-# What is left of a measurement after a second: half after ten.
+# The weight of a measurement after each second, as a share of that before: after ten, half is left.
 _KEPT_SHARE: Final = 0.5**0.1
-# A mean of less than this is not shown: it is of long ago.
+# A mean of fewer tokens or transfers, by their weight now, is not shown: it is of long ago.
 _LEAST_TOKENS: Final = 2.0
 _LEAST_TRANSFERS: Final = 0.02
-SLOW_RATIO: Final = 1.5  # of the median of the other workers of its role
-_NOTICED_S: Final = 0.001  # smaller differences slow no one down
+# A worker is slow if its time is this many times the median of the other workers of its role.
+SLOW_RATIO: Final = 1.5
+_NOTICED_S: Final = 0.001  # per output token: clients do not notice smaller differences
 
 
 @dataclass(slots=True)
 class RecentMean:
-    """A mean in which older values count less. Values are sums with their number."""
+    """A mean in which older values count less. `add` takes a sum of values, and their number."""
 
     total: float = 0.0
     count: float = 0.0
@@ -56,7 +57,7 @@ class TransferTimes:
     """The KV transfers of one pair lately."""
 
     rate: RecentMean = field(default_factory=RecentMean)  # bytes, and the seconds that they took
-    transfers: RecentMean = field(default_factory=RecentMean)  # their number
+    transfers: RecentMean = field(default_factory=RecentMean)  # only its `count` is used
 
 
 @dataclass(eq=False)
@@ -96,8 +97,8 @@ class RecentTimes:
         """Add a request that has ended.
 
         Args:
-            row: the request. One of several workers per role is left out.
-            with_tokens: its tokens were not counted while they came.
+            row: the request. It is left out if several workers of a role ran it.
+            with_tokens: add its tokens, because they were not counted while they came.
         """
         prefill = _single_id(row.prefill)
         decode = _single_id(row.decode)
@@ -105,9 +106,9 @@ class RecentTimes:
         for role, phase, seconds in row.phases:
             if phase != "prefill" or computed <= 0:
                 continue
-            computing = prefill if role == Role.PREFILL else decode
-            if computing is not None:
-                self._worker(computing).prompt.add(seconds, computed)
+            instance_id = prefill if role == Role.PREFILL else decode
+            if instance_id is not None:
+                self._worker(instance_id).prompt.add(seconds, computed)
         if with_tokens and decode is not None and row.first_token_s is not None:
             gaps_s = row.total_s - row.first_token_s
             self._worker(decode).token.add(gaps_s, max(0, row.output_tokens - 1))

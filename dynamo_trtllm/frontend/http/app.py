@@ -169,10 +169,11 @@ def _check_request(
 ) -> None:
     """Check who sends a request, before its body is read. Raises as `AccessControl.check`."""
     if access.needs_api_key:
-        # A web page does not know the key, and can't send it without the server's permission.
+        # Web pages of other sites do not know the key, so only the Host header is checked.
         pages.check_host(request)
     else:
-        # Browsers send a client certificate for every page.
+        # Nothing else keeps out web pages of other sites: a browser sends its client certificate
+        # for each of them.
         pages.check(request)
     access.check(request, response)
 

@@ -17,7 +17,7 @@ from dynamo_trtllm.frontend.console.request_events import RequestEventReader
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Route
 
-_TYPES: Final = {
+_CONTENT_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -79,6 +79,7 @@ class ConsoleRoutes:
             response.start_events({})
             response.write(hello)
             last_event = await reader.until_ended()
+            # The response ends anyway, so a disconnect need not cancel this any more.
             response.continue_on_disconnect()
             response.keeps_alive = False
             if reader.error is not None:
@@ -96,13 +97,13 @@ class ConsoleRoutes:
             Overloaded: too many timelines are being read.
         """
         response.cancel_on_disconnect()
-        found = await self._events.read(request.path_params["id"])
-        response.send(200, msgspec.json.encode(found))
+        history = await self._events.read(request.path_params["id"])
+        response.send(200, msgspec.json.encode(history))
 
 
 async def _send_file(name: str, _: HttpRequest, response: HttpResponse) -> None:
     suffix = name[name.rindex(".") :]
-    response.send(200, _files()[name], _TYPES[suffix], _HEADERS)
+    response.send(200, _files()[name], _CONTENT_TYPES[suffix], _HEADERS)
 
 
 @cache

@@ -22,7 +22,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(STATUS.values())  # a generation may return any error
-# A store may be unreachable or contain unreadable data.
+# Errors of an operation that reads the store of responses. The last three: the store is unreachable
+# or contains unreadable data.
 LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})
 MEANINGS: Final = {
     200: "success",
@@ -53,11 +54,12 @@ class Operation(NamedTuple):
     about: str
     answer: str  # schema of the 200 response; "": text
     body: str | None = None  # schema of the request
-    # Schema of one event of the stream. The operation generates: any error may be returned.
+    # Schema of one event of the stream. None: the operation does not generate. An operation that
+    # generates may return any error.
     event: str | None = None
     errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
-    is_503_answer: bool = False  # the body of a 503 is `answer` and no error
+    is_503_answer: bool = False  # the body of a 503 is `answer`, not an error
     error: str = "Error"  # schema of errors
     example: Mapping[str, Any] = {}  # a body, which `/docs` sends with the name of a model
 
@@ -84,6 +86,7 @@ _RESPONSES = "/v1/responses"
 _RESPONSE = "/v1/responses/{id}"
 _MODEL = "/v1/models/{id}"
 _MESSAGES = "/v1/messages"
+# Parameters of queries: of a list in pages, and of a list that is cut.
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -116,7 +119,7 @@ _INPUT: Final = {"model": "MODEL", "input": _QUESTION}
 _NOT_FOUND: Final = frozenset({404})
 _KEY_ERRORS: Final = frozenset({401, 403, 429})
 # Errors of an operation that tokenizes its body.
-_RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
+_TOKENIZING: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})
 
 OPERATIONS: Final = (
     Operation(
@@ -156,7 +159,7 @@ OPERATIONS: Final = (
         about=_COUNT_INPUT,
         answer="InputTokens",
         body="ResponseRequest",
-        errors=_RECEIVED | LOOKED_UP,
+        errors=_TOKENIZING | LOOKED_UP,
         example=_INPUT,
     ),
     Operation(
@@ -210,7 +213,7 @@ OPERATIONS: Final = (
         about=_COUNT_MESSAGES,
         answer="MessageTokens",
         body="CountTokensRequest",
-        errors=_RECEIVED,
+        errors=_TOKENIZING,
         error="MessagesError",
         example=_CONVERSATION,
     ),
@@ -221,7 +224,7 @@ OPERATIONS: Final = (
         about=_TOKENIZE,
         answer="Tokenization",
         body="TokenizeRequest",
-        errors=_RECEIVED,
+        errors=_TOKENIZING,
         example={"model": "MODEL", "prompt": _QUESTION},
     ),
     Operation(
@@ -231,7 +234,7 @@ OPERATIONS: Final = (
         about=_DETOKENIZE,
         answer="Detokenization",
         body="DetokenizeRequest",
-        errors=_RECEIVED,
+        errors=_TOKENIZING,
         example={"model": "MODEL", "tokens": [1, 2, 3]},
     ),
     Operation(
@@ -337,6 +340,7 @@ def document() -> dict[str, Any]:
 
 
 def ref(name: str) -> Schema:
+    """Return a reference to a schema of the document."""
     return {"$ref": REF.format(model=name)}
 
 
@@ -400,7 +404,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
 def _event(operation: Operation) -> Schema:
     """Return the schema of one event: OpenAPI 3.1 cannot describe a stream.
 
-    The last event may not be JSON.
+    The last event of chat and text completions is [DONE], which is not JSON.
     """
     kinds = [ref(name) for name in (operation.event, operation.error) if name is not None]
     data: Schema = {

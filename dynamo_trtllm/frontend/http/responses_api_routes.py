@@ -70,6 +70,7 @@ class ResponseRoutes:
         client = self._running.cancel(builder.id)
         cancelled = builder.cancelled()
         packed = builder.pack(cancelled)
+        # None: the client does not want the response to be stored.
         if packed is not None:
             await self._store.put(builder.id, packed, client)
         response.send_json(200, cancelled)
@@ -120,10 +121,11 @@ def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, An
         listed.reverse()
     after = request.query().get("after")
     if after:
-        places = [index for index, item in enumerate(listed) if item["id"] == after[-1]]
+        after_id = after[-1]  # of repeated parameters, the last one counts
+        places = [index for index, item in enumerate(listed) if item["id"] == after_id]
         if not places:
             raise ResponseNotFound(
-                f"after is {after[-1]!r}, which is not an input item of this response",
+                f"after is {after_id!r}, which is not an input item of this response",
                 field="after",
             )
         listed = listed[places[0] + 1 :]

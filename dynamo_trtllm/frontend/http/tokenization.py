@@ -37,7 +37,8 @@ from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.support.http_server.server import Route
 
-# Characters of stored responses that a request renders; only `/v1/responses` has stored ones.
+# What resolves a request returns its work, and how many characters of stored responses this work
+# renders. Only `/v1/responses` has stored responses.
 _NO_STORED_CHARS = 0
 
 
@@ -69,7 +70,9 @@ async def _tokenization(
 
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
     if body.prompt is not None:
-        ids = served.renderer.encode(body.prompt, is_prompt=body.add_special_tokens is not False)
+        # None is the default, true.
+        adds_special_tokens = body.add_special_tokens is not False
+        ids = served.renderer.encode(body.prompt, is_prompt=adds_special_tokens)
     else:
         conversation = chat_conversation(body)
         if not body.add_generation_prompt:
@@ -98,21 +101,22 @@ async def _detokenization(
 ) -> tuple[Callable[[], DetokenizationObject], int]:
     """Return the work that answers `/detokenize`. Raises ContextTooLong."""
     context_length = served.card.context_length
-    if len(body.tokens) > context_length:  # a token can have more characters than its id
+    # The text of a token can be longer than its id, so the limit of bodies does not limit the text.
+    if len(body.tokens) > context_length:
         raise ContextTooLong(
             f"tokens has {len(body.tokens)} token ids; the context length of {served.card.name} is "
             f"{context_length}, send a part",
             field="tokens",
         )
 
-    def prepare() -> DetokenizationObject:
+    def detokenize() -> DetokenizationObject:
         ids = checked_ids(body.tokens, served, "tokens")
         try:
             return {"prompt": served.renderer.decode(ids)}
         except InvalidRequest as exc:
             raise InvalidRequest(exc.message, field="tokens") from exc
 
-    return prepare, _NO_STORED_CHARS
+    return detokenize, _NO_STORED_CHARS
 
 
 def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
