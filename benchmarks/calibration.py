@@ -231,8 +231,8 @@ def figures_of(cell: MeasuredCell, outcome: Outcome) -> dict[str, float]:
     """Return what a simulation of a cell has, by the names of the measured figures."""
     if cell.concurrency:
         return {
-            "ttft_mean": 1000 * fmean(request.ttft_s for request in outcome.good),
-            "tpot_mean": 1000 * fmean(request.mean_gap_s for request in outcome.good),
+            "ttft_mean": 1000 * fmean(request.ttft_s for request in outcome.completed),
+            "tpot_mean": 1000 * fmean(request.mean_gap_s for request in outcome.completed),
         }
     figures = outcome.figures()
     return {

@@ -129,7 +129,7 @@ def frontend_seconds(deployment: MockDeployment, shape: Shape) -> float:
     outcome = simulate_closed_loop(
         _described(deployment, 0.0), Shape(shape.input_tokens, _TOKENS_ALONE), 1, _NUM_ALONE
     )
-    return median(one.ttft_s for one in alone) - median(one.ttft_s for one in outcome.good)
+    return median(one.ttft_s for one in alone) - median(one.ttft_s for one in outcome.completed)
 
 
 def measured(deployment: MockDeployment, shape: Shape, rate: float, count: int) -> Outcome:

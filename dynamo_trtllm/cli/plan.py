@@ -24,7 +24,7 @@ from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.simulate.constants import Constants, find_constants, known_constants
 from dynamo_trtllm.simulate.topologies import (
-    LADDER,
+    RATE_FACTORS,
     Cell,
     Comparison,
     Range,
@@ -46,8 +46,8 @@ def main(config: PlanConfig) -> None:
     _check_outputs(config)
     tune_gc()
     cells = [
-        comparison.cell(topology, shape, part * config.rate, config.requests, config.seeds)
-        for part in LADDER
+        comparison.cell(topology, shape, factor * config.rate, config.requests, config.seeds)
+        for factor in RATE_FACTORS
         for topology in comparison.topologies
     ]
     chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)

@@ -18,9 +18,9 @@ _PACKAGED: Final = Path(__file__).parent / "constants.yaml"
 
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far simulations were off on measured loads that were not fitted, as part of 1.
+    """How far simulations were off on measured loads that were not fitted.
 
-    Medians of the absolute errors of p50.
+    Each is the median of the absolute errors of p50, as a fraction: 0.1 means 10 %.
     """
 
     ttft: float
@@ -34,10 +34,10 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Fitted to measured cells, or learned by a worker.
     """
 
-    models: tuple[str, ...]  # names, without the organization
+    models: tuple[str, ...]  # names in lower case, without the organization
     engine: str
     versions: tuple[str, ...]  # releases of the engine that were measured
-    gpu: str
+    gpu: str  # the GPU model, in lower case
     source: str  # what was measured, and by whom
     fitted: str  # the cells to which the constants were fitted
     mock: dict[str, Any]  # engine arguments of the mock engine
@@ -66,7 +66,8 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         is_release = version is None or version in self.versions
         is_engine = engine == self.engine and is_release
         is_size = gpus_per_worker in (None, self.gpus_per_worker)
-        return name in self.models and is_engine and is_size and gpu.lower() == self.gpu
+        is_gpu = gpu.lower() == self.gpu
+        return name in self.models and is_engine and is_size and is_gpu
 
 
 def known_constants(more: Path | None = None) -> list[Constants]:

@@ -16,8 +16,8 @@ from dynamo_trtllm.simulate.cluster import SimulatedDeployment
 from dynamo_trtllm.simulate.constants import Constants, find_constants
 
 _MOCK: Final = "mock"
-# Engine arguments of vLLM and TensorRT-LLM, and the mock engine's of the same meaning.
-_MEANINGS: Final[Mapping[str, str]] = {
+# The mock engine's argument for each argument of vLLM or TensorRT-LLM that means the same.
+_MOCK_ARGUMENTS: Final[Mapping[str, str]] = {
     "block_size": "kv_block_size",
     "max_num_batched_tokens": "prefill_tokens_per_step",
     "max_num_seqs": "max_batch_size",
@@ -27,8 +27,8 @@ _MEANINGS: Final[Mapping[str, str]] = {
     "max_seq_len": "max_seq_len",
     "enable_prefix_caching": "enable_prefix_caching",
 }
-# The flags of a worker that set the same.
-_FLAGS: Final[Mapping[str, str]] = {
+# The mock engine's argument for each flag of a worker that means the same.
+_MOCK_ARGUMENTS_OF_FLAGS: Final[Mapping[str, str]] = {
     "kv_block_size": "kv_block_size",
     "max_num_tokens": "prefill_tokens_per_step",
     "max_batch_size": "max_batch_size",
@@ -48,7 +48,7 @@ def simulated_deployment(
         deployment: the deployment.
         known: constants of engines other than mock.
         gpu: the GPU model of their workers.
-        frontend_s: what a request takes outside of engines. None: that of the constants.
+        frontend_s: seconds that a request takes outside of engines. None: those of the constants.
 
     Raises:
         ConfigError: there is no frontend or are no constants, or a setting is wrong.
@@ -58,7 +58,7 @@ def simulated_deployment(
     common = {"namespace": deployment.namespace}
     workers: list[WorkerConfig] = []
     num_gpus = 0
-    known_s = 0.0
+    constants_frontend_s = 0.0
     for spec in deployment.workers:
         config = _configured(WorkerConfig, _worker_flags(spec, common))
         if config.engine != _MOCK:
@@ -67,8 +67,9 @@ def simulated_deployment(
             size = _gpus_per_worker(spec, config)
             constants = find_constants(known, model, str(config.engine), gpu, gpus_per_worker=size)
             config = as_mock(config, constants)
-            known_s = max(known_s, constants.frontend_ms / 1000)
+            constants_frontend_s = max(constants_frontend_s, constants.frontend_ms / 1000)
         workers += [config] * spec.count
+        # A worker without GPUs counts as one, so that figures per GPU exist.
         num_gpus += spec.count if spec.devices == "cpu" else len(spec.devices)
     names = {config.model_name for config in workers}
     if len(names) > 1:
@@ -80,7 +81,7 @@ def simulated_deployment(
         frontend=_configured(FrontendConfig, common | deployment.frontend),
         workers=workers,
         num_gpus=num_gpus,
-        frontend_s=known_s if frontend_s is None else frontend_s,
+        frontend_s=constants_frontend_s if frontend_s is None else frontend_s,
     )
 
 
@@ -92,9 +93,11 @@ def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
     arguments = dict(constants.mock)
     # Later sources override earlier ones, as in a worker.
     if config.extra_engine_args is not None:
-        arguments |= _translated(read_yaml(find_file(config.extra_engine_args)), _MEANINGS)
-    arguments |= _translated({flag: getattr(config, flag) for flag in _FLAGS}, _FLAGS)
-    arguments |= _translated(config.override_engine_args or {}, _MEANINGS)
+        in_file = read_yaml(find_file(config.extra_engine_args))
+        arguments |= _translated(in_file, _MOCK_ARGUMENTS)
+    flags = {flag: getattr(config, flag) for flag in _MOCK_ARGUMENTS_OF_FLAGS}
+    arguments |= _translated(flags, _MOCK_ARGUMENTS_OF_FLAGS)
+    arguments |= _translated(config.override_engine_args or {}, _MOCK_ARGUMENTS)
     _rescale_blocks(arguments, constants)
     return config.model_copy(
         update={
@@ -107,26 +110,30 @@ def as_mock(config: WorkerConfig, constants: Constants) -> WorkerConfig:
     )
 
 
-def _translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the given values by the mock engine's names."""
-    return {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
+def _translated(given: Mapping[str, Any], mock_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the given values by the names of the mock engine's arguments."""
+    return {
+        mock_name: given[name]
+        for name, mock_name in mock_names.items()
+        if given.get(name) is not None
+    }
 
 
 def _rescale_blocks(arguments: dict[str, Any], constants: Constants) -> None:
     """Let the KV pool have as many tokens as that of the constants, with blocks of another size."""
-    before = constants.mock.get("kv_block_size")
-    blocks = constants.mock.get("kv_cache_blocks")
-    after = arguments.get("kv_block_size")
-    # The mock engine rejects any other value.
-    if before and blocks and isinstance(after, int) and after > 0:
-        num_tokens = blocks * before
-        if after > num_tokens:
+    old_size = constants.mock.get("kv_block_size")
+    num_blocks = constants.mock.get("kv_cache_blocks")
+    new_size = arguments.get("kv_block_size")
+    # The mock engine rejects a size that is no positive number.
+    if old_size and num_blocks and isinstance(new_size, int) and new_size > 0:
+        num_tokens = num_blocks * old_size
+        if new_size > num_tokens:
             raise ConfigError(
-                f"KV blocks of {after} tokens are larger than the KV cache of {num_tokens} tokens;"
-                " choose smaller ones, such as --kv-block-size 32",
+                f"KV blocks of {new_size} tokens are larger than the KV cache of {num_tokens}"
+                " tokens; choose smaller ones, such as --kv-block-size 32",
                 field="kv_block_size",
             )
-        arguments["kv_cache_blocks"] = num_tokens // after
+        arguments["kv_cache_blocks"] = num_tokens // new_size
 
 
 def _worker_flags(spec: WorkerSpec, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,5 +147,5 @@ def _gpus_per_worker(spec: WorkerSpec, config: WorkerConfig) -> int:
 
 
 def _configured(model: Any, flags: Mapping[str, Any]) -> Any:
-    """Return settings as a process of the deployment has them, but for its environment."""
+    """Return settings as a process of the deployment has them, without its environment."""
     return load(model, prog="simulate", argv=to_argv(model, flags), environ={})

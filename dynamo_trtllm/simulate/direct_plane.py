@@ -21,8 +21,8 @@ from dynamo_trtllm.protocol.streams import OnEvent, StreamEvent
 from dynamo_trtllm.support.background import BackgroundTasks
 from dynamo_trtllm.worker.service import ServiceStream, WorkerService
 
-# As `cluster.request_plane.server`: a caller gets the load with the events of its streams, at most
-# so often.
+# A caller gets the load with an event of its streams, at most once in this time. This is the same
+# as in `cluster.request_plane.server`.
 _LOAD_EVERY_S: Final = 0.05
 
 
@@ -70,7 +70,10 @@ class DirectClient(PlaneClient):
                 self.worst_gaps_s[request.request_id] = stream.worst_gap_s
 
         def send_cancel(*, awaits_kv: bool) -> None:
-            if not (awaits_kv and source.stop()):
+            # If the KV of the prompt is awaited, the call is only stopped, so that it sends the KV.
+            # `stop` returns False if it can't do that.
+            is_stopped = awaits_kv and source.stop()
+            if not is_stopped:
                 source.cancel()
 
         receiver = StreamReceiver(on_event, self._tasks, on_end, send_cancel)
@@ -80,6 +83,7 @@ class DirectClient(PlaneClient):
         return receiver
 
     def _events_of(self, worker: _Worker, receiver: StreamReceiver) -> OnEvent:
+        """Return what passes the events of a call to its receiver, and loads to this client."""
         emit = receiver.emit
         on_report = self._on_load
         if on_report is None:

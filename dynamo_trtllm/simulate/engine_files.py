@@ -32,24 +32,26 @@ def _vllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str,
         "max_num_seqs": "max_batch_size",
         "block_size": "kv_block_size",
     }
-    return {name: mock[ours] for name, ours in names.items() if ours in mock}
+    return {name: mock[mock_name] for name, mock_name in names.items() if mock_name in mock}
 
 
 def _trtllm(role: Role, mock: Mapping[str, Any], longest_prompt: int) -> dict[str, Any]:
     names = {"max_num_tokens": "prefill_tokens_per_step", "max_batch_size": "max_batch_size"}
-    found: dict[str, Any] = {name: mock[ours] for name, ours in names.items() if ours in mock}
-    # Otherwise, a prompt that is longer than a step is rejected.
+    arguments: dict[str, Any] = {
+        name: mock[mock_name] for name, mock_name in names.items() if mock_name in mock
+    }
+    # Without chunks, a prompt that is longer than a step is rejected.
     is_longer = longest_prompt > mock.get("prefill_tokens_per_step", longest_prompt)
-    found["enable_chunked_prefill"] = mock.get("splits_prompts", True) or is_longer
+    arguments["enable_chunked_prefill"] = mock.get("splits_prompts", True) or is_longer
     if "kv_block_size" in mock:
-        found["kv_cache_config"] = {"tokens_per_block": mock["kv_block_size"]}
+        arguments["kv_cache_config"] = {"tokens_per_block": mock["kv_block_size"]}
     if role is not Role.AGGREGATED:
         tokens = max(_MIN_BUFFER_TOKENS, longest_prompt)
-        found["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": tokens}
+        arguments["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": tokens}
     if role is Role.PREFILL:
-        # Up to 1.2.1, an engine that overlaps rejects requests for prefill only.
-        found["disable_overlap_scheduler"] = True
-    return found
+        # Up to release 1.2.1, an engine with the overlap scheduler rejects prefill-only requests.
+        arguments["disable_overlap_scheduler"] = True
+    return arguments
 
 
 _Writer = Callable[[Role, Mapping[str, Any], int], dict[str, Any]]

@@ -16,7 +16,12 @@ from dynamo_trtllm.protocol.errors import TransferFailed
 
 
 class MemoryBackend:
-    """See `TransferBackend`. All backends of a simulation share `published`."""
+    """See `TransferBackend`.
+
+    Args:
+        published: who has published a transfer, and its regions, by transfer id. All backends of a
+            simulation share this dictionary.
+    """
 
     def __init__(self, published: dict[str, tuple[MemoryBackend, Sequence[MemoryRegion]]]) -> None:
         self.name = "memory"

@@ -28,10 +28,10 @@ class SimulatedRequest:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""  # code of the error with which the request has failed
-    wanted_tokens: int = 0  # of the complete answer
+    wanted_tokens: int = 0  # output tokens of the complete answer
     begun_s: float = math.inf  # when it left the queue of the frontend
     computed_s: float = math.inf  # when a pair had computed its prompt
-    path: str = ""  # the one that was chosen by predicted times; "": by something else
+    path: str = ""  # the path that was chosen by predicted times; "": they did not choose it
 
     @property
     def is_ok(self) -> bool:
@@ -86,7 +86,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def waits_grow(ttfts_s: Sequence[float]) -> bool:
-    """Return whether the wait for first tokens grew until the end, as the load is too high.
+    """Return whether the wait for first tokens grew until the end, because the load is too high.
 
     Args:
         ttfts_s: time to first token of each request, in the order of their arrival.
@@ -112,7 +112,7 @@ class Outcome:
         self.requests = requests
         self.num_gpus = num_gpus
         self.num_share_changes = num_share_changes
-        self.good = [request for request in requests if request.is_ok]
+        self.completed = [request for request in requests if request.is_ok]
 
     @property
     def errors(self) -> Counter[str]:
@@ -122,7 +122,7 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Return the time from the first arrival to the last end."""
-        ends = [request.end_s for request in self.good]
+        ends = [request.end_s for request in self.completed]
         return max(ends, default=0.0) - self.requests[0].arrived_s
 
     @property
@@ -135,16 +135,17 @@ class Outcome:
     @property
     def output_tokens_per_s(self) -> float:
         """Return the output tokens of all answers per second."""
-        return sum(request.output_tokens for request in self.good) / max(1e-9, self.seconds)
+        num_tokens = sum(request.output_tokens for request in self.completed)
+        return num_tokens / max(1e-9, self.seconds)
 
     @property
     def is_saturated(self) -> bool:
         """Return whether the load is too high, see `waits_grow`."""
-        return waits_grow([request.ttft_s for request in self.good])
+        return waits_grow([request.ttft_s for request in self.completed])
 
     def quantiles(self, of: Callable[[SimulatedRequest], float]) -> dict[str, float]:
-        """Return the quantiles of a time of the good requests, in ms."""
-        values = [1000 * of(request) for request in self.good]
+        """Return the quantiles of a time of the completed requests, in ms."""
+        values = [1000 * of(request) for request in self.completed]
         return {name: quantile(values, share) for name, share in QUANTILES.items()}
 
     def attainment(self, slo: Slo) -> float:
@@ -163,7 +164,7 @@ class Outcome:
             "seconds": self.seconds,
             "output_tokens_per_s": self.output_tokens_per_s,
             "output_tokens_per_s_per_gpu": self.output_tokens_per_s / self.num_gpus,
-            "cached_share": _cached_share(self.good),
+            "cached_share": _cached_share(self.completed),
             "is_saturated": self.is_saturated,
             "ttft_ms": self.quantiles(lambda request: request.ttft_s),
             "tpot_ms": self.quantiles(lambda request: request.mean_gap_s),

@@ -19,8 +19,8 @@ from dynamo_trtllm.simulate.outcomes import Outcome, SimulatedRequest, Slo
 from dynamo_trtllm.simulate.workload import Shape, poisson_arrivals
 
 # Multiples of the given rate at which all topologies are compared.
-LADDER: Final = (0.25, 0.5, 1.0, 2.0)
-# A topology with which fewer requests keep their limits is no choice.
+RATE_FACTORS: Final = (0.25, 0.5, 1.0, 2.0)
+# A split is not worth a change if a smaller share of the requests keeps the limits.
 _USEFUL_SHARE: Final = 0.5
 _WORKER_NAMES: Final = {
     Role.AGGREGATED: "worker",
@@ -76,7 +76,8 @@ class Cell:
     worst_gap_p50_ms: Range
     # By name of the definition: share of the requests that keep its limits.
     attainment: Mapping[str, Range]
-    goodput: Mapping[str, Range]  # the same: good requests per second and GPU
+    # By name of the definition: good requests per second and GPU.
+    goodput: Mapping[str, Range]
     # `mean` is the mean of `attainment`; `low` and `high` are the shares if all times are longer or
     # shorter by as much as the constants were off on measured loads. None: that is not known.
     with_errors: Mapping[str, Range] | None = None
@@ -100,7 +101,7 @@ class Comparison:
         arguments: engine arguments of all workers, such as `kv_block_size`.
 
     Raises:
-        ConfigError: a worker needs more GPUs than there are.
+        ConfigError: a worker needs more than `gpus` GPUs.
     """
 
     def __init__(
@@ -181,14 +182,16 @@ class Comparison:
                 continue
             name = _WORKER_NAMES[role]
             num_gpus = count * size
-            own = {} if folder is None else {"extra-engine-args": str(folder / f"{name}.yaml")}
+            own_flags: dict[str, Any] = {}
+            if folder is not None:
+                own_flags["extra-engine-args"] = str(folder / f"{name}.yaml")
             workers.append(
                 {
                     "name": name,
                     "disaggregation_mode": role.value,
                     "count": count,
                     "devices": list(range(first_gpu, first_gpu + num_gpus)),
-                    "flags": flags | own,
+                    "flags": flags | own_flags,
                 }
             )
             first_gpu += num_gpus
@@ -201,15 +204,15 @@ class Comparison:
 
     def engine_files(self, topology: WorkerCounts, shape: Shape) -> dict[str, dict[str, Any]]:
         """Return the engine arguments that were simulated, by the names of their files."""
-        found: dict[str, dict[str, Any]] = {}
+        contents: dict[str, dict[str, Any]] = {}
         for config in self._simulated(topology).workers:
             role = config.disaggregation_mode
             content = engine_file(
                 self.constants.engine, role, config.override_engine_args or {}, shape.input_tokens
             )
             if content is not None:
-                found[f"{_WORKER_NAMES[role]}.yaml"] = content
-        return found
+                contents[f"{_WORKER_NAMES[role]}.yaml"] = content
+        return contents
 
     def mock_deployment(self, topology: WorkerCounts) -> dict[str, Any]:
         """Return `deployment(topology)` on CPUs: mock engines take the simulated times."""
@@ -242,7 +245,8 @@ def best(cells: Sequence[Cell], slo: str) -> Cell:
 def crossover(cells: Sequence[Cell], slo: str) -> float | None:
     """Return the least rate at which a split has clearly more goodput than aggregated workers.
 
-    Clearly: in every simulation, and most requests keep their limits. None: there is none.
+    It is clear if the split is better in every simulation, and at least half of the requests keep
+    their limits. None: there is no such rate.
     """
     for rate in sorted({cell.rate for cell in cells}):
         at_rate = [cell for cell in cells if cell.rate == rate]
@@ -258,16 +262,18 @@ def crossover(cells: Sequence[Cell], slo: str) -> float | None:
 
 
 def _with_errors(outcomes: Sequence[Outcome], slo: Slo, errors: Errors) -> Range:
-    """Return the share of requests within limits, and with all times longer and shorter."""
+    """Return the share of requests within limits, and this share if all times are longer or
+    shorter by as much as the constants were off.
+    """
     factors = (1 + errors.ttft, 1 + errors.mean_gap, 1 + (errors.worst_gap or 0.0))
-    more = slo.scaled(*factors)
-    # Shorter limits stand for longer times.
-    less = slo.scaled(*(1 / factor for factor in factors))
+    # Limits are changed instead of times: longer times miss them as shorter limits are missed.
+    longer_limits = slo.scaled(*factors)
+    shorter_limits = slo.scaled(*(1 / factor for factor in factors))
 
     def share(limits: Slo) -> float:
         return mean(outcome.attainment(limits) for outcome in outcomes)
 
-    return Range(mean=share(slo), low=share(less), high=share(more))
+    return Range(mean=share(slo), low=share(shorter_limits), high=share(longer_limits))
 
 
 def _range(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> Range:

@@ -23,12 +23,12 @@ from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 TRACE_BLOCK_TOKENS: Final = 512
-# A block has a number of two digits, each of which is a token.
+# The number of a block is written with two digits to this base, and each digit is a token id.
 _TOKENS: Final = 200_000
 # The blocks of a trace have lower numbers, those of a shape this number and higher ones.
 _FIRST_OF_SHAPE: Final = 1 << 31
-# Workers report and plan every second of virtual time, also without requests. This much takes about
-# a minute.
+# Workers report and plan every second of virtual time, also without requests. To simulate this time
+# takes about a minute.
 _MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
 
 
@@ -70,7 +70,7 @@ def parse_shape(text: str) -> Shape:
     """Read a shape such as `8192/256` or `8K/256`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no shape.
     """
     try:
         input_tokens, output_tokens = map(parse_tokens, text.split("/"))
@@ -91,7 +91,7 @@ def poisson_arrivals(shape: Shape, rate: float, num_requests: int, seed: int) ->
         shape: tokens of each request.
         rate: requests per second.
         num_requests: how many.
-        seed: of the times.
+        seed: the seed of the times.
 
     Raises:
         ConfigError: the rate is not positive.
@@ -118,10 +118,11 @@ def varied_arrivals(shape: Shape, least_part: float, num_requests: int, seed: in
     """Return requests that all come at once, with prompts and answers of different lengths.
 
     Args:
-        shape: the most tokens of a request.
-        least_part: the least tokens, as part of these. Lengths between them are equally frequent.
+        shape: the most tokens of a prompt and of an answer.
+        least_part: the least tokens, as a fraction of the most. All lengths from the least to the
+            most are equally frequent.
         num_requests: how many.
-        seed: of the lengths.
+        seed: the seed of the lengths.
     """
     source = random.Random(seed)
 
