@@ -147,11 +147,11 @@ class ExplainConfig(ConnectionConfig, DeploymentChoiceConfig):
     stuck.
 
     examples:
-      %(prog)s                                  the latest requests
+      %(prog)s                                  # the latest requests
       %(prog)s chatcmpl-5f0c1d2e3a4b5c6d7e8f90a1b2c3d4e5
       %(prog)s --stuck --older-than-s 5
-      %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
-      %(prog)s --trace requests.jsonl           to replay with a benchmark
+      %(prog)s --perfetto trace.json            # to open in https://ui.perfetto.dev
+      %(prog)s --trace requests.jsonl           # to replay with a benchmark
     exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found
     something; 2 for a bad command line
     """

@@ -54,8 +54,8 @@ class PreflightConfig(Config):
 
     example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
       %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
-        --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b
-        \\ --isl 8192 --osl 1024 --concurrency 1536
+        --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 \\
+        --model gpt-oss-120b --isl 8192 --osl 1024 --concurrency 1536
     the workers of a deployment file:
       %(prog)s deploy/local/gpt-oss-120b-disagg.yaml --gpu b200
     exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
@@ -483,9 +483,9 @@ class CompletionConfig(Config):
     """Print a completion script for bash, zsh or fish.
 
     examples:
-      bash: %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
-      zsh:  %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
-      fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
+      %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
+      %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
+      %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
     """
 
     shell: Literal["bash", "zsh", "fish"] = option(

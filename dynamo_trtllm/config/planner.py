@@ -16,8 +16,9 @@ class PlannerConfig(HttpAccessConfig):
       %(prog)s --slo-ttft-ms 2000 --slo-itl-ms 100
       %(prog)s --slo-ttft-ms 2000 --slo-itl-ms 100 --advise
     Several planners of a namespace may run: one of them leads, and another one takes over when it
-    ends. Without a planner, the shares stay as they are. exit status: 0 after a signal, 1 if etcd
-    or NATS does not answer at the start, 2 for a bad command line
+    ends. Without a planner, the shares stay as they are.
+    exit status: 0 after a signal, 1 if etcd or NATS does not answer at the start, 2 for a bad
+    command line
     """
 
     cluster_role: ClassVar[ClusterRole] = ClusterRole.PLANNER

@@ -19,11 +19,17 @@ import pytest
 
 from dynamo_trtllm.cli import console
 from dynamo_trtllm.cli.console import COMMANDS, Command, completion, main, parser_of
-from dynamo_trtllm.config.commands import DemoConfig
+from dynamo_trtllm.config.commands import (
+    DemoConfig,
+    FrontendConfig,
+    ServeConfig,
+    WorkerConfig,
+)
 from dynamo_trtllm.config.config_base import GROUPS
 from dynamo_trtllm.config.layers import find_file
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.split_flags import split_words
 
 Type = Callable[[str], int]
 NAMES = list(COMMANDS)
@@ -116,6 +122,29 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
     assert "python -m dynamo_trtllm" not in said
     if not command.main.startswith("bench."):
         assert any(f"\n{title}:\n" in said for title in GROUPS)
+
+
+def examples_of(help_text: str) -> list[list[str]]:
+    """Return the words of each example in a help text, as a shell splits them."""
+    examples = []
+    for line in help_text.replace("\\\n", " ").splitlines():
+        if line.startswith("  "):
+            command_line = line.partition(" > ")[0].rpartition(" | ")[2]
+            examples.append(shlex.split(command_line, comments=True))
+    return examples
+
+
+def test_examples_of_help_can_be_pasted() -> None:
+    num_examples = 0
+    for command in COMMANDS.values():
+        parser = parser_of(command)
+        for program, name, *words in examples_of((parser.epilog or "") % {"prog": parser.prog}):
+            assert (program, name) == ("dynamo-trtllm", command.name)
+            # `serve` also takes the flags of workers and frontends.
+            models = (ServeConfig, WorkerConfig, FrontendConfig)
+            parser.parse_args(split_words(words, models)[0] if name == "serve" else words)
+            num_examples += 1
+    assert num_examples > 40
 
 
 def test_help_about_a_word_shows_only_its_flags(
