@@ -33,6 +33,7 @@ C = TypeVar("C", bound=Config)
 # Names of processes and of outputs that are not workers. Commands find a process by its name.
 _OTHER_PROCESSES = ("frontend", "planner", "etcd", "nats", "launch")
 
+# `$$`, `${NAME}` or `${NAME:-default}`, and as `bad` any other text that begins with `${`.
 _REFERENCE = re.compile(
     r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))"
 )
@@ -52,15 +53,16 @@ def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
         ConfigError: a variable is not set and has no default, or a reference is malformed.
     """
     if isinstance(value, str):
-        return _REFERENCE.sub(partial(_value, environ=environ, where=where), value)
+        return _REFERENCE.sub(partial(_replacement, environ=environ, where=where), value)
     if isinstance(value, Mapping):
         return {key: expand_env(inner, environ, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
-        return [expand_env(item, environ, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [expand_env(item, environ, f"{where}[{index}]") for index, item in enumerate(value)]
     return value
 
 
-def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
+def _replacement(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
+    """Return the text for a reference. Raise ConfigError as `expand_env`."""
     name = match["name"]
     default = match["default"]
     if match["bad"]:
@@ -69,7 +71,7 @@ def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
             " sign"
         )
     if name is None:
-        return "$"
+        return "$"  # for "$$"
     if default is None:
         if name not in environ:
             raise ConfigError(
@@ -332,22 +334,33 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
     Raises:
         ConfigError: the deployment is not valid.
     """
-    deployment = _validate(DeploymentConfig, data, where, joint=": ")
+    deployment = _validate(DeploymentConfig, data, where, separator=": ")
     # Check every flag now: a process would report a wrong one only after others have started.
     _validate(FrontendConfig, deployment.frontend or {}, f"{where}: frontend")
-    for i, worker in enumerate(deployment.workers):
+    for index, worker in enumerate(deployment.workers):
         flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
-        _validate(WorkerConfig, flags, f"{where}: workers[{i}].flags")
+        _validate(WorkerConfig, flags, f"{where}: workers[{index}].flags")
     return deployment
 
 
-def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str = ".") -> C:
+def _validate(model: type[C], values: Mapping[str, Any], where: str, separator: str = ".") -> C:
+    """Return checked settings.
+
+    Args:
+        model: class of the settings.
+        values: values by field name.
+        where: place of the settings, for errors.
+        separator: stands in errors between this place and the path inside the settings.
+
+    Raises:
+        ConfigError: a value is wrong or missing.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
         path = _path_in_file(error["loc"])
-        place = f"{where}{joint}{path}" if path else where
+        place = f"{where}{separator}{path}" if path else where
         message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
         if error["type"] == "missing":
             problem = " is missing"

@@ -39,7 +39,7 @@ def prefer(values: Mapping[str, str]) -> None:
 
 
 def replace(values: Mapping[str, str]) -> None:
-    """Set each variable. For those that this program made up, which no user sets."""
+    """Set each variable, even if it is set. Only this program uses these, so no user sets them."""
     os.environ.update(values)
 
 

@@ -42,7 +42,7 @@ class Flag:
     """The command-line flag of one field."""
 
     field: str
-    names: tuple[str, ...]  # errors show the first
+    names: tuple[str, ...]  # the first one is shown in errors, the others are aliases
     group: str
     env: tuple[str, ...]  # well-known variables, read in addition to the DYN_TRTLLM_ one
     positional: bool
@@ -93,7 +93,7 @@ def flags_of(model: type[Config]) -> tuple[Flag, ...]:
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
-    # `option` has set it.
+    # `option` stores its arguments here.
     given = typing.cast("dict[str, Any]", info.json_schema_extra)
     kind, choices = _kind(info.annotation)
     choices = choices or tuple(given["words"])
@@ -292,7 +292,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> argpars
     if flag.kind is bool:
         switch = group.add_argument(*flag.names, dest=flag.field, action=_Switch, help=help_text)
         if isinstance(switch, _Switch) and info.default is False:
-            switch.hide_off()  # only an environment variable can make it useful
+            # --no-x changes something only if an environment variable has turned the flag on.
+            switch.hide_off()
         return switch
     store = _Append if flag.kind is tuple else _Store
     action = group.add_argument(
@@ -338,7 +339,7 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
                     values.extend(flag.convert(text, source))
                 read[flag.field] = (tuple(values), source)
             case dict(typed):
-                # All have the same value: the last one typed stands for them.
+                # The flags of a field have the same value, so the last one stands for all.
                 name = list(typed)[-1]
                 source = f"flag {name}"
                 read[flag.field] = (flag.convert(typed[name].value, source), source)

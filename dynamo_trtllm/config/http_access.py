@@ -18,9 +18,9 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{16,256}")  # a comma separates keys in 
 
 
 def _key_list(given: object) -> object:
-    """Return the keys of a value as in the environment, or as in YAML.
+    """Return the keys of a value, which is a text from the environment or a list from YAML.
 
-    Another value must not be quoted in an error, because it may be a key.
+    An error must not quote any other value, because it may be a key.
     """
     if isinstance(given, str):
         return tuple(part.strip() for part in given.split(","))
@@ -45,7 +45,7 @@ ApiKeyList = Annotated[tuple[str, ...], BeforeValidator(_key_list), AfterValidat
 
 
 def _first_key(given: object) -> object:
-    """Return the first key of a variable that may have several, because a frontend reads it."""
+    """Return the first key of a variable. It may have several, because frontends read it, too."""
     return given.partition(",")[0].strip() if isinstance(given, str) else given
 
 
@@ -179,10 +179,9 @@ class HttpAccessConfig(ProcessConfig):
             if self.allow_anonymous and is_set:
                 raise ValueError(f"--allow-anonymous contradicts {flag}; remove one of them")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            given, missing = "--tls-cert-file", "--tls-key-file"
             if self.tls_cert_file is None:
-                given, missing = missing, given
-            raise ValueError(f"{given} needs {missing}, too; pass both")
+                raise ValueError("--tls-key-file needs --tls-cert-file, too; pass both")
+            raise ValueError("--tls-cert-file needs --tls-key-file, too; pass both")
         if self.needs_certificate and self.tls_files is None:
             raise ValueError("--tls-client-ca-file needs --tls-cert-file and --tls-key-file")
         return self

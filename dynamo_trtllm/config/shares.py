@@ -51,7 +51,7 @@ def _share(text: str) -> float:
         share = -1.0
     if not 0 <= share <= 1:
         raise ValueError(f"share {text} must be a number from 0 to 1")
-    return abs(share)  # of "-0"
+    return abs(share)  # "-0" gives -0.0
 
 
 def _checked(given: str) -> str:

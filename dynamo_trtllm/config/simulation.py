@@ -26,7 +26,7 @@ RequestCount = Annotated[int, Field(gt=0, le=MAX_REQUESTS)]
 
 
 class LimitsConfig(Config):
-    """The limits of a good request, which both commands count."""
+    """The limits of a good request. `simulate` and `plan` count the good requests."""
 
     ttft_ms: PositiveFloat = option(
         "load", 2000.0, help="A good request has its first token within these milliseconds."

@@ -18,17 +18,19 @@ def split_words(words: Sequence[str], models: Sequence[type[Config]]) -> list[li
         words: a command line without the program name.
         models: classes of settings.
     """
-    # Of each model: its flags, and whether each takes a value.
+    # For each model, its flags, and whether each takes a value.
     flags = [flag_names(model) for model in models]
     parts: list[list[str]] = [[] for _ in models]
     index = 0
     while index < len(words):
         name, equals, _ = words[index].partition("=")
-        owners = [owner for owner, takes_value in enumerate(flags) if name in takes_value]
+        owners = [owner for owner, own_flags in enumerate(flags) if name in own_flags]
         if not owners or 0 in owners:
             owners = [0]
         end = index + 1
-        if flags[owners[0]].get(name) and not equals:
+        takes_value = flags[owners[0]].get(name, False)
+        # In `--flag=VALUE`, the value is in the same word.
+        if takes_value and not equals:
             end += 1
         for owner in owners:
             parts[owner] += words[index:end]
@@ -38,14 +40,14 @@ def split_words(words: Sequence[str], models: Sequence[type[Config]]) -> list[li
 
 def flag_names(model: type[Config]) -> dict[str, bool]:
     """Return all flags of a model, and whether each takes a value."""
-    found: dict[str, bool] = {}
+    takes_value: dict[str, bool] = {}
     for flag in flags_of(model):
         if flag.positional:
             continue
         for name in flag.names:
-            found[name] = flag.kind is not bool
+            takes_value[name] = flag.kind is not bool
             if flag.kind is bool:
-                found[f"--no-{name.removeprefix('--')}"] = False
+                takes_value[f"--no-{name.removeprefix('--')}"] = False
         for name in flag.const_flags:
-            found[name] = False
-    return found
+            takes_value[name] = False
+    return takes_value
