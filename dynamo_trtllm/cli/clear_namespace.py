@@ -68,15 +68,16 @@ async def clear(config: ClearNamespaceConfig) -> bool:
         live = [key for key, lease in instances.items() if lease is not None]
         if live and not config.force:
             _say(
-                f"Nothing removed: {_shown_live(live)} live, or died less than a lease time ago."
-                " Stop what runs, wait, or pass --force."
+                f"Nothing removed: {_subject_and_verb(live)} live, or died less than a lease time"
+                " ago. Stop what runs, wait, or pass --force."
             )
             return False
         if not config.yes and not _read_confirmation():
             _say("Nothing removed.")
             return False
         for key, lease in instances.items():
-            # A lease is revoked, and not its key deleted: then a live worker registers again.
+            # If the key of a live worker was deleted, nothing would register it again. A worker
+            # whose lease was revoked registers again itself.
             if lease is None:
                 await store.delete(key)
             else:
@@ -87,8 +88,8 @@ async def clear(config: ClearNamespaceConfig) -> bool:
     return True
 
 
-def _shown_live(keys: Sequence[str]) -> str:
-    """Return what has these keys, with a verb. The planner has one while it leads."""
+def _subject_and_verb(keys: Sequence[str]) -> str:
+    """Return what has these keys, with "is" or "are". The planner has a key while it leads."""
     num_instances = sum(not is_planner_key(key) for key in keys)
     parts = []
     if num_instances:

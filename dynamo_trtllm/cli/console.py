@@ -36,14 +36,13 @@ _BENCH = "bench."
 class Command(NamedTuple):
     """One subcommand.
 
-    `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`.
-
     Its settings are the class of `config.commands` that is named for it. A benchmark has a function
     `parser` instead.
     """
 
     name: str
     summary: str
+    # What runs it: MODULE or MODULE:FUNCTION in `dynamo_trtllm`. Without FUNCTION, it is `main`.
     main: str
 
 
@@ -121,10 +120,11 @@ def _run(words: Sequence[str]) -> int | None:
     if not set(flags).isdisjoint(_HELP):
         parser_of(command).print_help()
         return 0
-    words_of_help = [flag.partition("=")[2] for flag in flags if flag.startswith(_HELP_ABOUT)]
-    parser = parser_of(command) if words_of_help else None
+    searched = [flag.partition("=")[2] for flag in flags if flag.startswith(_HELP_ABOUT)]
+    parser = parser_of(command) if searched else None
+    # The parser of a benchmark can't search: the benchmark itself rejects --help=WORD.
     if isinstance(parser, CommandParser):
-        parser.print_help_about(words_of_help[0])
+        parser.print_help_about(searched[0])
         return 0
     status: int | None = _loaded(command.main)()
     return status
@@ -170,13 +170,14 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         return parser
     from dynamo_trtllm.config.flags import build_parser
 
-    # Of `clear-namespace` it is `ClearNamespaceConfig`.
+    # The settings of `clear-namespace` are `ClearNamespaceConfig`.
     class_name = command.name.title().replace("-", "") + "Config"
     settings = _loaded(f"config.commands:{class_name}")
     return build_parser(settings, f"{CONSOLE} {command.name}", command.summary)
 
 
 def _loaded(path: str) -> Any:
+    """Return the function or class at MODULE:NAME. Raise ConfigError if a package is missing."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main")

@@ -106,20 +106,27 @@ def of_deployment(
         record: the deployment.
         others: other deployments that run here, which may have the same namespace.
     """
-    pids = {process.pid for other in others for process in other.processes}
+    pids_of_others = {process.pid for other in others for process in other.processes}
 
     def belongs(process: ProcessRecording) -> bool:
         if process.host:
-            return True  # only the processes of the deployment were asked
+            return True  # on other machines, only the processes of the deployment were asked
         header = process.header
         if process.namespace != record.namespace or header.boot_id != boot_id():
             return False
-        return header.start_ticks >= record.start_ticks and header.pid not in pids
+        # Processes start after their launcher. Earlier ones are of a deployment that has ended.
+        is_later = header.start_ticks >= record.start_ticks
+        return is_later and header.pid not in pids_of_others
 
     return replace(recordings, processes=list(filter(belongs, recordings.processes)))
 
 
 def _read(config: ExplainConfig) -> Recordings:
+    """Read the files of this machine, and ask the processes of other machines.
+
+    Raises:
+        NotExplained: nothing is recorded.
+    """
     folder = recorder_folder(config.recorder_dir, process_environment())
     if folder is None:
         raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes")

@@ -41,19 +41,21 @@ def main(config: LogsConfig) -> None:
             lines = deque(filter(None, map(shown, reader.lines())), maxlen=config.tail)
             _print(lines)
             while config.follow:
-                is_over = not record.is_running  # asked before the last read
+                # This is asked first, because the launcher may write lines until its end.
+                is_over = not record.is_running
                 _print(filter(None, map(shown, reader.lines())))
                 if is_over:
                     return
                 time.sleep(_PAUSE_S)
     except OSError as exc:
-        if exc.filename is None:  # of the output
+        # An error of the output has no file name.
+        if exc.filename is None:
             raise
         raise NoLogs(f"the lines of {record.name} can't be read: {exc}") from exc
 
 
 def _source(record: LaunchRecord, process: str | None) -> tuple[Path, Callable[[bytes], str]]:
-    """Return the file to read, and how a line of it is shown; "" if it is not.
+    """Return the file to read, and what formats its lines. It returns "" for one to leave out.
 
     Raises:
         ConfigError: there is no such process.

@@ -1,4 +1,4 @@
-"""Check and write files for which a command works long."""
+"""Check and write the files in which a command writes the result of long work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 
 def check_writable(path: Path, field: str) -> None:
-    """Check that a file can be written, before the work that is for it. Leave it as it is.
+    """Check that a file can be written, before the long work for it. The file stays unchanged.
 
     Args:
         path: the file. A missing one is created and removed again.

@@ -26,10 +26,12 @@ from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.tls import client_context
 
 _TIMEOUT_S: Final = 10.0
-_LEARNED_S: Final = 2.5  # a worker learns once a second
-_MIN_SAMPLES: Final = 100
+# How long to wait for what a worker learns from the last load: it learns once a second.
+_LEARNED_S: Final = 2.5
+_MIN_SAMPLES: Final = 100  # of each kind of step
 _MAX_METRICS_BYTES: Final = 1 << 20
 _OF_WORKERS: Final = "active_calls"  # a metric that only workers have
+# By key of `step_costs` of the mock engine: the kind of the costs in metrics, and its terms.
 _KINDS: Final = {
     "decode": ("decode_step", DECODE_TERMS),
     "prefill": ("prefill_step", PREFILL_TERMS),
@@ -74,7 +76,7 @@ async def _profiled(config: ProfileConfig) -> dict[str, Any]:
     frontend = config.frontend_url
     if frontend is None:
         return constants_of(await _metrics(url, config), config)
-    # Without a worker that answers, the loads would be for nothing.
+    # Check that the worker answers, before the loads that take minutes.
     await _metrics(url, config)
     requests = FrontendRequests(
         frontend,
@@ -142,15 +144,15 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
     costs: dict[str, list[float]] = {}
     counts: list[str] = []
     for name, (kind, terms) in _KINDS.items():
-        found = learned.get(kind)
-        num_samples = 0 if found is None else found.num_samples
-        if found is None or num_samples < _MIN_SAMPLES:
+        fit = learned.get(kind)
+        num_samples = 0 if fit is None else fit.num_samples
+        if fit is None or num_samples < _MIN_SAMPLES:
             raise NotProfiled(
                 f"the worker has learned from {num_samples} samples of {kind}; at least"
                 f" {_MIN_SAMPLES} are needed: send more requests to it, or pass --frontend-url and"
                 " longer --seconds. Only aggregated workers learn both kinds"
             )
-        costs[name] = [found.coefficients[term] for term in terms]
+        costs[name] = [fit.coefficients[term] for term in terms]
         counts.append(f"{num_samples} samples of {kind}")
     mock: dict[str, Any] = {
         "step_costs": costs,
@@ -166,8 +168,10 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
         source += f"; what a worker does not learn is from: {prior.source}"
     kv_blocks = int(sum_samples(page, PREFIX).get("kv_blocks_total", 0))
     if kv_blocks:
-        # Workers that transfer KV may have larger blocks than this aggregated one.
-        mock["kv_cache_blocks"] = kv_blocks * config.kv_block_size // mock["kv_block_size"]
+        # The prior may have larger blocks than this aggregated worker, as workers have that
+        # transfer KV.
+        num_tokens = kv_blocks * config.kv_block_size
+        mock["kv_cache_blocks"] = num_tokens // mock["kv_block_size"]
     entry: dict[str, Any] = {
         "models": [_short(config.model)],
         "engine": config.engine,
@@ -200,10 +204,13 @@ def _short(model: str) -> str:
 
 
 def _prior(config: ProfileConfig) -> Constants | None:
-    """Return the package's constants of the engine, of this model and GPU if there are some."""
-    known = [one for one in known_constants() if one.engine == config.engine]
-    same = [one for one in known if _is_same_model(one, config)]
-    return next(iter(same + known), None)
+    """Return constants of the package for what a worker does not learn.
+
+    They are those of this engine, model and GPU, or else any of this engine. None: there are none.
+    """
+    of_engine = [one for one in known_constants() if one.engine == config.engine]
+    of_model = [one for one in of_engine if _is_same_model(one, config)]
+    return next(iter(of_model + of_engine), None)
 
 
 def _is_same_model(constants: Constants, config: ProfileConfig) -> bool:

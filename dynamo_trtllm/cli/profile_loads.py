@@ -15,14 +15,14 @@ import msgspec
 
 from dynamo_trtllm.support import http_client
 
-# Runs a request with these token ids, which has so many output tokens.
+# Runs a request with a prompt of these token ids and with this number of output tokens.
 Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[None]]
 
 _IDS: Final = range(1000, 30_000)  # ordinary tokens of every vocabulary
 _SEED: Final = 1
 _NUM_ALONE: Final = 9  # requests that run alone, of which the median counts
-# The length of their prompts, as part of a full step: the shortest of the loads. Of a short step,
-# the error of the prediction is short.
+# The length of their prompts, as a fraction of a full step. It is the shortest length of the loads,
+# because the predicted time of a short step is off by little.
 _PART_ALONE: Final = 1 / 64
 _TIMEOUT_S: Final = 120.0
 _MAX_BODY_BYTES: Final = 1 << 20
@@ -33,23 +33,24 @@ class LoadFailed(Exception):
 
 
 class _Level(NamedTuple):
-    """So many requests at any time, and how long."""
+    """A load with the same number of requests at any time."""
 
-    seconds: float  # relative to the other levels
+    weight: float  # how long it takes, relative to the other levels
     concurrency: int
-    parts: Sequence[float]  # lengths of the prompts, as parts of a full step
+    parts: Sequence[float]  # lengths of the prompts, as fractions of a full step
     output_tokens: tuple[int, int]  # the least and the most of a request
 
 
 _ALL_PARTS: Final = (1 / 64, 1 / 16, 1 / 4, 1.0)
 _SHORT: Final = (16, 128)
 _LONG: Final = (256, 256)
-# Two kinds of levels separate what a step's time depends on. Short answers let most steps compute
-# prompts. Prompts of one length with long answers begin together, so that most steps only decode:
-# as many requests with short and with long contexts.
-# Engines compute a batch as one of 1, 2, 4, 8, 16, 24 ... requests (CUDA graphs). The numbers of
-# requests are between these sizes, so that the fit is right on average.
-# No part of a step is 1,024 tokens: vLLM's largest graph has as many tokens, and the time jumps.
+# Two kinds of levels separate what the time of a step depends on. With short answers, most steps
+# compute prompts. With long answers to prompts of one length, requests begin together, so that most
+# steps only decode; there are such levels with short and with long contexts.
+# Engines round the size of a batch up to 1, 2, 4, 8, 16, 24 ... requests (CUDA graphs). The numbers
+# of requests here are between these sizes, so that the fit is right on average.
+# No prompt has 1,024 tokens in a step of 8,192: vLLM's largest graph has this size, and the time
+# jumps there.
 _LEVELS: Final = (
     _Level(12, 252, (1 / 64, 1 / 32), _SHORT),
     _Level(9, 124, (1 / 64,), _LONG),
@@ -100,9 +101,9 @@ class ProfileLoads:
         Raises:
             LoadFailed: a request failed.
         """
-        sum_s = sum(level.seconds for level in _LEVELS)
+        total_weight = sum(level.weight for level in _LEVELS)
         for level in _LEVELS:
-            await self._run_level(level, seconds * level.seconds / sum_s)
+            await self._run_level(level, seconds * level.weight / total_weight)
 
     async def alone(self) -> Alone:
         """Return how long requests take that run alone.
@@ -111,33 +112,33 @@ class ProfileLoads:
             LoadFailed: a request failed.
         """
         prompt_tokens = max(1, int(_PART_ALONE * self._step_tokens))
-        found_s: list[float] = []
+        times_s: list[float] = []
         for _ in range(_NUM_ALONE):
             begun_s = self._clock()
             await self._ask(self._prompt(prompt_tokens), 1)
-            found_s.append(self._clock() - begun_s)
-        return Alone(prompt_tokens=prompt_tokens, seconds=median(found_s))
+            times_s.append(self._clock() - begun_s)
+        return Alone(prompt_tokens=prompt_tokens, seconds=median(times_s))
 
     async def _run_level(self, level: _Level, seconds: float) -> None:
         """Keep requests running for some seconds, and cancel those that run at the end."""
         lengths = [max(1, int(part * self._step_tokens)) for part in level.parts]
 
-        async def send_all() -> None:
+        async def send_one_after_another() -> None:
             while True:
                 prompt = self._prompt(self._random.choice(lengths))
                 await self._ask(prompt, self._random.randint(*level.output_tokens))
 
-        lanes = [asyncio.create_task(send_all()) for _ in range(level.concurrency)]
+        senders = [asyncio.create_task(send_one_after_another()) for _ in range(level.concurrency)]
         try:
             done, _ = await asyncio.wait(
-                lanes, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+                senders, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
             )
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
-        for lane in done:
-            lane.result()
+            for sender in senders:
+                sender.cancel()
+            await asyncio.gather(*senders, return_exceptions=True)
+        for sender in done:
+            sender.result()  # a sender ends only with an error, which this raises
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return self._random.choices(_IDS, k=num_tokens)
@@ -164,7 +165,7 @@ class FrontendRequests:
         Return its name.
 
         Raises:
-            LoadFailed: it has several other models, or none.
+            LoadFailed: the frontend has several models and none of this name, or no model.
         """
         content = await self._send("GET", "/v1/models", b"")
         try:

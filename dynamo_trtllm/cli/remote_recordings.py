@@ -1,6 +1,6 @@
 """Ask the processes of a deployment on all machines for their recordings.
 
-The times in these are converted to the clock of this machine.
+The times in the recordings are converted to the clock of this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dynamo_trtllm.protocol.errors import PlaneError, UserRejected
 from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.protocol.sanitize import mask_address
 
-_SUBSCRIBED_S: Final = 2.0
+_SUBSCRIBED_S: Final = 2.0  # the longest wait for NATS to confirm the subscription
 _MAX_KEYS: Final = 50_000  # as many keys fit into one message
 
 
@@ -75,6 +75,7 @@ def with_other_machines(
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
+    """Return the recordings of this machine and of those that answer."""
     async with asyncio.timeout(config.timeout_s), aclosing(EtcdStore(config)) as store:
         records = (await store.read_all(namespace_prefix(config.namespace))).records
     transport = NatsTransport(config.nats_server, access=NatsAccess.of(config))
@@ -89,18 +90,19 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         if config.request is not None:
             ids = RequestIds.parse(config.request)
         else:
-            ids = RequestIds(frozenset(), -1, 0)
+            ids = RequestIds(frozenset(), -1, 0)  # of no request
+        # Processes whose files were read here need not answer.
         known = [process.header.epoch_ns for process in local.processes]
         query = RecordingQuery("", selection, sorted(ids.keys), ids.prefix, ids.client_id, known)
         await queries.ask(query)
-        found = _keys(query, [*local.processes, *queries.processes()])
+        named = _keys(query, [*local.processes, *queries.processes()])
         # Ask all again, for what each knows of the requests that any process has named.
-        if selection is not Selection.ALL and found - ids.keys:
-            kept = sorted(found)[:_MAX_KEYS]
-            await queries.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
-            if len(kept) < len(found):
+        if selection is not Selection.ALL and named - ids.keys:
+            asked = sorted(named)[:_MAX_KEYS]
+            await queries.ask(RecordingQuery("", Selection.GIVEN, asked, known=known))
+            if len(asked) < len(named):
                 queries.problems.append(
-                    f"other machines were asked for {len(kept)} of {len(found)} requests"
+                    f"other machines were asked for {len(asked)} of {len(named)} requests"
                 )
         await queries.read_clocks()
         return queries.result(local)

@@ -19,7 +19,7 @@ from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import QUANTILES, Outcome, Slo
 from dynamo_trtllm.simulate.workload import parse_shape, poisson_arrivals, read_trace
 
-_SHAPE_REQUESTS = 500
+_SHAPE_REQUESTS = 500  # of a shape, unless --requests sets another number
 
 
 @command(SimulateConfig, f"{CONSOLE} simulate")
@@ -71,7 +71,7 @@ def slos(ttft_ms: float, mean_gap_ms: float, worst_gap_ms: float) -> dict[str, S
 
 
 def goodput(outcome: Outcome, config: SimulateConfig) -> dict[str, dict[str, float]]:
-    """Return by definition the share of good requests, and how many per second and GPU."""
+    """Return the share of good requests, and their number per second and GPU, by definition."""
     return {
         name: {
             "attainment": outcome.attainment(slo),

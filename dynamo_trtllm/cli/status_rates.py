@@ -12,8 +12,8 @@ from dynamo_trtllm.cli.status_view import DeploymentReport, FrontendRates, Proce
 from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.observability.metrics import PREFIX
 
-_WINDOW_S: Final = 60.0  # of the percentiles
-_RATE_S: Final = 10.0  # of tokens and requests per second
+_WINDOW_S: Final = 60.0  # the time for which percentiles are computed
+_RATE_S: Final = 10.0  # the time for which tokens and requests per second are computed
 _TTFT_BUCKET: Final = re.compile(
     rf'^{PREFIX}ttft_seconds_bucket\{{(?:[^\n]*,)?le="([^"]+)"[^\n]*\}} (\S+)$', re.MULTILINE
 )
@@ -25,13 +25,13 @@ class _Counters(NamedTuple):
     at_s: float
     tokens: float
     requests: float
-    ttft_buckets: Mapping[float, float]
+    ttft_buckets: Mapping[float, float]  # as the function `ttft_buckets` returns them
 
 
 def ttft_buckets(page: str) -> dict[float, float]:
-    """Return the numbers of first tokens in a page of metrics, by their largest TTFT in seconds.
+    """Return how many requests had their first token within a time, by this time in seconds.
 
-    As in Prometheus, a bucket has those of the smaller ones, too.
+    `page` is a page of metrics. As in Prometheus, each number includes those of shorter times.
     """
     buckets: defaultdict[float, float] = defaultdict(float)
     for limit, count in _TTFT_BUCKET.findall(page):
@@ -46,7 +46,7 @@ class RateMeter:
         self._samples: defaultdict[tuple[str, str], deque[_Counters]] = defaultdict(deque)
 
     def add(self, reports: Iterable[DeploymentReport], now_s: float) -> None:
-        """Take the counters of reports, and give their frontends rates from the second time on.
+        """Take the counters of reports. From the second time on, set the rates of their frontends.
 
         Args:
             reports: the latest ones.
@@ -71,9 +71,8 @@ class RateMeter:
         while samples and samples[0].at_s < now_s - _WINDOW_S:
             samples.popleft()
         if samples:
-            recent = next(
-                each for each in samples if each is samples[-1] or _is_recent(each, now_s)
-            )
+            # The oldest sample within _RATE_S, or else the latest one.
+            recent = next((each for each in samples if _is_recent(each, now_s)), samples[-1])
             seconds = max(now_s - recent.at_s, 1e-3)
             times = _difference(samples[0].ttft_buckets, sample.ttft_buckets)
             process.rates = FrontendRates(

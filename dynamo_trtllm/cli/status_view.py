@@ -29,7 +29,7 @@ class FrontendRates(msgspec.Struct, kw_only=True):
 
     tokens_per_s: float
     requests_per_s: float  # that ended
-    # Of the last minute; None: there was no first token.
+    # Percentiles of the last minute. None: it had no first token.
     ttft_p50_s: float | None
     ttft_p99_s: float | None
 
@@ -46,15 +46,16 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     instance_id: str = ""
     model: str = ""
     engine: str = ""
-    # Of an elastic worker: its shares, and when they changed last; None: it registered with them.
+    # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None
     decode_share: float | None = None
+    # When its shares changed last. None: it registered with them.
     shares_since: str | None = None
     # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
-    # Of a frontend: numbers of first tokens by their largest TTFT in seconds, as in Prometheus.
+    # Of a frontend, as `status_rates.ttft_buckets` returns them.
     ttft_buckets: dict[float, float] = msgspec.field(default_factory=dict)
-    # Of a frontend that is watched.
+    # Of a frontend, with --watch.
     rates: FrontendRates | None = None
     # Of a frontend: the API keys in use, those with the most tokens first.
     keys: list[KeyStatus] = msgspec.field(default_factory=list)
@@ -67,8 +68,8 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
     name: str = ""  # of a deployment that was launched on this machine
     url: str = ""  # of its first frontend
     processes: list[ProcessStatus]
-    # Why a model can't be served: the frontend's `/health` and `/v1/models/NAME/ready` say the
-    # same. Or why a worker is not known.
+    # Why a model can't be served, as the frontend's `/health` and `/v1/models/NAME/ready` say; or
+    # why a worker is not known.
     not_ready: list[str] = msgspec.field(default_factory=list)
     unknown: str = ""  # why it is not known whether the models can be served; "": it is known
     # What needs attention while the models are served, such as a pair whose KV transfers fail.
@@ -80,7 +81,7 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
 
     @property
     def _lacks_nothing(self) -> bool:
-        """True if nothing that is known says that it is not ready."""
+        """True if all processes are ready, and no model is known to be unavailable."""
         are_ready = all(process.state in (READY, REGISTERED) for process in self.processes)
         return are_ready and not self.not_ready
 
@@ -126,6 +127,7 @@ def _problems(report: DeploymentReport) -> str:
     if report.unknown:
         lines.append(f"not known: {report.unknown}")
     lines += [f"problem: {line}" for line in report.problems]
+    # A reason that is too long for the table has a line of its own.
     lines += [
         f"{process.name}: {process.reason}"
         for process in report.processes
@@ -211,7 +213,7 @@ def colored(reports: Iterable[DeploymentReport], clock: str = "") -> Group:
 
     Args:
         reports: the reports.
-        clock: the time to show beside reports that change, with bars for KV; "": none.
+        clock: with --watch, the time to show beside the reports. KV then has bars. "": without.
     """
     from rich.console import Group
     from rich.table import Table

@@ -23,9 +23,9 @@ from dynamo_trtllm.launch.running_deployments import (
 from dynamo_trtllm.observability.recorder import start_ticks
 
 _PAUSE_S: Final = 0.1
-_NOTICE_S: Final = 5.0  # time after which a line says what is waited for, and between two lines
-_LAUNCHER_KILL_S: Final = 15.0  # a launcher that has not killed its processes then is frozen
-_KILLED_S: Final = 5.0
+_NOTICE_S: Final = 5.0  # between two lines that say which processes have not ended
+_LAUNCHER_KILL_S: Final = 15.0  # a launcher that has not killed its processes by then is frozen
+_KILLED_S: Final = 5.0  # the longest wait for the end of a killed launcher
 
 
 class StillRuns(Exception):
@@ -66,7 +66,8 @@ class _Stopping:
     def __init__(self, record: LaunchRecord) -> None:
         self._record = record
         self._began_s = time.monotonic()
-        self._processes: dict[str, tuple[int, int]] = {}  # id and start time by name
+        # The process id and the start time of each process that has not ended, by its name.
+        self._processes: dict[str, tuple[int, int]] = {}
         for process in record.processes:
             with suppress(OSError):  # it has ended, and is not restarted yet
                 self._processes[process.name] = process.pid, start_ticks(process.pid)
@@ -80,7 +81,7 @@ class _Stopping:
                 os.kill(self._record.pid, number)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the launcher, at most for this time. Say which processes end."""
+        """Wait for the end of the launcher, at most for this time. Print which processes end."""
         begun_s = time.monotonic()
         notice_s = begun_s + _NOTICE_S
         while self._record.is_running and time.monotonic() < begun_s + timeout_s:

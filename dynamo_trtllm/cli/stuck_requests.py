@@ -21,8 +21,9 @@ from dynamo_trtllm.observability.recordings import (
 )
 
 _RECENT_S: Final = 600.0  # a killed process is reported for this time
-_WRONG_DATE_S: Final = 1.0
+_WRONG_DATE_S: Final = 1.0  # a date that is off by more is reported
 _SLOW_S: Final = 1.0  # an answer of etcd that takes longer is reported
+# Why a request is silent after its last event: before a call is sent, and in a worker.
 _NO_CALL: Final[dict[int, str]] = {
     RecordedEvent.RECEIVED: "the request's body has not arrived, or waits to be parsed",
     RecordedEvent.TOKENIZED: "it waits in the frontend's queue (--max-inflight)",
@@ -59,7 +60,7 @@ class SilentProcess(NamedTuple):
     title: str
     pid: int | None  # None: it has not answered
     reason: str
-    is_over: bool
+    is_over: bool  # it has ended or was killed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, RequestRecording, Step
 from dynamo_trtllm.protocol.number_types import ceil_div
 
-_FIRST_TRACK = 1 << 22  # more than any process id
-_ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
+_FIRST_TRACK = 1 << 22  # Linux gives no process this id or a higher one
+# A choice may have both events. The last token counts then, because it has the number of tokens.
+_ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)
 
 
 def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
@@ -36,7 +37,7 @@ def _trace_events(
 ) -> Iterator[dict[str, Any]]:
     """Yield the trace events of a request.
 
-    `tracks`: ids of tracks whose title was yielded, by process.
+    `tracks` has the id of each track whose title was yielded, by `id` of its process.
     """
     for process in request.processes():
         pid = tracks.get(id(process))
@@ -76,6 +77,7 @@ def _slice(step: Step, following: Step | None, pid: int, number: int) -> dict[st
         "tid": number,
         "ts": entry.ns / 1e3,
     }
+    # The last event of a track has no length.
     if following is None:
         return {"ph": "i", "s": "t", **event, "args": args}
     return {"ph": "X", "dur": (following.entry.ns - entry.ns) / 1e3, **event, "args": args}
@@ -88,7 +90,8 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
     tokens, and `hash_ids`: equal numbers stand for equal blocks of 512 tokens after equal blocks.
     Blocks of a prompt beyond those that were recorded count as unique.
     """
-    block_ids: dict[tuple[int, int], int] = {}  # (id of the block before, hash) -> id
+    # The id of a block by the id of the block before it (-1: it is the first one) and its hash.
+    block_ids: dict[tuple[int, int], int] = {}
     first_ns: int | None = None
     for request in sorted(requests, key=lambda request: request.steps[0].entry.ns):
         ends = _ends(request)
@@ -125,7 +128,7 @@ def _ends(request: RequestRecording) -> dict[int, Entry]:
 
 
 def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
-    """Yield the hashes of a prompt's blocks, and then numbers that are no hashes and unique."""
+    """Yield the hashes of a prompt's blocks, and then unique numbers that are no hashes."""
     for step in request.steps:
         entry = step.entry
         if entry.choice != choice:
@@ -139,6 +142,7 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
         for block_hash in hashes:
             if block_hash:  # 0: the prompt has no further block
                 yield block_hash
+    # Hashes are not negative, so these numbers are none of them.
     for number in itertools.count(1):
         yield -(request.key << 32 | choice << 20 | number)
 

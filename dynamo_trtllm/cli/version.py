@@ -32,14 +32,14 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
-_NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
+_NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the first two contain UCX
 # For each engine, its module and the packages that it needs. The first package has its version.
 _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trtllm": ("tensorrt_llm", ("tensorrt-llm",)),
     "vllm": ("vllm", ("vllm",)),
     "torch": ("torch", ("torch", "transformers", "safetensors", "llguidance")),
 }
-# Packages that TensorRT-LLM or vLLM import, and this package too.
+# Packages that this package imports, and TensorRT-LLM or vLLM, too.
 _SHARED = (
     "huggingface-hub",
     "jinja2",
@@ -59,7 +59,7 @@ _SHARED = (
     "uvloop",
     "xxhash",
 )
-_PINNING = ("tensorrt-llm", "vllm")
+_PINNING = ("tensorrt-llm", "vllm")  # engines that require certain releases of shared packages
 _UNKNOWN = "unknown version"
 
 
