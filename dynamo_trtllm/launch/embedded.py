@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.messages import Role
 from dynamo_trtllm.protocol.sanitize import shown
 from dynamo_trtllm.worker.worker import Worker
 
-# Each takes the memory of all GPUs that the process sees.
+# A worker of these engines takes the memory of all GPUs that the process sees.
 _ONE_PER_PROCESS: Final = ("trtllm", "vllm")
 _MAX_WORKERS: Final = 64
 
@@ -60,8 +60,8 @@ def serve(
         engine: engine of all workers. The mock engine generates random tokens.
         prefill: number of prefill workers.
         decode: number of decode workers.
-        aggregated: number of workers that do both phases; with `prefill=0` and `decode=0`, there
-            are no others.
+        aggregated: number of workers that do both phases. With `prefill=0` and `decode=0`, they are
+            the only ones.
         elastic: number of workers whose shares of prefill and decode work can change.
         planner: whether a planner sets these shares. It needs `slo_ttft_ms` and `slo_itl_ms` in
             `frontend_settings`, with `router_mode="slo"`; without them, there is none.
@@ -112,7 +112,7 @@ def _worker_configs(
 def _frontend_config(cluster: Mapping[str, str], more: Mapping[str, Any] | None) -> FrontendConfig:
     """Return the settings of the frontend. Raise ConfigError if one is wrong."""
     _check_settings("frontend_settings", more, cluster)
-    # `more` may have another address.
+    # The program may set another address.
     settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
     return FrontendConfig(**(settings | dict(more or {})))
 
@@ -138,7 +138,7 @@ def _check_engine(engine: str) -> None:
 
 
 def _check_model(model: object) -> None:
-    """Raise ConfigError unless it is a name or a path."""
+    """Raise ConfigError unless the model is a name or a path."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(
             f"model is {shown(model)}; pass the name of a bundled model, or a folder", field="model"
@@ -155,11 +155,12 @@ def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
                 f"{name}={shown(count)} workers are not possible; pass 0 to {_MAX_WORKERS}",
                 field=name,
             )
-    has_both_phases = counts[Role.PREFILL] > 0 and counts[Role.DECODE] > 0
-    has_one_phase = counts[Role.PREFILL] > 0 or counts[Role.DECODE] > 0
-    # An elastic worker is a partner for each of them.
-    can_pair = has_both_phases or counts[Role.ELASTIC] > 0
-    if not can_pair and (has_one_phase or counts[Role.AGGREGATED] == 0):
+    has_prefill = counts[Role.PREFILL] > 0
+    has_decode = counts[Role.DECODE] > 0
+    # An elastic worker is a partner for workers of either role.
+    can_pair = (has_prefill and has_decode) or counts[Role.ELASTIC] > 0
+    needs_pair = has_prefill or has_decode or counts[Role.AGGREGATED] == 0
+    if needs_pair and not can_pair:
         raise ConfigError(
             f"prefill={counts[Role.PREFILL]} and decode={counts[Role.DECODE]} serve no request"
             " together; pass at least one of each, or aggregated=1 or elastic=2 without them",
@@ -175,13 +176,19 @@ def _check_counts(counts: Mapping[Role, int], engine: str) -> None:
 
 
 def _own_cluster() -> dict[str, str]:
-    """Return the settings of a cluster that no other deployment of this process is in."""
+    """Return the settings of a cluster that no other deployment of this process uses."""
     name = f"serve-{secrets.token_hex(8)}"
     return {"nats_server": INPROC + name, "etcd_endpoints": MEMORY + name, "namespace": name}
 
 
 def _check_settings(argument: str, settings: object, names: Iterable[str]) -> None:
-    """Raise ConfigError unless settings are a mapping by name, without the names `serve` sets."""
+    """Raise ConfigError unless settings are a mapping by name, without these names.
+
+    Args:
+        argument: the argument of `serve`, for the error.
+        settings: its value.
+        names: the names of the settings that `serve` sets itself.
+    """
     if settings is None:
         return
     if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
@@ -222,7 +229,7 @@ class EmbeddedDeployment:
             workers: its workers.
             frontend: its frontend.
             model: the name that clients send as `model`.
-            planner: sets the shares of its elastic workers; None: they stay.
+            planner: sets the shares of its elastic workers. None: the shares do not change.
         """
         self.model = model
         self._planner = planner
@@ -315,7 +322,7 @@ class EmbeddedDeployment:
         atexit.unregister(self._cancel)
 
     def _call_soon(self, action: Callable[[], object]) -> None:
-        """Call it on the event loop, unless that has ended."""
+        """Run an action on the event loop, unless the loop has ended."""
         self._has_begun.wait()
         if self._loop is not None:
             # RuntimeError: the event loop is closed, so everything has ended.

@@ -14,7 +14,7 @@ from string import Template
 from typing import Final
 
 _TEMPLATES: Final = Path(__file__).parent / "manifests"
-# What frontends get unless they are given another value.
+# Flags of frontends, unless the caller passes another value.
 _FRONTEND_FLAGS: Final = {
     "--router-mode": "round-robin",
     "--http-host": "0.0.0.0",
@@ -112,7 +112,7 @@ class Recipe:
 
     Attributes:
         name: the beginning of the names of all objects.
-        namespace: DYN_NAMESPACE, which NATS and etcd have users for.
+        namespace: DYN_NAMESPACE. NATS and etcd have users for it.
         frontend_image: image of the frontends.
         frontend_words: more flags of the frontends.
         port: port of the Service.
@@ -257,9 +257,11 @@ def _literal(word: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return a flag as YAML: in quotes, unless it is plain text that begins with a dash."""
-    plain = word.replace("-", "").replace("_", "").replace("=", "").replace("/", "")
-    is_plain = word.startswith("--") and plain.replace(".", "").isalnum()
+    """Return a flag as YAML, in quotes if it has characters that may have a meaning there."""
+    letters_and_digits = word
+    for harmless in "-_=/.":
+        letters_and_digits = letters_and_digits.replace(harmless, "")
+    is_plain = word.startswith("--") and letters_and_digits.isalnum()
     return word if is_plain else "'" + word.replace("'", "''") + "'"
 
 

@@ -39,7 +39,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
         OSError: the file can't be created.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    num_bytes = 0
+    num_bytes = 0  # of the current file
 
     def notice(count: int, reason: str) -> bytes:
         why = f" ({reason})" if reason else ""
@@ -56,7 +56,8 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
             os.replace(path, older(path))
             new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
-            os.ftruncate(file, 0)  # the latest lines matter more than the older ones
+            # Empty the file: the latest lines matter more than the older ones.
+            os.ftruncate(file, 0)
             return
         # The writer goes on with the same descriptor.
         os.dup2(new, file)
@@ -76,7 +77,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
 
 
 def older(path: Path) -> Path:
-    """Return the path of the file before this one."""
+    """Return the path to which a full file is moved."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -99,7 +100,8 @@ class LogReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rest = b""  # the beginning of a line
+        self._rest = b""  # the beginning of a line whose end was not written yet
+        # The files that are not read whole, the oldest first. The last one is being written.
         self._files: deque[BinaryIO] = deque()
         while True:
             self._close()
@@ -110,9 +112,9 @@ class LogReader:
                 self._files.append(current)
                 return
             self._files.append(current)
-            first, second = (os.fstat(file.fileno()).st_ino for file in self._files)
-            # If they are one file, the writer has begun a new one meanwhile.
-            if first != second:
+            older_inode, current_inode = (os.fstat(file.fileno()).st_ino for file in self._files)
+            # If both are the same file, the writer has moved it between the two calls of `open`.
+            if older_inode != current_inode:
                 return
 
     def __enter__(self) -> LogReader:

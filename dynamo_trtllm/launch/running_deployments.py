@@ -1,7 +1,8 @@
-"""Know the deployments that run on this machine: each launcher keeps one file about its own.
+"""Know the deployments that run on this machine: each launcher writes a file about its own.
 
 The files are in a folder in memory that only this user reads. A launcher removes its file at its
-end. The file of a killed launcher is recognized: no process with its id has its start time.
+end. The file of a killed launcher is recognized, because it has the process id and the start time
+of the launcher, and no process has both.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     pid: PositiveCount  # of the launcher
     start_ticks: int = 0  # start time of the launcher, see `recorder.start_ticks`
     namespace: str
-    name: str = ""  # the namespace; with a number if a deployment of this name runs already
+    name: str = ""  # the namespace, with a number if a deployment of this name runs already
     etcd: str = ""  # "": the servers are starting
     nats: str = ""
     # Files with credentials, for servers that the launcher has started. {role} stands for the role
@@ -72,7 +73,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     log_file: str = ""  # the lines of all processes, see `log_file`; "": there is none
     server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    # Ids of earlier runs, whose leases may still last.
+    # Instance ids of workers that have ended, whose leases may not have expired yet.
     ended_instances: list[str] = msgspec.field(default_factory=list)
 
     @property
@@ -136,11 +137,13 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
         yield write
     finally:
         if path is not None:
-            with suppress(OSError):  # its process has ended then, which readers recognize
+            # Readers ignore a file that is left, because its launcher has ended.
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
 def _say_unknown(say: Callable[[str], None], error: OSError) -> None:
+    """Say that commands do not find this deployment, or find it as it was before."""
     say(f"dynamo-trtllm status, stop and logs do not know this deployment as it is now: {error}")
 
 

@@ -1,7 +1,7 @@
 """Serve one model on this machine: choose engine, devices and workers, and launch them.
 
-`python -m dynamo_trtllm.launch.serve MODEL` runs it. It differs from a deployment file only in who
-writes the file.
+`python -m dynamo_trtllm.launch.serve MODEL` runs it. It launches the deployment file that it would
+write with --dry-run.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from dynamo_trtllm.protocol.sanitize import escape_controls
 from dynamo_trtllm.support.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
+# Modules by engine. An engine is installed if its module is found.
 _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
 _OWN_SERVERS = (
     "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
@@ -75,7 +76,7 @@ _NOT_TAKEN = {
     "nats_credentials_file": _OWN_SERVERS,
     "nats_inbox_prefix": _OWN_SERVERS,
 }
-# Values of the bundled model, which is expanded when a worker starts.
+# Number of weights of the bundled model, whose files exist only after a worker has expanded it.
 _TINY_VALUES = 30_000_000
 
 
@@ -94,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, of_workers, of_frontend = split_words(words, (ServeConfig, WorkerConfig, FrontendConfig))
     config = load(ServeConfig, prog=PROG, argv=own, also=(WorkerConfig, FrontendConfig))
     observe_logging.setup(config.log_level, "serve", config.log_format)
-    # The model is required of a worker, but not a flag of this command.
+    # Workers require a model. Here it is the first argument, and not one of their flags.
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}
     if config.elastic is not None:
-        # Some flags are only for this role.
+        # Flags such as --prefill-share are rejected with other roles.
         environ[f"{ENV_PREFIX}DISAGGREGATION_MODE"] = Role.ELASTIC.value
     worker_flags = _values(WorkerConfig, of_workers, environ)
     frontend_flags = _values(FrontendConfig, of_frontend, {})
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine = cluster_facts(machine, config)
     chosen = choose(machine, model, config)
     if config.format == "kubernetes" and chosen.gpus:
-        # Their numbers are those of an imaginary machine.
+        # The GPUs are those of an imaginary machine, so their numbers are not shown.
         size_gib = machine.gpus[0].total_bytes >> 30
         chosen.reasons["devices"] = (
             f"{chosen.tensor_parallel_size} GPUs of {size_gib} GiB per worker (--gpu-memory-gib,"
@@ -121,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.format == "launch":
             sys.stdout.write(_deployment_file(data, head, hub_model))
         else:
-            made = ClusterDeployment(
+            in_cluster = ClusterDeployment(
                 config=config, deployment=deployment, model=model, hub_model=hub_model, head=head
             )
             write = kubernetes_file if config.format == "kubernetes" else compose_file
-            sys.stdout.write(write(made))
+            sys.stdout.write(write(in_cluster))
         return 0
     if hub_model is not None and hub_model.download_bytes:
         for line in lines:
@@ -167,7 +168,7 @@ def _values(
         if name in _NOT_TAKEN:
             flag = config.source_of(name).removeprefix("flag ")
             raise ConfigError(f"{flag} can't be used here: {_NOT_TAKEN[name]}")
-    # A deployment file may be launched in another folder.
+    # A deployment file may be launched in another folder, so its paths are absolute.
     for name, value in values.items():
         if isinstance(value, Path):
             values[name] = os.path.realpath(os.path.expanduser(value))
@@ -206,9 +207,9 @@ def _available_bytes() -> int:
 
 
 def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
-    """Find the model.
+    """Find the model. Return its revision on the Hub, if it is from there, and its facts.
 
-    Of a model on the Hub that is not in the cache, only config.json is downloaded.
+    Only config.json of a model on the Hub is downloaded, unless the cache has the model.
 
     Raises:
         ConfigError: there is no such model, or its files can't be read.
@@ -254,11 +255,11 @@ def _with_weights(
         checkpoint: the checkpoint.
         stored_bytes: size of the files of weights; None or 0: computed from the checkpoint.
     """
-    plain = replace(checkpoint, quantization=None, dtype="bfloat16")
+    in_bfloat16 = replace(checkpoint, quantization=None, dtype="bfloat16")
     return replace(
         facts,
         weight_bytes=stored_bytes or weight_bytes(checkpoint).total,
-        torch_values=weight_bytes(plain).total // 2,  # bfloat16 has two bytes
+        torch_values=weight_bytes(in_bfloat16).total // 2,  # two bytes per value
         num_heads=checkpoint.num_attention_heads,
     )
 

@@ -36,7 +36,7 @@ class PasswordFolder:
     Args:
         folder: the folder.
         users: the users. Those without a file get one with a random password.
-        has_root: also has the user root of etcd, which can set up the users again.
+        has_root: the folder also has a file for the user root of etcd, who can change the users.
 
     Raises:
         ConfigError: a file can't be read or written.
@@ -47,7 +47,7 @@ class PasswordFolder:
     ) -> None:
         self.users = users
         self.passwords: dict[str, str] = {}
-        # For --etcd-credentials-file and --nats-credentials-file of every process.
+        # The value of --etcd-credentials-file and --nats-credentials-file of every process.
         self.credentials_files = folder / f"{ROLE_IN_PATH}{_SUFFIX}"
         names = [user.name for user in users]
         if has_root:
@@ -84,7 +84,7 @@ async def set_up_etcd(
     It waits up to START_TIMEOUT_S for an etcd that does not answer yet.
 
     Args:
-        config: address of an etcd without users, or with the certificate or password of root.
+        config: the address of etcd. If etcd has users, also the certificate or password of root.
         users: the users.
         passwords: their passwords by name. A user without one needs a certificate with its name.
 

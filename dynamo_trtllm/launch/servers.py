@@ -33,12 +33,14 @@ JETSTREAM = ("--jetstream",)
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
+# How much of a log the error of a failed start shows.
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
-ONE_ANSWER_S = 5.0
+ONE_ANSWER_S = 5.0  # limit of one check
+# The pause between two checks, as a fraction of the time waited so far, and its limits.
+_PAUSE_FRACTION = 0.1
 _SHORTEST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
-_PAUSE_FRACTION = 0.1  # part of the time waited so far
 
 T = TypeVar("T")
 Check: TypeAlias = Callable[[str, int], Awaitable[None]]
@@ -69,7 +71,8 @@ async def until(
     Args:
         ask: a check; it raises NotYet or OSError if the process is not ready.
         within_s: maximum time in seconds.
-        on_wait: called with the reason after each attempt; "" if there was no connection.
+        on_wait: called after each attempt that got an answer, or no connection. It gets the reason,
+            or "" without a connection.
         one_answer_s: limit of one call.
 
     Returns:
@@ -87,7 +90,8 @@ async def until(
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            # If the total limit cut this attempt short, the reason of the one before says more.
+            # If the total limit has ended this attempt early, the reason of the one before it says
+            # more.
             if limit_s == one_answer_s or not why:
                 why = "no response"
         except (NotYet, OSError) as exc:
@@ -107,7 +111,7 @@ async def ready(host: str, port: int, certificate: Path | None = None) -> ReadyA
     Args:
         host: address that it listens on.
         port: its HTTP port.
-        certificate: file with that of the process; None: its port has no TLS.
+        certificate: file with the certificate of the process. None: its port has no TLS.
 
     Raises:
         NotYet: it reports that it is not ready. The message is its reason.
@@ -128,7 +132,7 @@ async def check_etcd(host: str, port: int) -> None:
 
 
 async def check_nats(host: str, port: int) -> None:
-    """Check that a NATS server answers PING, or asks who this is. Raise as `ready` does."""
+    """Check that a NATS server answers PING, or requires a user. Raise as `ready` does."""
     async with _connection(host, port) as (reader, writer):
         greeting = await reader.readline()
         if not greeting.startswith(b"INFO "):
@@ -217,11 +221,12 @@ class LocalServer(Child):
         self._check = check
 
     async def restart(self) -> LocalServer:
-        """Start it again after its exit, with the same data and address.
+        """Start the server again after its exit, with the same data and address.
 
-        It raises as the first start does.
+        Raises:
+            ConfigError: as the first start, or another process uses the port.
         """
-        # The owner of the port would answer the check.
+        # Otherwise, a process that uses the port would answer the check in place of the server.
         if await is_taken(_HOST, self._port):
             raise ConfigError(
                 f"{self._program}: port {self._port} is in use; stop the process that uses it"
@@ -233,7 +238,7 @@ class LocalServer(Child):
         """Return this server when it answers.
 
         Raises:
-            ConfigError: it has ended, or does not answer in time. It was killed.
+            ConfigError: the server has ended, or did not answer in time and was killed.
         """
 
         async def answer_or_end() -> str:
@@ -244,7 +249,8 @@ class LocalServer(Child):
                 return ""
             return describe(await self.ended())
 
-        failure = "was cancelled"  # unless `until` returns or raises NotYet
+        # This stays if the wait is cancelled. Otherwise, `until` returns or raises NotYet.
+        failure = "was cancelled"
         try:
             failure = await until(answer_or_end, READY_TIMEOUT_S)
         except NotYet as exc:

@@ -16,10 +16,10 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
 _GIB = 1 << 30
-_MAX_WEIGHT_FRACTION = 0.8  # part of the memory; the rest is for KV and activations
-_MIN_FREE_FRACTION = 0.8  # part of a GPU; a GPU with less is in use
+_MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
+_MIN_FREE_FRACTION = 0.8  # of a GPU's memory; a GPU with less free memory is in use
 _BY_PREFERENCE: tuple[str, ...] = ("trtllm", "vllm", "torch")
-# Memory of a worker's process without weights, at least. The mock engine takes 36 MB.
+# The least memory of a worker's process without weights. With the mock engine it takes 36 MB.
 _WORKER_BYTES = 32 << 20
 _FOREIGN = "engines of other packages may transfer no KV; see --prefill and --decode"
 _GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
@@ -57,7 +57,7 @@ class Topology:
     engine: str
     workers: dict[Role, int]  # number of workers by role
     tensor_parallel_size: int = 1
-    gpus: Sequence[int] = ()  # numbers, for all workers in order; none: CPU
+    gpus: Sequence[int] = ()  # numbers of the GPUs of all workers, in their order; (): CPU
     threads: int = 1  # threads of a worker on the CPU
     reasons: dict[str, str] = field(default_factory=dict)  # reasons by subject
 
@@ -71,7 +71,7 @@ def reads_model(engine: str) -> bool:
 
 
 def _has_weights(engine: str) -> bool:
-    """Return whether an engine may have weights, on GPUs if there are any."""
+    """Return whether an engine loads weights, or may do so because it is of another package."""
     return reads_model(engine) or engine not in BUILT_IN
 
 
@@ -83,7 +83,7 @@ def choose(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> To
     """Choose how to serve a model.
 
     Raises:
-        ConfigError: the model does not fit, or a wish can't be fulfilled.
+        ConfigError: the model does not fit, or the options can't be fulfilled.
     """
     engine, why = _engine(machine, model, options)
     reasons = {
@@ -99,7 +99,7 @@ def _engine(machine: MachineFacts, model: ModelFacts, options: ServeConfig) -> t
     """Return the engine and the reason for it."""
     if options.engine is not None:
         return options.engine, "given with --engine"
-    why_torch = ""  # why no other engine is possible
+    why_torch = ""  # why only torch is possible; "": other engines are possible, too
     if not machine.gpus:
         why_torch = f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
     elif model.is_gguf:
@@ -148,13 +148,13 @@ def _on_cpu(
             f"{_described(workers)} need at least {_gib(needed)} of memory without weights, but "
             f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode"
         )
-    weights = _bytes_in_memory(engine, model, on_gpu=False)
-    if weights is None or not _has_weights(engine):
-        weights = 0
-    if requested is None and weights * sum(workers.values()) > limit:
+    worker_bytes = _bytes_in_memory(engine, model, on_gpu=False)
+    if worker_bytes is None or not _has_weights(engine):
+        worker_bytes = 0
+    if requested is None and worker_bytes * sum(workers.values()) > limit:
         workers = {Role.AGGREGATED: 1}
         reasons["topology"] = f"{_described(workers)}: the memory does not hold the weights twice"
-    needed = weights * sum(workers.values())
+    needed = worker_bytes * sum(workers.values())
     if needed > limit:
         raise ConfigError(
             f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of"
@@ -231,24 +231,25 @@ def _tensor_parallel_size(
         )
     if options.tensor_parallel_size is not None:
         return options.tensor_parallel_size, "as many per worker as given"
-    weights = _bytes_in_memory(engine, model, on_gpu=True)
-    if weights is None:
+    weight_bytes = _bytes_in_memory(engine, model, on_gpu=True)
+    if weight_bytes is None:
         return 1, "one per worker: the size of the weights is not known"
     limit = min(gpu.total_bytes for gpu in gpus) * _MAX_WEIGHT_FRACTION
+    # The least power of two, because it divides the attention heads of most models.
     size = 1
-    while weights / size > limit:
+    while weight_bytes / size > limit:
         size *= 2
     max_size = 1 if engine == "torch" else len(gpus)
     divides_heads = model.num_heads is None or model.num_heads % size == 0
     if size > max_size or not divides_heads:
         advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
         raise ConfigError(
-            f"{model.name} has {_gib(weights)} of weights with {_title(engine)}, but GPUs of"
+            f"{model.name} has {_gib(weight_bytes)} of weights with {_title(engine)}, but GPUs of"
             f" {_memory(gpus[0])} hold {_gib(limit)} each, and there are {len(gpus)};"
             f" {advice}choose a smaller model"
         )
     enough = "fit one GPU" if size == 1 else f"need {size} GPUs"
-    return size, f"{_gib(weights)} of weights {enough} with {_gib(limit)} for weights each"
+    return size, f"{_gib(weight_bytes)} of weights {enough} with {_gib(limit)} for weights each"
 
 
 def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | None:
@@ -262,6 +263,7 @@ def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | N
 
 
 def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
+    """Return the number of workers by role, as the options ask for. None: they ask for none."""
     if options.elastic is not None:
         others = (options.prefill, options.decode, options.replicas)
         if any(count is not None for count in others):
@@ -323,7 +325,8 @@ def deployment_data(
         if count > 1:
             worker["count"] = count
         if gpus:
-            worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers as in nvidia-smi
+            # CUDA then numbers the GPUs as nvidia-smi does.
+            worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         worker["flags"] = dict(flags)
         workers.append(worker)
     frontend: dict[str, Any] = {"http-port": options.port}
