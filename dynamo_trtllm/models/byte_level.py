@@ -1,5 +1,5 @@
-"""The characters in which byte-level vocabularies (GPT-2's and most later ones) write the bytes of
-their tokens.
+"""Map bytes to the characters with which byte-level vocabularies (GPT-2's and most later ones)
+write tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _byte_level_alphabet() -> dict[str, int]:
         printable += range(ord(first), ord(last) + 1)
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
+        chr(256 + index): byte for index, byte in enumerate(others)
     }
 
 

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from safetensors.numpy import load, save_file
 
-from dynamo_trtllm.models.byte_level import BYTE_OF
+from dynamo_trtllm.models.byte_level import CHARACTER_OF
 from dynamo_trtllm.models.vocabulary import (
     O200K_PATTERN,
     default_cache_dir,
@@ -43,7 +43,7 @@ _FORMAT: Final = "1"  # increment when the expanded folder changes for the same 
 def write_tokenizer(folder: Path, *, context_length: int) -> None:
     """Write tokenizer.json (28 MB) and tokenizer_config.json.
 
-    Those of the package lack what is computed here.
+    The files in the package lack the vocabulary, the merges and the special tokens.
 
     Args:
         folder: folder to write to.
@@ -52,8 +52,7 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
     tokenizer = json.loads((data_folder() / TOKENIZER).read_text(encoding="utf-8"))
     config = json.loads((data_folder() / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
     ranks = mergeable_ranks()
-    letters = {byte: letter for letter, byte in BYTE_OF.items()}
-    texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    texts = {token: "".join(CHARACTER_OF[byte] for byte in token) for token in ranks}
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K_PATTERN
     tokenizer["model"]["vocab"] = {texts[token]: rank for token, rank in ranks.items()}
     tokenizer["model"]["merges"] = [[texts[left], texts[right]] for left, right in merges(ranks)]
@@ -107,8 +106,8 @@ def data_folder() -> Path:
 def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -> Path:
     """Return the folder of the expanded model, and write it first if it does not exist.
 
-    Processes may race: each writes its own temporary folder and renames it; the later ones delete
-    theirs.
+    Several processes may do so at once: each writes its own temporary folder and renames it. The
+    later ones delete theirs.
 
     Args:
         cache_dir: cache folder. Default: `default_cache_dir()`.
@@ -202,6 +201,6 @@ def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
         try:
             temporary.rename(folder)
         except OSError:
-            # Otherwise, another process was first, with the same content.
+            # If the folder exists, another process was first, with the same content.
             if not folder.is_dir():
                 raise

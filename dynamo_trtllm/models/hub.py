@@ -37,7 +37,7 @@ _LOOK_UP_TIMEOUT_S: Final = 10.0
 _WEIGHTS: Final = "*.safetensors"
 _PART_OF_WEIGHTS: Final = "*-of-*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_NOT_NEEDED: Final = ["*/*", "consolidated*"]  # the same weights in other formats
+_NOT_NEEDED: Final = ["*/*", "consolidated*"]  # they have the same weights in other formats
 _GIB: Final = 1 << 30
 # The names that huggingface_hub gives to progress bars that count bytes. From 1.0 on there is one
 # for all files, before 1.0 one for each.
@@ -74,9 +74,9 @@ class Hub:
     cache_dir: Path | None = None
 
     def find(self, name: str, revision: str | None = None) -> HubModel:
-        """Return a model, from the cache if it is there, without network access.
+        """Return a model. Use no network if the cache has the model.
 
-        Otherwise look it up, and download its config.json.
+        Otherwise, look the model up on the Hub, and download its config.json.
 
         Args:
             name: ORG/NAME.
@@ -111,8 +111,8 @@ class Hub:
                 raise _lacks(
                     name, "weights in the safetensors format" if CONFIG in sizes else CONFIG
                 )
-            # The download stores the commit of a branch or tag in the cache, which makes a later
-            # look-up unnecessary.
+            # This download also stores in the cache which commit the branch or tag is, so a later
+            # call need not look it up.
             config = hf_hub_download(
                 name, CONFIG, revision=revision, cache_dir=self.cache_dir, endpoint=self.endpoint
             )
@@ -201,9 +201,9 @@ class Hub:
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        # OSError covers a full disk, a missing network, and before 1.0 all errors of the HTTP
-        # library. From 1.0 on, a base class of HfHubHTTPError is that of the HTTP library's errors.
-        # hf-xet, a faster download, raises RuntimeError.
+        # OSError is raised for a full disk, a missing network, and before huggingface_hub 1.0 for
+        # all errors of its HTTP library. From 1.0 on, those have a base class in common with
+        # HfHubHTTPError. hf-xet, which downloads faster, raises RuntimeError.
         known: tuple[type[Any], ...] = (
             HFValidationError,
             RuntimeError,
@@ -310,8 +310,8 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
     A second signal ends the process at once.
 
-    huggingface_hub waits for its threads. They look at the event when they receive data, which may
-    take long.
+    After the exception, huggingface_hub waits for its threads. They look at the event only when
+    they receive data, which may take long.
     """
     stopping = threading.Event()
 
@@ -389,7 +389,8 @@ def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     Before 1.0, `snapshot_download` uses its `tqdm_class` only to count files. Bytes are counted
     only by the bars of single files, which later releases don't show.
     """
-    # An import statement would give the class: the package has it as an attribute of this name.
+    # `import huggingface_hub.utils.tqdm` would give the class, because the package has an attribute
+    # of this name.
     module: Any = importlib.import_module("huggingface_hub.utils.tqdm")
     original = module.tqdm
     module.tqdm = progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# renderer -> the card's field -> names of parsers, the default first
+# By renderer and field of the model's card: the names of the parsers. The default is the first.
 PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "harmony": {"reasoning_parser": ("gpt_oss", "none"), "tool_call_parser": ("harmony", "none")},
     "chat_template": {

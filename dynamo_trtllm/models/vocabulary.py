@@ -60,7 +60,9 @@ def harmony_specials() -> dict[str, int]:
     """Return the special tokens of o200k_harmony and their ids, reserved tokens included."""
     named = set(NAMED_SPECIALS.values())
     reserved = {
-        f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named
+        f"<|reserved_{token}|>": token
+        for token in range(200_000, HARMONY_VOCAB_SIZE)
+        if token not in named
     }
     return NAMED_SPECIALS | reserved
 
@@ -69,8 +71,8 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
     """Return the path of the vocabulary file after a hash check, and write it first if it does not
     exist.
 
-    Processes may race: each writes its own temporary file and renames it, and all write the same
-    bytes.
+    Several processes may do so at once: each writes its own temporary file and renames it, and all
+    write the same bytes.
 
     Args:
         cache_dir: cache folder. Default: `default_cache_dir()`.

@@ -196,17 +196,18 @@ class VllmCall:
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = False
         self._is_submitted = False
-        # Number per token; None: no log-probabilities.
+        # The number of alternatives per token. None: no log-probabilities.
         self._num_alternatives = request.sampling.logprobs
         self._first = converted.first
         # The log-probabilities of the first output token, which the prefill engine has generated.
         self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
-        # The request, until its prompt's log-probabilities are returned.
+        # The request, until the log-probabilities of its prompt are returned. None: they were
+        # returned, or are not wanted.
         self._unscored = request if scores_prompt else None
 
     async def run(self, receiver: ResultReceiver) -> None:
-        """See `LibraryCall.run`. Returns when the request is submitted."""
+        """Submit the request. See `LibraryCall.run`."""
         assert self._converted is not None
         if self._source is not None:
             kv_params, address = self._source
@@ -234,8 +235,7 @@ class VllmCall:
         # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by
         # vLLM's output handler, once per step and request (vllm/v1/engine/output_processor.py of
         # 0.24.0).
-        # An output may have come before `put` is replaced.
-        early = collector.output
+        early = collector.output  # came before `put` is replaced
         collector.put = put
         self._is_submitted = True
         if early is not None:
@@ -274,9 +274,9 @@ class VllmCall:
     def _with_first(
         self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities, with the prefill engine's for the first token.
+        """Return the log-probabilities, with those that the prefill engine gave the first token.
 
-        They stay as they are if the two engines do not agree on this token.
+        Return them unchanged if the two engines do not agree on this token.
         """
         reported = self._first_logprobs
         if self._num_alternatives is None or not reported or not tokens:
@@ -330,7 +330,7 @@ class VllmCall:
         """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
         self._is_aborted = True
         if self._is_submitted:
-            # In a task, because vLLM may be in the middle of its outputs.
+            # In a task, because vLLM's output handler may call this while it handles outputs.
             self._library.start(self._abort(), f"abort-{self._call_id}")
 
     async def _abort(self) -> None:
