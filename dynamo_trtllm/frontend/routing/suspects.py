@@ -17,7 +17,8 @@ Definitions:
 Rules:
 
 1. A charge counts until the call has SETTLED_TOKENS tokens more than at the point. It is dropped at
-   the next death.
+   the next death. So a suspect that settles after MAX_UNSETTLED_TOKENS tokens keeps its charge
+   until then: if it is a query of death, it ends this worker only at the point.
 2. A prime suspect waits, for a bounded time, for workers on which all other suspects have settled.
    It is tried on these. All other requests migrate at once.
 3. When a worker dies with suspects, those are given up which the death singles out (the cases are

@@ -313,6 +313,17 @@ def test_suspect_that_kills_late_is_given_up_alone(num_tokens: int, then: int) -
     assert bystander.deaths == []
 
 
+def test_settled_suspect_is_given_up_at_its_late_point() -> None:
+    fleet = Fleet()
+    deadly = fleet.start(1)
+    fleet.die(1, {deadly: 1000})
+    fleet.retry(deadly, 2, is_prime=False)
+    deadly.num_tokens = MAX_UNSETTLED_TOKENS
+    fleet.suspects.end_trial(deadly.call)
+    newcomer = fleet.start(2)
+    assert fleet.die(2, {deadly: 1000, newcomer: 0}) == [deadly]
+
+
 def test_suspect_at_its_point_is_given_up_before_a_tried_one() -> None:
     fleet = Fleet()
     deadly = fleet.start(1)
