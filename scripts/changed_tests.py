@@ -80,17 +80,19 @@ def _modules_of(path: Path, known: set[str]) -> Iterator[str]:
         if _module_name(path) in known:
             yield _module_name(path)
         return
-    # how the text of a module names the file
+    # The ways in which the text of a module may name the file.
     names = {f'"{path.name}"', f"/{path.name}"}
     top = path.parts[0]
     if top in WITH_DATA:
-        # the modules beside the file may read all files there
+        # The modules beside the file may read all files there.
         folder = _module_name(path.parent)
         yield from (module for module in known if module.rpartition(".")[0] == folder)
         readers = top
     else:
         readers = "tests"
-        names |= {f'"{top}"', f'"{top}/'} - {'"tests"', '"tests/'}
+        # A test that names the top folder may read any file in it. Nearly all of them name "tests".
+        if top != "tests":
+            names |= {f'"{top}"', f'"{top}/'}
     for source in (ROOT / readers).rglob("*.py"):
         module = _module_name(source.relative_to(ROOT))
         text = source.read_text(encoding="utf-8")
@@ -103,14 +105,15 @@ def _module_name(path: Path) -> str:
 
 
 def _tests_of(module: str) -> Iterator[str]:
-    """Yield the test files that a module of tests is or belongs to."""
+    """Yield the test file that a module is, or the test files that use it as their conftest."""
     path = Path(*module.split(".")).with_suffix(".py")
     if path.parts[0] != "tests":
         return
     if path.name.startswith("test_"):
         yield str(path)
     elif path.name == "conftest.py" and module != ROOT_CONFTEST:
-        # The one of all tests only starts servers, by modules that nearly every change touches.
+        # The conftest of all tests is left out: it imports modules that nearly every change
+        # touches, but only to start servers.
         for test in (ROOT / path.parent).rglob("test_*.py"):
             yield str(test.relative_to(ROOT))
 

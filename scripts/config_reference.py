@@ -1,4 +1,4 @@
-"""Writes docs/reference-configuration.md from the configuration models.
+"""Write docs/reference-configuration.md from the configuration models.
 
 `python -m scripts.config_reference` runs it. A test compares the page with this output.
 """
@@ -59,10 +59,12 @@ class Program(NamedTuple):
     title: str
     command: str
     model: type[Config]
-    module: str = ""  # that `python -m` also starts
+    module: str = ""  # what `python -m` starts as well; "": nothing
 
 
 class Table(NamedTuple):
+    """The table of the fields of a model."""
+
     title: str
     model: type[BaseModel]
 
@@ -178,10 +180,11 @@ def _dynamo_ignored() -> str:
     groups: dict[Variable, list[str]] = {}
     for name, variable in VARIABLES.items():
         if variable.reason and all(process in _PROCESSES for process in variable.processes):
-            shared = Variable(
+            # Variables that agree in these fields share a row.
+            row_of = Variable(
                 _without_option(name, variable), variable.reason, variable.no_op_values
             )
-            groups.setdefault(shared, []).append(f"`{name}`")
+            groups.setdefault(row_of, []).append(f"`{name}`")
     rows = []
     for variable, names in groups.items():
         processes = " and ".join(_PROCESSES[process] for process in variable.processes)

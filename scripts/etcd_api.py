@@ -1,4 +1,4 @@
-"""Compiles etcd.proto to etcd.binpb, in dynamo_trtllm/cluster/discovery.
+"""Compile etcd.proto to etcd.binpb, in dynamo_trtllm/cluster/discovery.
 
 `python -m scripts.etcd_api` runs it. A test compares the compiled file with this output.
 """

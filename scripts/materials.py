@@ -5,7 +5,8 @@ Run it as `python -m scripts.materials FOLDER VERSION`; scripts/release does. It
   sbom.cdx.json             the locked packages of set-up and images (CycloneDX), and torch
   THIRD_PARTY_LICENSES.txt  their licenses
 
-The licenses and their texts are those in the metadata of the installed packages. Needs no network.
+The licenses and their texts are those in the metadata of the installed packages. It needs no
+network.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOCKS = ("demo.txt", "bench.txt")
 # Packages whose metadata names no license: the license of the text that they contain.
 UNDECLARED = {"fastokens": "Apache-2.0", "openai-harmony": "Apache-2.0"}
 _CLASSIFIER = "License :: OSI Approved :: "
-_LICENSE_FILES = ("LICEN", "COPYING", "NOTICE")  # how their names begin
+_LICENSE_FILES = ("LICEN", "COPYING", "NOTICE")  # the beginnings of the names of license files
 
 
 class LicenseError(Exception):
@@ -37,17 +38,17 @@ class LicenseError(Exception):
 
 
 def locked_packages() -> str:
-    """Return the requirements of this system, with hashes. torch has a range instead."""
-    found: dict[str, str] = {}
+    """Return the requirements of this system with hashes, except torch, which has a range."""
+    entries: dict[str, str] = {}
     for lock in LOCKS:
         text = (ROOT / "constraints" / lock).read_text(encoding="utf-8")
         for entry in re.findall(r"^[a-z0-9].*(?:\n +--hash.*)+", text, re.MULTILINE):
             requirement = Requirement(entry.partition("\\")[0])
             if requirement.marker is None or requirement.marker.evaluate():
-                found[requirement.name] = entry
+                entries[requirement.name] = entry
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     torch = [text for text in project["optional-dependencies"]["torch"] if text.startswith("torch")]
-    return "\n".join([*found.values(), *torch]) + "\n"
+    return "\n".join([*entries.values(), *torch]) + "\n"
 
 
 def bill_of_materials(version: str) -> dict[str, Any]:
@@ -58,7 +59,8 @@ def bill_of_materials(version: str) -> dict[str, Any]:
         command, cwd=ROOT, input=locked_packages(), capture_output=True, text=True, check=True
     )
     content: dict[str, Any] = json.loads(done.stdout)
-    content["metadata"]["component"]["version"] = version  # pyproject.toml does not have it
+    # The version is not in pyproject.toml, from which the other values are.
+    content["metadata"]["component"]["version"] = version
     return content
 
 
@@ -106,9 +108,9 @@ def add_license(component: dict[str, Any]) -> str:
             f"{name} {distribution.version} is installed instead of {version}; run"
             " scripts/setup --dev"
         )
-    found = license_of(distribution)
-    component["licenses"] = [{"license": {"name": found}}]
-    heading = f"{'=' * 80}\n{name} {version}".rstrip() + f"\nLicense: {found}"
+    license_name = license_of(distribution)
+    component["licenses"] = [{"license": {"name": license_name}}]
+    heading = f"{'=' * 80}\n{name} {version}".rstrip() + f"\nLicense: {license_name}"
     return "\n\n".join((heading, *map(str.strip, texts_of(distribution))))
 
 

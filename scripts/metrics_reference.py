@@ -1,4 +1,4 @@
-"""Writes docs/reference-metrics.md from the table of metrics.
+"""Write docs/reference-metrics.md from the table of metrics.
 
 `python -m scripts.metrics_reference` runs it. A test compares the page with this output.
 """

@@ -1,4 +1,4 @@
-"""Writes the tables of preflight rules in docs/preflight.md and docs/preflight-vllm.md.
+"""Write the tables of preflight rules in docs/preflight.md and docs/preflight-vllm.md.
 
 `python -m scripts.preflight_reference` runs it. A test compares the pages with this output.
 """
@@ -36,10 +36,11 @@ def page(name: str) -> str:
         ]
         written = table(("rule", "severity", "field", "why", "fix"), rows)
         heading = rf"^#+ {re.escape(section.title)}\n"
-        found = re.search(rf"{heading}(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
-        if found is None:
+        # The heading, lines of text, and then the lines of the first table.
+        match = re.search(rf"{heading}(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
+        if match is None:
             raise ValueError(f"{name} has no table under a heading {section.title!r}")
-        text = text[: found.start(1)] + written + text[found.end(1) :]
+        text = text[: match.start(1)] + written + text[match.end(1) :]
     return text
 
 

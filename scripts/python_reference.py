@@ -1,4 +1,4 @@
-"""Writes docs/reference-python.md from the docstrings of the public names.
+"""Write docs/reference-python.md from the docstrings of the public names.
 
 `python -m scripts.python_reference` runs it. A test compares the page with this output.
 """
@@ -34,10 +34,10 @@ other modules, may change in any release.
 """
 _SECTION = re.compile(r"(Args|Attributes|Returns|Raises):")
 _ENTRY = re.compile(r"([\w.*, ]+): (.*)")
-# Programs get these; they do not create them.
+# Programs get objects of these classes, and do not create them.
 _GIVEN = ("EmbeddedDeployment", "FrontendRequest")
 _MAX_DEFAULT_CHARS = 30
-_EMPTY = {"dict": "{}", "list": "[]"}  # what these factories of defaults return
+_EMPTY = {"dict": "{}", "list": "[]"}  # the defaults that these factories return
 _SETTINGS = "[Configuration reference](reference-configuration.md) lists its fields, as flags."
 
 
@@ -82,18 +82,18 @@ def _described(name: str, public: Any) -> Iterator[str]:
 
 
 def _alias(name: str) -> Iterator[str]:
-    """Yield the definition of a type alias, and the text below it."""
+    """Yield the definition of a type alias, and the docstring below it."""
     for module in sys.modules.values():
         if not module.__name__.startswith("dynamo_trtllm") or name not in vars(module):
             continue
         statements = ast.parse(inspect.getsource(module)).body
-        for statement, text in itertools.pairwise(statements):
+        for statement, following in itertools.pairwise(statements):
             if not (isinstance(statement, ast.AnnAssign) and statement.value is not None):
                 continue
             if ast.unparse(statement.target) == name:
-                assert isinstance(text, ast.Expr)
+                assert isinstance(following, ast.Expr)
                 yield f"```text\n{name} = {ast.unparse(statement.value)}\n```\n"
-                yield markdown(ast.literal_eval(text.value))
+                yield markdown(ast.literal_eval(following.value))
                 return
 
 
@@ -104,7 +104,10 @@ def _function(title: str, function: Any) -> Iterator[str]:
 
 
 def _members(public: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties, also of bases of this project, in source order."""
+    """Yield the public methods and properties, in source order.
+
+    Those of base classes are included if they are of this project.
+    """
     seen = set()
     for base in public.__mro__:
         if not base.__module__.startswith("dynamo_trtllm"):
@@ -134,7 +137,7 @@ def _fields(public: type) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _base_type(public: type, alias: re.Match[str]) -> str:
-    """Return the type of which a private alias limits the range."""
+    """Return the type that a private alias limits, such as `int` for a number in some range."""
     (base, *_) = typing.get_args(getattr(sys.modules[public.__module__], alias[0]))
     return str(base.__name__)
 
@@ -155,7 +158,7 @@ def _default(value: ast.expr) -> str:
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
     """Return the comment above a field, or at its end."""
     above = []
-    number = node.lineno - 2
+    number = node.lineno - 2  # index of the line before the field
     while lines[number].strip().startswith("#"):
         above.insert(0, lines[number].strip().lstrip("# "))
         number -= 1

@@ -1,4 +1,4 @@
-"""Records `dynamo-trtllm demo --failover` in a terminal, and draws the recording as a moving SVG.
+"""Record `dynamo-trtllm demo --failover` in a terminal, and draw the recording as a moving SVG.
 
     ./scripts/uv run --no-project --with pyte==0.8.2 python -m scripts.record_failover
     ./scripts/uv run --no-project --with pyte==0.8.2 python -m scripts.record_failover --draw
@@ -37,12 +37,14 @@ COMMAND = "dynamo-trtllm demo --failover"
 COLUMNS = 100
 ROWS = 27
 
-_STREAM_BEGINS = "One stream"  # what is printed before is the start of the processes
+# Texts with which the parts of the output begin. What comes before them is the start of the
+# processes.
+_STREAM_BEGINS = "One stream"
 _EXPLANATION_BEGINS = "$ dynamo-trtllm explain"
-_START_SPEED = 8.0
-_WAIT_S = 3.0
-_FRAME_S = 0.08
-_LAST_SCREEN_S = 9.0
+_START_SPEED = 8.0  # how many times as fast the start is played
+_WAIT_S = 3.0  # before the explanation
+_FRAME_S = 0.08  # the least time between two screens
+_LAST_SCREEN_S = 9.0  # how long the last screen is shown, before the picture begins again
 _FONT_PX = 13
 _COLUMN_PX = 7.9
 _LINE_PX = 17

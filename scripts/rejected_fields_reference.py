@@ -1,4 +1,4 @@
-"""Writes the table in docs/reference-rejected-fields.md.
+"""Write the table in docs/reference-rejected-fields.md.
 
 `python -m scripts.rejected_fields_reference` runs it. A test compares the page with this output.
 """

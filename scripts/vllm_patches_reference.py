@@ -1,4 +1,4 @@
-"""Writes the table of patches in docs/vllm-internals.md.
+"""Write the table of patches in docs/vllm-internals.md.
 
 `python -m scripts.vllm_patches_reference` runs it. A test compares the page with this output.
 """
@@ -39,6 +39,7 @@ def page() -> str:
     rows = []
     for patch in every_patch():
         upstream = patch.upstream
+        # The address of an issue or pull request. Otherwise, it is a sentence.
         is_address = " " not in upstream
         if is_address:
             _, _, number = upstream.rpartition("/")
