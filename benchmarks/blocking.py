@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on a background event loop and return its result, also while a loop runs in this
-    thread.
+    """Run `work` on a background event loop and return its result.
 
-    The loop's thread lives as long as the process, because a child process ends with the thread
-    that started it (`subprocesses.spawn`).
+    This also works in a thread whose own event loop runs. The thread of the background loop lives
+    as long as the process, because a child process ends with the thread that started it
+    (`subprocesses.spawn`).
     """
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 

@@ -171,7 +171,10 @@ def main() -> None:
         extra=args.extra,
         seed=args.seed,
     )
-    pids = {name: int(pid) for name, _, pid in (option.partition("=") for option in args.pid)}
+    pids: dict[str, int] = {}
+    for option in args.pid:
+        name, _, pid = option.partition("=")
+        pids[name] = int(pid)
     if args.processes > 1:
         try:
             with Interrupts() as interrupts:

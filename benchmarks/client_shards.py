@@ -20,11 +20,11 @@ from .load_client import Load, ShardResult, run_shard, summarize_shards
 from .stream import RequestRecord
 from .summary import LoadSummary, ProcessMeter
 
-# failed requests, warm-up included, after which a load without any success is stopped
+# A load without any success is stopped after this many failed requests, warm-up included.
 MAX_FAILURES = 8
-_BUSY = (429, 503)  # status codes that do not count: a later request may succeed
+_BUSY = (429, 503)  # status codes that are no such failures: a later request may succeed
 PROGRESS_S = 5.0  # between two progress reports
-_STOP = "stop"  # what a client process is sent to end early
+_STOP = "stop"  # the message that ends the load of a client process
 
 
 class AllRequestsFailed(Exception):
@@ -32,10 +32,10 @@ class AllRequestsFailed(Exception):
 
 
 class LoadInterrupted(KeyboardInterrupt):
-    """Ctrl-C ended the load. It has what was measured until then; requests in flight are left out.
+    """Ctrl-C ended the load. This has what was measured until then, without requests in flight.
 
-    Not an error of the load: who does not expect it sees the Ctrl-C. It has no records if the load
-    ended in its warm-up.
+    It has no records if the load ended in its warm-up. It is a KeyboardInterrupt, so a caller that
+    does not handle it ends as after any Ctrl-C.
     """
 
     def __init__(self, summary: LoadSummary, records: list[RequestRecord]) -> None:
@@ -61,10 +61,13 @@ class SharedCounters:
 
         Return False if no request can be expected to succeed.
         """
-        (self._ok if record.is_ok else self._failed)[process] += 1
-        self._errors[process] += not record.is_ok and record.status not in _BUSY
-        if not record.is_ok:
+        if record.is_ok:
+            self._ok[process] += 1
+        else:
+            self._failed[process] += 1
             self._latest_error.value = record.error.encode()[: _MAX_ERROR - 1]
+            if record.status not in _BUSY:
+                self._errors[process] += 1
         return self.ok > 0 or sum(self._errors) < MAX_FAILURES
 
     @property
@@ -106,9 +109,10 @@ def _report_progress(counters: SharedCounters, on_progress: OnProgress | None) -
 
 def split_load(load: Load, processes: int) -> list[Load]:
     """Split a load into at most `processes` loads with at least one request each."""
-    count = max(
-        1, min(processes, load.requests, load.concurrency if load.rate == 0 else load.requests)
-    )
+    # In a closed loop, each process needs a request that is active.
+    is_closed_loop = load.rate == 0
+    most = min(load.requests, load.concurrency) if is_closed_loop else load.requests
+    count = max(1, min(processes, most))
     return [
         replace(
             load,
@@ -122,7 +126,9 @@ def split_load(load: Load, processes: int) -> list[Load]:
 
 
 def _nth(whole: int, index: int, count: int) -> int:
-    return whole // count + (index < whole % count)
+    """Return one of `count` nearly equal parts of a number."""
+    is_larger = index < whole % count
+    return whole // count + is_larger
 
 
 def measure_shards(
@@ -142,7 +148,7 @@ def measure_shards(
         warmup: requests before the load, not measured.
         pids: processes whose CPU time is measured, by name.
         on_progress: called every PROGRESS_S from another thread.
-        interrupts: whose Ctrl-C ends the load early; None: nothing does.
+        interrupts: catches a Ctrl-C, which then ends the load early. None: nothing ends it early.
 
     Returns:
         The summary, and the records of all requests by process, numbered from 1.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _BROWSERS: Final = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _ENGINE: Final = {"step_s": 0.005, "kv_cache_blocks": 1 << 16, "max_batch_size": 512}
-_SETTLE_S: Final = 10.0
+_SETTLE_S: Final = 10.0  # of load before a measurement begins
 # Notes the times between frames, and work that delays them.
 _OBSERVE: Final = """
 window.frames_ms = []; window.long_tasks = 0;
@@ -100,6 +100,7 @@ def _load(url: str, rate: float, seconds: float) -> Load:
 
 
 def _measure(load: Load, frontend: list[psutil.Process], browser: list[psutil.Process]) -> Usage:
+    """Run a load, and measure what the frontend and the browser use meanwhile."""
     client = Client(load)
     begun_s = time.monotonic()
     frontend_s = _cpu_s(frontend)

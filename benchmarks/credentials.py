@@ -1,7 +1,6 @@
-"""Proves to frontends who this client is, with what the environment has.
+"""Send frontends the API key and the client certificate of the environment, if it has them.
 
-That is an API key, a client certificate, both or none. The variables are those of `dynamo-trtllm
-chat` and `status`.
+The variables are those of `dynamo-trtllm chat` and `status`.
 """
 
 from __future__ import annotations

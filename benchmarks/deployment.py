@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 FRONTEND = "frontend"
 PLANNER = "planner"
 NAME_VARIABLE = "CHAOS_PROCESS"
-# text in command lines
+# The name of a process by a text in its command line.
 _COMMANDS = {
     "dynamo_trtllm.frontend": FRONTEND,
     "dynamo_trtllm.planner": PLANNER,
     "bin/etcd": "etcd",
     "bin/nats-server": "nats",
 }
+# Gauges that are 0 when no request holds anything: of workers, and of frontends.
 _HELD = (
     "running",
     "waiting",
@@ -52,7 +53,7 @@ _HELD = (
     "reserved",
 )
 _HELD_BY_FRONTEND = ("inflight", "choices", "queued", "body_bytes")
-_STOP_S = 45.0
+_STOP_S = 45.0  # the longest wait for the launcher after SIGTERM
 
 
 class NotReady(Exception):
@@ -89,13 +90,13 @@ class LaunchedDeployment(ABC):
         self.servers: dict[str, Server] = {}
         self.lines: list[str] = []  # output of the launcher
         self._ready_s = ready_s
-        self._is_alone = starts_servers
+        self._starts_servers = starts_servers
         self._log = log
         self._exit = ExitStack()
         self._folder = self._exit.enter_context(scratch_folder("dynamo-bench-"))
-        self._instances: dict[str, str] = {}
-        self._health: dict[str, str] = {}
-        self._seen: dict[int, psutil.Process] = {}
+        self._instances: dict[str, str] = {}  # instance ids of ready workers, by name
+        self._health: dict[str, str] = {}  # URLs of health and metrics, by name of the worker
+        self._seen: dict[int, psutil.Process] = {}  # all processes so far, by process id
         self._launcher: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
@@ -125,7 +126,7 @@ class LaunchedDeployment(ABC):
 
         Raise NotReady with the end of the log.
         """
-        if not self._is_alone:
+        if not self._starts_servers:
             self.servers = {
                 "etcd": Server("etcd", self._folder / "e"),
                 "nats": self._start_nats(self._folder),
@@ -288,6 +289,7 @@ class LaunchedDeployment(ABC):
             time.sleep(0.05)
 
     def _not_ready_reason(self) -> str:
+        """Return why the deployment is not ready; "" if it is. Raise NotReady if it can't be."""
         assert self._launcher is not None
         if self._launcher.poll() is not None:
             raise NotReady("\n".join(["the launcher exited", *self.lines[-30:]]))
@@ -309,14 +311,14 @@ class LaunchedDeployment(ABC):
 
     def held(self) -> list[str]:
         """Return the resources that requests hold now, one line each."""
-        where: list[tuple[str, str, Sequence[str]]] = [
+        processes: list[tuple[str, str, Sequence[str]]] = [
             (name, self._health.get(name, ""), _HELD) for name in self.workers
         ]
-        where.append((FRONTEND, self.url, _HELD_BY_FRONTEND))
+        processes.append((FRONTEND, self.url, _HELD_BY_FRONTEND))
         held = []
-        for name, url, keys in where:
+        for name, url, resources in processes:
             numbers = gauges(url)
-            held += [f"{name} {key} {numbers[key]:g}" for key in keys if numbers.get(key)]
+            held += [f"{name} {key} {numbers[key]:g}" for key in resources if numbers.get(key)]
         return held
 
     def total(self, counter: str) -> float:

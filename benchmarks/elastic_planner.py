@@ -10,11 +10,11 @@ of gpt-oss-120b on H200 with vLLM (docs/simulate.md). Each row is a topology and
 
   good          share of the requests that keep the limits: of all, and of each part
   goodput       such requests per second and GPU
-  changes       of shares, per simulation
+  changes       changes of shares per simulation
 
-The row "oracle" has the topology that is the best one for each part, without requests of the part
-before. Below the table are the ratios of the planner's goodput to those of the best fixed row and
-of the oracle, with intervals of 95% over the simulations. --misses prints why requests miss their
+The row "oracle" runs each part alone, on the topology that is the best one for it. Below the table
+are the ratios of the planner's goodput to those of the best fixed row and of the oracle, with
+intervals of 95% over the simulations. --misses prints why requests miss their
 limits. --steady runs each part alone, for ten times --seconds.
 
 Limits are a first token within 2 s, and with --limits mean a mean time between tokens of 25 ms,
@@ -49,7 +49,7 @@ from .elastic_runs import (
 from .slo_paths import Part
 
 ORACLE: Final = "oracle"
-_PART_OF_BEST: Final = 0.8
+_PART_OF_BEST: Final = 0.8  # the rate of the load, as a fraction of the highest rate
 _KEPT: Final = 0.9  # share of the requests that keep the limits at the best rate
 _RATE_FACTOR: Final = 1.25  # the search for a rate begins with steps of this factor
 _RATE_HALVINGS: Final = 2
@@ -119,7 +119,7 @@ def main() -> None:
 def find_rates(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
     """Print for each shape the highest rate, and the fixed row that sustains it."""
     plans = enumerate(PLANS[arguments.limits])
-    searched = [(number, plan) for number, plan in plans if _is_asked(arguments, number)]
+    searched = [(number, plan) for number, plan in plans if _is_shape_asked(arguments, number)]
     print(format_table([["shape", "best", "highest rate", "rate of the load"]]).rstrip())
     search = partial(_highest_rate, arguments)
     for (number, _), (best, highest) in zip(searched, pool.map(search, searched), strict=True):
@@ -131,8 +131,8 @@ def find_rates(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> None
 def _highest_rate(arguments: argparse.Namespace, numbered: tuple[int, Plan]) -> tuple[str, float]:
     """Return the fixed row that sustains the highest rate of a shape, and that rate.
 
-    A row is searched only if it sustains more than those before it. The first one is that of the
-    plan.
+    The row of the plan is first. Another row is searched only if it sustains a clearly higher rate
+    than those before it.
     """
     number, plan = numbered
     limits = LIMITS[arguments.limits]
@@ -145,16 +145,25 @@ def _highest_rate(arguments: argparse.Namespace, numbered: tuple[int, Plan]) -> 
         def is_kept(rate: float, row: Variant = rows[name]) -> bool:
             return sustains(row, limits, Part(SHAPES[number], rate), arguments.seconds, _KEPT)
 
-        least = 1.02 * highest or plan.highest
-        if highest and not is_kept(least):
-            continue
+        if not highest:
+            start = plan.highest
+        else:
+            start = 1.02 * highest
+            if not is_kept(start):
+                continue
         best = name
-        highest = _searched(is_kept, least)
+        highest = _searched(is_kept, start)
     return best, highest
 
 
 def _searched(is_kept: Callable[[float], bool], rate: float) -> float:
-    """Return the highest rate that is kept, from one near it."""
+    """Return about the highest rate that is kept.
+
+    Args:
+        is_kept: returns whether the limits are kept at a rate.
+        rate: where the search begins.
+    """
+    # Steps of a large factor find a rate that is kept below one that is not.
     if is_kept(rate):
         while is_kept(rate * _RATE_FACTOR):
             rate *= _RATE_FACTOR
@@ -162,6 +171,7 @@ def _searched(is_kept: Callable[[float], bool], rate: float) -> float:
         while not is_kept(rate / _RATE_FACTOR):
             rate /= _RATE_FACTOR
         rate /= _RATE_FACTOR
+    # Smaller and smaller steps then come near the highest one.
     factor = _RATE_FACTOR
     for _ in range(_RATE_HALVINGS):
         factor **= 0.5
@@ -204,7 +214,7 @@ def compare_steady(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> 
     seconds = _STEADY_PARTS * arguments.seconds
     print(format_table([["shape", "row", "good", "goodput", "changes"]]).rstrip())
     for number, plan in enumerate(PLANS[arguments.limits]):
-        if not _is_asked(arguments, number):
+        if not _is_shape_asked(arguments, number):
             continue
         arrivals = load([Part(SHAPES[number], plan.rate)], seconds, arguments.first_seed, 0.0)
         limits = LIMITS[arguments.limits]
@@ -221,7 +231,7 @@ def compare_steady(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -> 
                 _print_misses([result])
 
 
-def _is_asked(arguments: argparse.Namespace, number: int) -> bool:
+def _is_shape_asked(arguments: argparse.Namespace, number: int) -> bool:
     return not arguments.shapes or str(SHAPES[number]) in arguments.shapes
 
 
@@ -251,6 +261,7 @@ def _print_misses(results: Sequence[RunResult]) -> None:
 
 def _ratios(results: Mapping[str, Sequence[RunResult]]) -> Iterator[str]:
     """Yield the ratios of the planner's goodput to those of the best fixed row and the oracle."""
+    # Names such as "2P2D slo" and "4A slo", but not "4E+planner slo" or the oracle.
     fixed = [name for name in results if name[0].isdigit() and name[1] != "E"]
     best = max(fixed, key=lambda name: mean(one.goodput for one in results[name]), default="")
     for name, of_row in results.items():

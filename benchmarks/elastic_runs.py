@@ -31,7 +31,7 @@ RAMP_S: Final = 20.0
 
 
 class Limits(NamedTuple):
-    """The limits of good requests, and the one of gaps that router and planner get."""
+    """The limits of good requests, and the limit of gaps that router and planner get."""
 
     slo: Slo
     itl_s: float
@@ -86,7 +86,7 @@ class RunResult:
 
 
 def run(variant: Variant, limits: Limits, arrivals: Sequence[Arrival], seed: int) -> RunResult:
-    """Simulate a load. `limits`: those of the requests."""
+    """Simulate a load, and count the requests that keep the limits."""
     outcome = simulate(deployment(variant, limits.itl_s), arrivals, seed)
     return _counted(outcome, limits.slo)
 
@@ -133,10 +133,10 @@ def load(parts: Sequence[Part], seconds: float, seed: int, ramp_s: float) -> lis
     """Return the requests of all parts in the order of their arrival.
 
     Args:
-        parts: what they are.
-        seconds: of each part.
-        seed: of the times.
-        ramp_s: for how long a part turns into the next one. 0: at once.
+        parts: shape and rate of each part.
+        seconds: how long each part lasts.
+        seed: the seed of the times.
+        ramp_s: the seconds in which a part turns into the next one. 0: it does so at once.
     """
     source = Random(seed)
     arrivals: list[Arrival] = []
@@ -148,9 +148,10 @@ def load(parts: Sequence[Part], seconds: float, seed: int, ramp_s: float) -> lis
         times_s: list[float] = []
         for after_s in poisson_times(part.rate, end_s - begin_s, source):
             at_s = begin_s + after_s
-            rises = 1.0 if is_first or not ramp_s else (at_s - begin_s) / ramp_s
-            falls = 1.0 if is_last or not ramp_s else (end_s - at_s) / ramp_s
-            if source.random() < min(rises, falls):
+            # The share of its rate that a part has at this time: less than 1 on a ramp.
+            rising = 1.0 if is_first or not ramp_s else (at_s - begin_s) / ramp_s
+            falling = 1.0 if is_last or not ramp_s else (end_s - at_s) / ramp_s
+            if source.random() < min(rising, falling):
                 times_s.append(at_s)
         # Prompts of different parts have nothing in common.
         offset = len(arrivals)

@@ -1,5 +1,5 @@
-"""Kills the decode worker of a running stream with SIGKILL and records when each piece of its text
-arrived.
+"""Kill the decode worker of a running stream with SIGKILL, and record when each piece of its text
+arrives.
 
     python -m benchmarks.failover
 
@@ -60,17 +60,13 @@ def stream(deployment: Deployment, kill_after: int | None = None) -> dict[str, A
             if "error" in event:
                 raise NotReady(f"the stream ended with {event['error']}")
             for choice in event["choices"]:
-                text = (
-                    choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
-                )
+                delta = choice["delta"]
+                text = delta.get("reasoning_content") or delta.get("content") or ""
                 record["finish_reason"] = choice.get("finish_reason") or record["finish_reason"]
                 if text:
                     record["events"].append([round(time.perf_counter() - begun, 4), text])
-            if (
-                kill_after is not None
-                and len(record["events"]) >= kill_after
-                and record["killed_s"] is None
-            ):
+            is_killed = record["killed_s"] is not None
+            if kill_after is not None and not is_killed and len(record["events"]) >= kill_after:
                 record["victim"] = next(
                     name for name in deployment.workers if deployment.instance(name) == decode
                 )

@@ -1,7 +1,7 @@
-"""Measures the frontend's CPU time per token: parsing, stop strings and JSON, and the whole request
-around them.
+"""Measure the frontend's CPU time per token: that of parsing, stop strings and JSON, and that of a
+whole request.
 
-The engine makes one token per step. Needs no server and no model.
+The engine makes one token per step. This needs no server and no model.
 
 python -m benchmarks.frontend_step [--steps N]
 """
@@ -139,7 +139,7 @@ class FakeRouter:
 
     def _begin(self, stream: Stream) -> None:
         stream.emit(self._chunks[0])
-        # the response has started by then
+        # By then, the response has started.
         asyncio.get_running_loop().call_later(0.001, self._go_on, stream)
 
     def _go_on(self, stream: Stream) -> None:

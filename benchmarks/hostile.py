@@ -53,7 +53,7 @@ _LIMITS: Final = {
     "first_ms": 2000.0,
     "gap_ms": 500.0,
 }
-_PER_BYTE: Final = 20.0
+_PER_BYTE: Final = 20.0  # limit of the growth of memory, in bytes per byte sent
 _NOISE_MB: Final = 48.0  # smaller growth is not counted: the allocator keeps some memory
 
 
@@ -173,10 +173,10 @@ def missed(row: dict[str, Any]) -> Iterator[str]:
 
 
 async def _warm_up(deployment: Deployment) -> None:
-    """Let the frontend take what it takes only once, which is no growth of a case.
+    """Let the frontend take the memory that it takes only once, so that no case is charged with it.
 
-    fastokens takes memory once in each thread that tokenizes, and on the event loop: more for
-    varied text.
+    fastokens takes memory once in each thread that tokenizes and on the event loop. It takes more
+    for varied text.
     """
     port = deployment.http_port
     await asyncio.gather(*(send(port, repeat_text("hello world, ")) for _ in range(8)))

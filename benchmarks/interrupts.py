@@ -1,4 +1,4 @@
-"""Takes Ctrl-C as a request to stop soon, so that it arrives at no wrong moment."""
+"""Take Ctrl-C as a request to stop soon, so that it interrupts nothing in the middle."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Interrupts:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold Ctrl-C back within this context, also for good in processes that are started there."""
+    """Hold Ctrl-C back within this context. Processes that are started in it never get it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Measures the CPU time of the output parsers per token, with one token per push.
+"""Measure the CPU time of the output parsers per token, with one token per push.
 
 python -m benchmarks.parser [--rounds N]
 """
@@ -32,6 +32,7 @@ HARMONY = {
     "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
 }
 _OBJECT = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
+# By name: the tool-call parser, and the text.
 OTHERS = {
     "basic and hermes, text": ("hermes", f"<think>{_WORDS}</think>{_WORDS}"),
     "basic and hermes, one call": ("hermes", f"<tool_call>{_OBJECT}</tool_call>"),
@@ -54,17 +55,19 @@ def main() -> None:
     encoding = o200k_tokenizer.load_tokenizer().harmony
     for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
-        _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)
-    for name, (calls, text) in OTHERS.items():
-        pushes = [token_ids([i]) for i in renderer.encode(text)]
-        _report(name, functools.partial(_make_parser, renderer, calls), pushes, rounds)
+        pushes = [token_ids([token_id]) for token_id in ids]
+        _report(f"harmony, {name}", renderer.chat_parser, pushes, rounds)
+    for name, (tool_call_parser, text) in OTHERS.items():
+        pushes = [token_ids([token_id]) for token_id in renderer.encode(text)]
+        make = functools.partial(_make_parser, renderer, tool_call_parser)
+        _report(name, make, pushes, rounds)
 
 
-def _make_parser(renderer: HarmonyRenderer, calls: str) -> OutputParser:
+def _make_parser(renderer: HarmonyRenderer, tool_call_parser: str) -> OutputParser:
     return ChatOutputParser(
         renderer.text_parser(),
         reasoning_parser="basic",
-        tool_call_parser=calls,
+        tool_call_parser=tool_call_parser,
         forced_ids=token_ids(),
     )
 

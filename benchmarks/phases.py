@@ -1,4 +1,4 @@
-"""Compares the phases of requests with the time that their client sees, while workers are killed.
+"""Compare the phases of requests with the time that their client sees, while workers are killed.
 
     python -m benchmarks.phases --requests 500
 
@@ -35,10 +35,11 @@ from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 from .chaos.deployment import STEP_S, WORKERS, Deployment, Options
 from .deployment import FRONTEND
 
+# How much phases and the client's time may differ: the larger one of these.
 BOUND_S = 0.001
-BOUND_SHARE = 0.02
+BOUND_SHARE = 0.02  # of the client's time
 _OSL = 32
-_PROMPT_WORDS = (10, 1500)
+_PROMPT_WORDS = (10, 1500)  # the least and the most
 _TIMEOUT_S = 60.0
 _RESULTS = Path(__file__).parent / "results"
 
@@ -97,8 +98,9 @@ async def send(
                 part = await reader.read(1 << 16)
                 now_s = time.perf_counter()
                 received += part
-                # with the first token
-                first_s = first_s or (now_s if b"data: " in received else 0.0)
+                # The first event has the first token.
+                if not first_s and b"data: " in received:
+                    first_s = now_s
                 if not part or (b'"error":{' in part and b"[DONE]" not in part):
                     break
         stats = re.findall(rb'"dynamo_trtllm":(\{.*\})\}', received)
@@ -120,7 +122,7 @@ async def kill_workers(deployment: Deployment, every_s: float, killed: list[str]
     """Kill one worker after the other. The launcher starts it again."""
     while True:
         await asyncio.sleep(every_s)
-        # decode workers first: their streams migrate
+        # From the last worker to the first: decode workers come first, whose streams migrate.
         name = WORKERS[(3 - len(killed)) % len(WORKERS)]
         await asyncio.to_thread(deployment.wait_ready, _TIMEOUT_S)
         deployment.send(name, signal.SIGKILL)
@@ -163,6 +165,7 @@ def summary(
     difference_ms, live_ms = (
         {f"p{at / 10:g}": cuts[at - 1] for at in (500, 990, 999)} for cuts in map(_cuts, times_ms)
     )
+    # Requests that no killed worker has disturbed.
     undisturbed = [
         result for result in results if not {"retry", "migration"} & result.phase_s.keys()
     ]

@@ -1,11 +1,11 @@
-"""Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event,
-a second of streams.
+"""Measure what phases and the flight recorder cost: CPU time per token of a deployment, per event,
+and per second of running streams.
 
 Runs one deployment of mock workers, whose processes switch both off and on again at a signal, and
-sends it waves of requests with and without them in turn: the processes do not differ in anything
-else. A pair is four waves: with, without, without, with. Prints the median of the pairs with its
-95% interval, by bootstrap, and whether it is at most the bar of 3%. Spans, which are readings of a
-clock, are taken in both. Other load on the machine widens the interval.
+sends it waves of requests with and without them in turn, so that nothing else differs. A pair is
+four waves: with, without, without, with. Prints the median of the pairs with its 95% interval, by
+bootstrap, and whether it is at most the bar of 3%. Spans, which are readings of a clock, are taken
+in both kinds of waves. Other load on the machine widens the interval.
 
     python -m benchmarks.recorder [--pairs N] [--point NAME]
 """
@@ -41,12 +41,13 @@ _EVENTS = 50_000
 _STREAMS = 1_000
 _ROUNDS = 15
 _ID = "0123456789abcdef-0123456789abcdef"
-_SWITCHES = ("frontend", "worker")  # as first argument: run this process with the switch
+# As the first argument: run this process, which has the switch.
+_SWITCHES = ("frontend", "worker")
 _OFF = signal.SIGUSR1
 _ON = signal.SIGUSR2
-_SWITCHED_S = 0.05
-_MAX_RESPONSE_BYTES = 1 << 20  # bytes of a response
-_WAVES = 4  # not counted: they fill caches
+_SWITCHED_S = 0.05  # the wait until all processes have switched
+_MAX_RESPONSE_BYTES = 1 << 20
+_WARM_UP_WAVES = 4  # they fill caches, and are not counted
 _MEASURES = {"all processes": ("frontend", "prefill", "decode"), "frontend": ("frontend",)}
 
 
@@ -158,7 +159,7 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
             for _ in range(point.streams)
         )
     )
-    for _ in range(_WAVES):
+    for _ in range(_WARM_UP_WAVES):
         await _wave(stack, streams, point)
     for number in range(count):
         with_it = [await _wave(stack, streams, point)]
@@ -167,11 +168,11 @@ async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, li
         _switch(stack, _ON)
         with_it.append(await _wave(stack, streams, point))
         for measure, names in _MEASURES.items():
-            costs = [
+            with_s, without_s = (
                 sum(cpu_s[name] for cpu_s in waves for name in names)
                 for waves in (with_it, without)
-            ]
-            extra[measure].append(costs[0] / costs[1] - 1)
+            )
+            extra[measure].append(with_s / without_s - 1)
         sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
     for _, writer in streams:
         writer.close()
@@ -231,7 +232,7 @@ def _event_ns() -> float:
 
 
 def _tick_us() -> float:
-    """Return the CPU time that all streams take together, of which a tick visits a part."""
+    """Return the CPU time that all streams take together. A tick visits a part of them."""
     for _ in range(_STREAMS):
         RECORDER.follow(CountingStream())
     begun_s = time.process_time()

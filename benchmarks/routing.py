@@ -14,9 +14,8 @@ prompt are measured separately.
 
 select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv,
 and that of a path with slo. The prefix hashes of the prompt, which kv and slo need, have a column
-of their own. Prompts have 8,192
-tokens; each is a conversation that one instance has in its cache. The last column is how long a
-report of a worker's load takes.
+of their own. Prompts have 8,192 tokens; each is a conversation that one instance has in its cache.
+The last column is how long a report of a worker's load takes.
 
 modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a
 deployment of mock workers: four for prefill, one of which has a quarter of the speed of the others,
@@ -91,7 +90,7 @@ _CONVERSATIONS = 100  # each is in the cache of another instance
 _VOCABULARY = 1 << 17
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
-# Of the workers in `select`, which can all run whole requests.
+# The costs of the workers in `select`, all of which can run whole requests.
 _COST = CostModel(
     linear_decode_fit(0.005, 1e-4, 1e-8),
     linear_prefill_fit(0.02, 2e-5, 1e-4, 1e-8),
@@ -155,7 +154,10 @@ def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParse
         "--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace"
     )
     replay.add_argument(
-        "--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above"
+        "--modes",
+        nargs="+",
+        default=["kv", "least-loaded", "round-robin"],
+        help="router modes, and those of Dynamo",
     )
     replay.add_argument("--rounds", type=int, default=1, help="how often each mode runs, in turn")
     replay.add_argument(
@@ -198,6 +200,7 @@ def measure_select(arguments: argparse.Namespace) -> None:
 
 
 def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
+    """Return the sorted times in us of each column."""
     fleet.read_updates()
     breakers = PairBreakers()
     view = fleet.view.model("model")
@@ -255,12 +258,12 @@ def _random_reports(num_instances: int, count: int) -> list[LoadReport]:
 class CachingFleet:
     """Instances whose caches have the same system prompt.
 
-    Those of the first _CONVERSATIONS also have a conversation each. `known` has their blocks after
-    `read_updates`. `conversations` are prompts.
+    The caches of the first _CONVERSATIONS instances also have a conversation each: these are the
+    prompts in `conversations`. After `read_updates`, the index `known` has all blocks.
     """
 
     def __init__(self, instances: int, blocks: int, block_tokens: int, prompt_tokens: int) -> None:
-        """`blocks`: of all instances together."""
+        """Create the instances. `blocks` is the number of all their blocks together."""
         rnd = random.Random(block_tokens)
         self.system = _random_tokens(rnd, min(_SYSTEM_TOKENS, prompt_tokens // 2))
         shared = kv_events.prefix_hashes(self.system, block_tokens, 0)
@@ -310,7 +313,7 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
     block_bytes = (_resident_bytes() - bytes_before) / fleet.num_blocks
     rnd = random.Random(1)
     unknown = [_random_tokens(rnd, arguments.prompt_tokens) for _ in range(_HASHED_PROMPTS)]
-    # They are made before, because a copy of a prompt takes as long as its hashes.
+    # The prompts are copied before the measurement, because a copy takes as long as its hashes.
     unhashed = _prompts(unknown)
 
     def hash_prompt(turn: int) -> None:
@@ -347,9 +350,9 @@ def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP
     """Return the sorted CPU times of calls in us.
 
     Args:
-        call: gets the number of the call.
-        count: of the calls.
-        warm_up: calls before these, whose times do not count.
+        call: what is measured. It gets the number of the call.
+        count: how many calls are measured.
+        warm_up: how many calls come before these, and are not measured.
     """
     times: list[float] = []
     for turn in range(warm_up + count):

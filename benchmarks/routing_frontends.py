@@ -27,12 +27,12 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, LoadReport, Role
 
 from .routing_fleet import new_instance, new_request, percentile
 
-_REPORT_S = 0.05  # between reports to one frontend
-_BROADCAST_S = 0.25
+_REPORT_S = 0.05  # between two reports of a worker to one frontend
+_BROADCAST_S = 0.25  # between two broadcasts of a worker
 _TOKENS_PER_S = 20_000.0  # of a simulated worker
-_BUSY_SHARE = 0.8  # of the time, in which simulated workers compute
-# A simulated worker with so many prompt tokens to compute gets no prompt that was held. They take
-# two steps of 0.2 s.
+_BUSY_SHARE = 0.8  # share of the time in which simulated workers compute
+# A simulated worker that has this many prompt tokens to compute gets no prompt that was held. To
+# compute them takes two steps of 0.2 s.
 _FULL_TOKENS = 8000
 
 
@@ -57,9 +57,9 @@ class SimulatedFrontends:
         """Start without requests.
 
         Args:
-            count: of the frontends.
+            count: number of frontends.
             rates: tokens per second of each worker.
-            by_load: select as least-loaded does, else as round-robin.
+            by_load: select as least-loaded does. Otherwise, select as round-robin does.
             holds: a prompt waits in its frontend while each worker has _FULL_TOKENS to compute.
         """
         self._rates = rates
@@ -74,14 +74,15 @@ class SimulatedFrontends:
             instance = msgspec.structs.replace(new_instance(worker, 32), role=Role.PREFILL)
             self._view = self._view.including(instance)
         self._breakers = PairBreakers()
-        self._free_at = dict.fromkeys(rates, 0.0)
+        self._free_at = dict.fromkeys(rates, 0.0)  # by worker
         self._num_reports = 0
-        self._reported_at: dict[tuple[int, int], float] = {}
+        self._reported_at: dict[tuple[int, int], float] = {}  # by frontend and worker
         self._events: list[_Event] = []
         self._num_events = 0
         self._ttfts: list[float] = []
 
     def _at(self, time_s: float, run: Callable[[float], None]) -> None:
+        """Run something at a simulated time, which it gets."""
         self._num_events += 1
         heapq.heappush(self._events, _Event(time_s, self._num_events, run))
 

@@ -14,8 +14,8 @@ import uvloop
 from .deployment import NAME_VARIABLE, LaunchedDeployment
 from .load_client import Load, measure_load
 
-_DOCUMENT_BLOCKS = 33  # of 32 tokens
-_RUNNING_PROMPTS = 4  # for which a worker has space besides
+_DOCUMENT_BLOCKS = 33  # blocks of 32 tokens that a document needs
+_RUNNING_PROMPTS = 4  # prompts for which a worker has space beside the cached documents
 
 
 class RoutedWorkers(LaunchedDeployment):
@@ -27,7 +27,7 @@ class RoutedWorkers(LaunchedDeployment):
     def __init__(self, mode: str, documents: int) -> None:
         self._mode = mode
         self._cached_documents = documents // 4
-        # Per step.
+        # The prompt tokens of each worker per step.
         self._prefill_tokens = {
             "prefill-1": 100 if documents else 25,
             "prefill-2": 100,

@@ -1,12 +1,14 @@
-"""Runs a process of this project with a change that measurements of routing need.
+"""Run a process of this project with a change that measurements of routing need.
 
     python -m benchmarks.routing_processes worker ...
     python -m benchmarks.routing_processes frontend ...
 
 worker: the mock engine writes down what its prefix cache had of each prompt. The file that the
 environment variable REUSED_FILE names gets a line per prompt: its tokens, and those in the cache.
-Its answers have text from the second token on, as those of Dynamo's decode workers, which make the
-first token again. frontend: some updates of prefix caches are lost.
+Answers have text from the second token on, as those of Dynamo's decode workers, which generate the
+first token again.
+
+frontend: some updates of prefix caches are lost.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.worker import main as worker
 
 REUSED_FILE = "REUSED_FILE"
-_LOST = 20  # one of so many updates
-# <|message|> of the Harmony format: the token after it is the first one with text
+_LOST = 20  # one of this many updates is lost
+# <|message|> of the Harmony format. The token after it is the first one with text.
 _MESSAGE = 200008
 
 
@@ -58,7 +60,7 @@ class LossyPrefixes(ClusterPrefixes):
 
 
 if __name__ == "__main__":
-    # They are for measurements, so no flags name them.
+    # These changes are only for measurements, so there are no flags for them.
     scheduler.BlockManager = WritingManager  # type: ignore[attr-defined]
     stream._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.ClusterPrefixes = LossyPrefixes  # type: ignore[attr-defined]

@@ -25,9 +25,9 @@ from dynamo_trtllm.protocol.kv_events import prefix_hashes
 from .load_client import WORDS
 
 BLOCK_TOKENS: Final = 32
-SCALE: Final = 512 // BLOCK_TOKENS  # tokens of a trace per token sent
-_TICK_MS = 3000  # Mooncake's timestamps are multiples of it
-_NEW = -1  # stands for the tokens after the last block, which no other prompt has
+SCALE: Final = 512 // BLOCK_TOKENS  # tokens of a trace per token that is sent
+_TICK_MS = 3000  # Mooncake's timestamps are multiples of this
+_NEW = -1  # stands for tokens that are in no block of the trace
 
 
 class TraceRequest(NamedTuple):
@@ -55,8 +55,8 @@ class _Line(msgspec.Struct):
 def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
     """Read about `count` requests, and let `rate` of them come per second.
 
-    They are all of some conversations, spread over the whole trace. The first two blocks identify a
-    conversation, because all of them may share the first one.
+    They are all requests of some conversations, spread over the whole trace. The first two blocks
+    identify a conversation, because all conversations may share the first block.
     """
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as file:
@@ -136,14 +136,14 @@ class _Cache:
         return len(hashes)
 
     def store(self, hashes: Sequence[int], needed: int) -> None:
-        """Cache the full blocks of a prompt, which needs so many blocks in all."""
+        """Cache the full blocks of a prompt. `needed` also counts its last, partial block."""
         if needed > self._limit:
             return
         for prefix in hashes:
             self._blocks.pop(prefix, None)
         while len(self._blocks) + needed > self._limit:
             self._blocks.popitem(last=False)
-        # The last block of a prompt is the first to go.
+        # The last block of a prompt is the first one that is evicted.
         self._blocks.update(dict.fromkeys(reversed(hashes)))
 
 
@@ -152,11 +152,11 @@ def oracle_hits(
 ) -> int:
     """Return how many tokens an oracle finds in the caches of workers.
 
-    It knows each cache. A prompt goes to the worker that has most of it, of equal ones to that with
-    the fewest tokens of prompts so far. The beginning that all prompts share does not count,
-    because all would follow the first one to its worker. Prompts are computed in the order in which
-    they come, in no time. With one worker that has the space of all, this is more than any
-    selection of workers can reach.
+    It knows each cache. A prompt goes to the worker whose cache has most of it; of equal ones, to
+    the worker with the fewest tokens of prompts so far. The beginning that all prompts share does
+    not count, because otherwise all would follow the first one to its worker. Prompts are computed
+    in the order in which they come, in no time. With one worker that has the space of all, this is
+    more than any selection of workers can reach.
 
     Args:
         trace: the requests.
@@ -187,7 +187,7 @@ def oracle_hits(
 
 
 def _num_shared(hashed: Sequence[Sequence[int]]) -> int:
-    """Return with how many equal blocks all prompts begin. 0: they do not differ."""
+    """Return with how many equal blocks all prompts begin; 0 if all blocks are equal."""
     for count, prefixes in enumerate(zip(*hashed, strict=False)):
         if len(set(prefixes)) > 1:
             return count
@@ -195,6 +195,7 @@ def _num_shared(hashed: Sequence[Sequence[int]]) -> int:
 
 
 def _ids(blocks: Sequence[int], framing_tokens: int) -> array[int]:
+    """Return numbers in place of the tokens of a prompt, equal ones for equal blocks."""
     ids = array("i", repeat(_NEW, framing_tokens))
     for block in blocks:
         ids.extend(repeat(block, BLOCK_TOKENS))

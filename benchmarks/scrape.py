@@ -1,4 +1,4 @@
-"""Reads JSON and metrics of processes over HTTP. Each call blocks for a few seconds at most."""
+"""Read JSON and metrics of processes over HTTP. Each call blocks for a few seconds at most."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def fetch(url: str) -> bytes:
 
 
 def gauges(url: str) -> dict[str, float]:
-    """Return the metrics without labels by short name.
+    """Return the metrics without labels by name, without the common prefix.
 
-    A process that does not answer has NaN requests.
+    If the process does not answer, it is not known how many requests it has: they are NaN.
     """
     try:
         text = fetch(f"{url}/metrics").decode()

@@ -1,4 +1,4 @@
-"""An etcd or nats-server process that keeps its address over restarts."""
+"""Run an etcd or nats-server process that has the same address after a restart."""
 
 from __future__ import annotations
 

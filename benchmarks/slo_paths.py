@@ -1,4 +1,4 @@
-"""Compares router modes under a load that changes, in virtual time.
+"""Compare router modes under a load that changes, in virtual time.
 
     python -m benchmarks.slo_paths
 
@@ -151,7 +151,7 @@ def _cells(outcomes: Sequence[Outcome], slo: Slo) -> list[str]:
 
 
 def _is_of(request: SimulatedRequest, part: Part) -> bool:
-    """Return whether a request is of a part. All answers that are complete have its length."""
+    """Return whether a request is of a part of the schedule, by the lengths of its shape."""
     if request.input_tokens != part.shape.input_tokens:
         return False
     return request.wanted_tokens == part.shape.output_tokens

@@ -1,5 +1,5 @@
-"""Measures how long a frontend takes to answer /live and to serve its first model, and which
-imports take the time.
+"""Measure how long a frontend takes to answer /live and to serve its first model, and how much of
+this time its imports take.
 
     python -m benchmarks.startup --repeat 3
 
@@ -36,7 +36,7 @@ STAGES = {
 }
 _TIMEOUT_S = 60.0
 _PAUSE_S = 0.002
-_ROWS = 12
+_ROWS = 12  # packages that are listed, those with the longest imports
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
 
 
@@ -62,9 +62,10 @@ class LoggedProcess:
         matches: list[tuple[float, re.Match[str]]] = []
 
         def search() -> bool:
-            matches.extend(
-                (at, match) for at, line in self._lines if (match := re.search(pattern, line))
-            )
+            for at_s, line in list(self._lines):
+                match = re.search(pattern, line)
+                if match is not None:
+                    matches.append((at_s, match))
             return bool(matches) or self.process.poll() is not None
 
         wait_until(search)
@@ -128,24 +129,19 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
     frontend = LoggedProcess("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
     timings = {}
     try:
-        timings["/live answers"] = (
-            wait_until(lambda: http_request(port, "GET", "/live")[0] == 200) - frontend.begun
-        )
-        timings["requests are taken"] = (
-            wait_until(lambda: "loading" not in http_request(port, "GET", "/health")[1])
-            - frontend.begun
-        )
+        live = wait_until(lambda: http_request(port, "GET", "/live")[0] == 200)
+        timings["/live answers"] = live - frontend.begun
+        loaded = wait_until(lambda: "loading" not in http_request(port, "GET", "/health")[1])
+        timings["requests are taken"] = loaded - frontend.begun
         timings["MiB, no model"] = frontend.rss_mib()
         worker = LoggedProcess("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
         try:
             registered, _ = worker.wait_for_line("serving as instance")
             timings["worker: start to registration"] = registered - worker.begun
-            timings["registration: seen"] = (
-                frontend.wait_for_line("worker .* registered: model")[0] - registered
-            )
-            timings["registration: model served"] = (
-                frontend.wait_for_line("model .* is ready")[0] - registered
-            )
+            seen, _ = frontend.wait_for_line("worker .* registered: model")
+            timings["registration: seen"] = seen - registered
+            served, _ = frontend.wait_for_line("model .* is ready")
+            timings["registration: model served"] = served - registered
             body = {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": "hello"}],
@@ -164,8 +160,9 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
 
 
 def imports(module: str) -> Counter[str]:
-    """Return the import time of each package in milliseconds, without its imports of other
-    packages.
+    """Return the import time of each package in milliseconds.
+
+    The time in which a package imports others counts for those.
     """
     command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -1,11 +1,11 @@
-"""Counts whom a frontend gives up, and how many workers end, when requests end their workers.
+"""Count which requests a frontend gives up, and how many workers end, if requests end workers.
 
     python -m benchmarks.suspects
 
-A model of workers that generate a token per step for each of their calls. It does with suspects
-(`dynamo_trtllm/frontend/routing/suspects.py`) what the router does, but they wait for their turn
-without a time limit. In each run, four queries of death are sent among other requests of 40 tokens,
-of which 20 run at the same time. A seed gives the same run each time.
+This is a model of workers that generate a token per step for each of their calls. It does with
+suspects (`dynamo_trtllm/frontend/routing/suspects.py`) what the router does, but lets them wait for
+their turn without a time limit. In each run, four queries of death are sent among other requests of
+40 tokens, of which 20 run at the same time. A seed gives the same run each time.
 
   at        when they end a worker: early (after 0 to 7 tokens of a call), late (8 to 29 tokens of a
             call), or at a token of their answer (8 to 34)
@@ -43,7 +43,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 
 NUM_TOKENS = 40  # of an answer
-MOST_STEPS = 1000  # until a request has ended
+MAX_STEPS = 1000  # until a request must have ended
 OVERLAP_STEPS = 3  # other requests between two deadly ones
 
 
@@ -58,11 +58,11 @@ class ModelRequest:
     def __init__(self, kills_at: int | None = None, kills_at_answer: int | None = None) -> None:
         self._kills_at = kills_at
         self._kills_at_answer = kills_at_answer
-        self.num_tokens = 0  # of the call
-        self.num_before = 0  # of the calls before
+        self.num_tokens = 0  # tokens of the call that runs now
+        self.num_before = 0  # tokens of the calls before it
         self.tokens_to_settle = 0
         self.is_prime = False
-        self.num_ended = 0  # workers
+        self.num_ended = 0  # workers that it has ended
         self.is_given_up = False
         self.call = TrackedCall(Suspicion(), self.progress)
 
@@ -159,22 +159,23 @@ class Model:
 
         Args:
             deadly: the deadly requests.
-            overlap: send each shortly after the one before. Otherwise, after that was given up.
+            overlap: send each shortly after the one before. Otherwise, each is sent after the one
+                before was given up.
         """
         for _ in range(NUM_TOKENS):
             self.send(ModelRequest())
             self.step()
         for sent in deadly:
             self.send(sent)
-            self.send_others(OVERLAP_STEPS if overlap else MOST_STEPS, until_done=[sent])
-        self.send_others(MOST_STEPS, until_done=deadly)
-        for _ in range(MOST_STEPS):
+            self.send_others(OVERLAP_STEPS if overlap else MAX_STEPS, until_done=[sent])
+        self.send_others(MAX_STEPS, until_done=deadly)
+        for _ in range(MAX_STEPS):
             self.step()
         if not all(sent.is_done for sent in self.all):
             raise RuntimeError("a request never ended")
 
     def send_others(self, count: int, *, until_done: Sequence[ModelRequest]) -> None:
-        """Send so many other requests, one in two steps, or fewer if these are done before."""
+        """Send this many other requests, one in two steps, or fewer if these are done before."""
         for _ in range(count):
             if all(sent.is_done for sent in until_done):
                 return
