@@ -241,7 +241,7 @@ class Poison:
 @pytest.mark.parametrize(
     ("model", "count"),
     [
-        ("llama", 50),
+        ("llama", 100),
         pytest.param("gpt_oss", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
     ids=str,

@@ -224,7 +224,7 @@ async def outcome(router: RequestRouter, number: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    "count", [600, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 async def test_lossy_plane_gives_right_answers_or_named_errors(
     network: LossyNetwork, count: int, caplog: pytest.LogCaptureFixture
