@@ -195,7 +195,7 @@ def test_plan_prints_figures_before_it_writes(
 ) -> None:
     printed: list[str] = []
     monkeypatch.setattr(plan, "write_text", lambda *_: printed.append(capsys.readouterr().out))
-    monkeypatch.setattr(plan, "LADDER", (1.0,))
+    monkeypatch.setattr(plan, "RATE_FACTORS", (1.0,))
     monkeypatch.setattr(plan, "_plot", lambda *_: "chart")
     run(f"{PLAN} --out plan --plot chart.svg")
     assert len(printed) > 1
