@@ -79,6 +79,12 @@ LONG |= {"empty-etcd"}
 # A worker of either role leaves alike, which `term-decode` shows with processes, and
 # tests/integration/test_draining.py for both roles without.
 LONG |= {"term-prefill"}
+# The same of a killed one: `kill-decode` shows it, and tests/e2e/test_launch_scripts.py restarts a
+# prefill worker.
+LONG |= {"kill-prefill"}
+# `freeze-frontend` shows it with processes; that a worker gives up a silent caller:
+# tests/contract/test_plane_liveness.py.
+LONG |= {"freeze-frontend-long"}
 # The same against the parts themselves: tests/integration/test_poisoned_records.py;
 # tests/contract/test_plane_versions.py; test_changed_kv.py and test_engine.py; and
 # tests/e2e/mock_cluster/test_overload.py, whose connections take up all files of a frontend.

@@ -1,5 +1,5 @@
-"""The command `serve` with real processes: two deployments side by side, which differ in nothing
-but the port.
+"""The command `serve` with real processes: a deployment, and, with --long, two side by side, which
+differ in nothing but the port.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(
-    ("flags", "engine"),
+    ("flags", "others", "engine"),
     [
-        (MOCK, "mock: given with --engine"),
+        (MOCK, 0, "mock: given with --engine"),
         pytest.param(
-            [], "torch: no NVIDIA GPU was found .*, and it runs on CPUs", marks=pytest.mark.long
+            [], 1, "torch: no NVIDIA GPU was found .*, and it runs on CPUs", marks=pytest.mark.long
         ),
     ],
     ids=["mock", "torch"],
 )
-def test_two_deployments_run_and_stop_independently(
-    tmp_path: Path, flags: list[str], engine: str
+def test_deployments_run_and_stop_independently(
+    tmp_path: Path, flags: list[str], others: int, engine: str
 ) -> None:
-    ports = [free_ports(), free_ports()]
+    ports = [free_ports() for _ in range(1 + others)]
     started = []
     try:
-        for port, own in zip(ports, (flags, MOCK), strict=True):
+        for port, own in zip(ports, (flags, *[MOCK] * others), strict=True):
             folder = tmp_path / str(port)
             folder.mkdir()
             argv = (MODEL, "--prefill", "1", "--decode", "1", "--port", str(port), *own)
@@ -51,7 +51,7 @@ def test_two_deployments_run_and_stop_independently(
             running.wait_line(r"launch +\| topology: +1 prefill and 1 decode worker, as given")
             running.wait_line(rf"launch +\| Ready: http://localhost:{port}")
             ask_until_answered(port)
-        first, second = started
+        first = started[0]
         first.wait_line(rf"launch +\| engine: +{engine}")
         messages = [{"role": "user", "content": "Is everything up and running?"}]
         body = {"model": MODEL, "messages": messages, "max_tokens": 16}
@@ -64,10 +64,11 @@ def test_two_deployments_run_and_stop_independently(
         first.process.send_signal(signal.SIGINT)
         assert first.end() == (0, "")
         first.wait_gone(SOON_S)
-        ask_until_answered(ports[1])
-        second.process.send_signal(signal.SIGINT)
-        assert second.end() == (0, "")
-        second.wait_gone(SOON_S)
+        for other, port in zip(started[1:], ports[1:], strict=True):
+            ask_until_answered(port)
+            other.process.send_signal(signal.SIGINT)
+            assert other.end() == (0, "")
+            other.wait_gone(SOON_S)
         assert not [*tmp_path.glob("*/dynamo-*")]
         for running in started:
             assert not [line for line in running.lines if re.search(r"\b(ERROR|WARNING)\b", line)]

@@ -70,8 +70,9 @@ class RegistryTiming:
     """Waits of a `ModelRegistry` in seconds. Users can't change them; tests do."""
 
     retry_s: float = 1.0  # between attempts to fetch a card's files while no worker answers
-    # Until the rest of a renderer is loaded: the first seconds of a frontend are busy.
-    preload_after_s: float = 15.0
+    # Until the rest of a renderer is loaded if no long prompt came: this takes 3 s of CPU time, and
+    # the first minute of a frontend is busy.
+    preload_after_s: float = 60.0
 
 
 TIMING = RegistryTiming()
