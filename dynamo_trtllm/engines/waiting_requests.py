@@ -30,7 +30,7 @@ FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
 # which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
 # Into how many steps one is divided, so that a client below its share waits less for the step that
-# runs: with steps of 0.1 s, its p99 is 22 ms longer than alone. With 2, it is 35 ms longer, and the
+# runs: with steps of 0.1 s, its p99 is 23 ms longer than alone. With 2, it is 37 ms longer, and the
 # throughput 0.6 % higher (docs/performance.md, "Shares of clients").
 _SHORT_STEPS: Final = 3
 _EVENT_OF_WAIT: Final = {

@@ -126,6 +126,36 @@ async def test_step_is_a_third_with_prompts_above_their_share_only(
 @pytest.mark.parametrize(
     ("kind", "args"),
     [
+        (
+            "mock",
+            {
+                "prefill_tokens_per_step": 16,
+                "decodes_take_step_tokens": True,
+                "prefill_token_s": 1e-5,
+                "step_s": 0.005,
+            },
+        ),
+        ("torch", {"max_num_tokens": 16, "max_batch_size": 16}),
+    ],
+)
+async def test_prompt_above_its_share_goes_on_beside_streams(
+    kind: str, args: dict[str, Any], gpt_oss: Path
+) -> None:
+    engine = make(kind, gpt_oss, Role.AGGREGATED, **args)
+    async with started(engine):
+        streams = [
+            asyncio.create_task(collect(engine, ask(prompt_of(10, seed=seed), max_tokens=150)))
+            for seed in range(8)
+        ]
+        await check_stats(engine, running=8, queued_prefill_tokens=0)
+        await collect(engine, request(client_share=ClientShare.ABOVE))
+        assert not any(stream.done() for stream in streams)
+        await asyncio.gather(*streams)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
         ("mock", {"prefill_tokens_per_step": 512, "prefill_token_s": 1e-5}),
         ("torch", {"prefill_chunk_tokens": 512, "max_num_tokens": 512}),
     ],

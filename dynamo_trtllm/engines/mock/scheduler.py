@@ -326,9 +326,10 @@ class MockScheduler:
         num_planned = self._num_decoding  # tokens of the step
         for stream in self._prompts:
             limit = max_tokens
+            left = max_tokens - self._num_decoding
             # Without a time per prompt token, a smaller step would save nothing.
-            if self._args.has_prompt_time:
-                limit = step_limit(max_tokens, stream.request)
+            if self._args.has_prompt_time and left > 0:
+                limit = self._num_decoding + step_limit(left, stream.request)
             count = min(limit - num_planned, stream.prefill_left)
             # Without `splits_prompts`, a prompt that does not fit waits, unless it is the first.
             if planned and count < stream.prefill_left and not self._args.splits_prompts:

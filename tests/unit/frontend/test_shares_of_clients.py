@@ -156,7 +156,7 @@ def bursts(size: int, every_s: float, begin_s: float = 0.0) -> list[float]:
 @pytest.mark.parametrize(
     ("own", "num_steps"),
     [
-        # Half a step, which runs, and what b has in the one of the request.
+        # A third of a step, which runs, and what b has in the one of the request.
         (bursts(1, 0.11, begin_s=2.0), 1.5),
         (bursts(8, 0.45, begin_s=2.0), 1.5),
         # As many as a client is lifted to be ahead of others. The last ones are not below its
