@@ -35,7 +35,7 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 
 _LOOK_UP_TIMEOUT_S: Final = 10.0
 _WEIGHTS: Final = "*.safetensors"
-_PART_OF_WEIGHTS: Final = "*-of-*.safetensors"
+_PART_OF_WEIGHTS: Final = "model-*-of-*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NOT_NEEDED: Final = ["*/*", "consolidated*"]  # they have the same weights in other formats
 _GIB: Final = 1 << 30
@@ -84,7 +84,8 @@ class Hub:
 
         Raises:
             ConfigError: there is no such model, access is denied, the hub can't be reached, the
-                model has no weights in the safetensors format, or the extra `hub` is not installed.
+                model has no weights in the safetensors format or lacks a file of its tokenizer, or
+                the extra `hub` is not installed.
         """
         if importlib.util.find_spec("huggingface_hub") is None:
             raise ConfigError(
@@ -160,7 +161,7 @@ class Hub:
         return model.folder
 
     def _cached(self, name: str, revision: str | None) -> HubModel | None:
-        """Return the model if the cache has its config.json and its weights; otherwise None."""
+        """Return the model if the cache has all files that serving needs; otherwise None."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         with self._errors(name, revision):
@@ -251,10 +252,16 @@ def _weight_files(folder: Path) -> list[Path]:
 def _other_files(folder: Path) -> list[Path]:
     """Return the other files without which the weights of a folder can't be served."""
     names = [CONFIG, *_tokenizer_files(folder)]
-    # Without the index, it is not known how many weight files there are.
-    if any(folder.glob(_PART_OF_WEIGHTS)):
+    # Without the index, it is not known which of several weight files are missing.
+    if _has_several_parts(folder):
         names.append(WEIGHT_INDEX)
     return [folder / name for name in names]
+
+
+def _has_several_parts(folder: Path) -> bool:
+    """Return whether weight files are parts: `model-00001-of-00002.safetensors`."""
+    totals = (path.stem.rpartition("-of-")[2] for path in folder.glob(_PART_OF_WEIGHTS))
+    return any(total.isdecimal() and int(total) > 1 for total in totals)
 
 
 def _tokenizer_files(folder: Path) -> list[str]:

@@ -138,6 +138,14 @@ def test_find_completes_what_another_program_cached(lacking: str, tmp_path: Path
         server.close()
 
 
+def test_find_of_a_cached_model_in_one_part_needs_no_index(hub: Hub, server: HubServer) -> None:
+    server.files["model-00001-of-00001.safetensors"] = server.files.pop("model.safetensors")
+    folder = hub.download(hub.find(NAME), lambda _: None)
+    server.requests.clear()
+    assert hub.find(NAME).folder == folder
+    assert server.requests == []
+
+
 def test_find_of_cached_gpt_oss_needs_no_tokenizer(hub: Hub, server: HubServer) -> None:
     server.files["config.json"] = b'{"model_type": "gpt_oss"}'
     for name in ("tokenizer.json", "tokenizer_config.json"):
