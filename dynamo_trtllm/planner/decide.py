@@ -187,16 +187,23 @@ def _undecided(observation: Observation) -> Decision | None:
     """Return the decision if nothing can be predicted or chosen; otherwise None."""
     elastic = [worker for worker in observation.workers if worker.is_elastic]
     fresh = [worker for worker in observation.workers if worker.is_fresh]
+    present = _present(observation.workers)
     if not elastic:
         return Decision(
             outcome=DecisionOutcome.NO_ELASTIC_WORKERS,
+            present=present,
             reason=NO_ELASTIC_WORKERS,
         )
     if len(observation.workers) == 1:
-        return Decision(outcome=DecisionOutcome.ONE_WORKER, reason="the only worker gets all calls")
+        return Decision(
+            outcome=DecisionOutcome.ONE_WORKER,
+            present=present,
+            reason="the only worker gets all calls",
+        )
     if len(fresh) < 2 or not any(worker.is_elastic for worker in fresh):
         return Decision(
             outcome=DecisionOutcome.NO_LOADS,
+            present=present,
             reason=f"{len(fresh)} of {len(observation.workers)} workers have reported their load"
             " lately, which is too few to choose between them",
         )
@@ -204,6 +211,7 @@ def _undecided(observation: Observation) -> Decision | None:
     if cost is None or cost.decode is None or cost.prefill is None or not cost.step_tokens:
         return Decision(
             outcome=DecisionOutcome.NO_COST_MODEL,
+            present=present,
             reason="the workers have not measured the times of their steps yet",
         )
     return None

@@ -158,7 +158,10 @@ class Observer:
         # A report that arrived after a newer one was ignored.
         is_newest = self._loads.get(report.instance_id).report is report
         if is_newest:
-            window = self._windows.setdefault(report.instance_id, ReportWindow(instance.role))
+            window = self._windows.get(report.instance_id)
+            if window is None:
+                window = ReportWindow(instance.role)
+                self._windows[report.instance_id] = window
             window.add(report, now)
 
     def remove(self, instance_id: int) -> None:

@@ -19,9 +19,9 @@ from dynamo_trtllm.protocol.cost_model import (
 # A predicted time may be at most this part of its limit. The rest is headroom for what the
 # prediction does not see.
 MAX_PART: Final = 0.8
-# If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit. It is
-# then replaced by this multiple of the time on an idle worker.
-_UNREACHABLE_FACTOR: Final = 2.0
+# If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit with
+# headroom. It is then replaced by this multiple of the time on an idle worker.
+_IDLE_FACTOR: Final = 2.0
 # The time that nine of ten first tokens keep is predicted. Waits in a queue are taken as
 # distributed exponentially: nine of ten are below this multiple of their mean.
 _P90_OF_MEAN: Final = math.log(10)
@@ -333,7 +333,7 @@ def _reachable(limit_s: float, idle_s: float) -> float:
 
     `idle_s` is the time on an idle worker.
     """
-    return limit_s if idle_s <= MAX_PART * limit_s else _UNREACHABLE_FACTOR * idle_s
+    return limit_s if idle_s <= MAX_PART * limit_s else _IDLE_FACTOR * idle_s
 
 
 def _fewest(part: Callable[[int], float]) -> int:
