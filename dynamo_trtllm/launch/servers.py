@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -279,13 +280,16 @@ class LocalServer(Child):
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-# What etcd says before it starts, and what the system does.
-_TOO_FEW_FILES: Final = ("file descriptor limit", "too many open files")
+# What etcd says before it starts, and what the system says of a process. Of all processes together,
+# the system says "too many open files in system".
+_TOO_FEW_FILES: Final = re.compile(
+    "file descriptor limit|too many open files(?! in system)", re.IGNORECASE
+)
 
 
 def _open_files_hint(lines: str) -> str:
     """Return what to do if a server ended because it may open too few files; "" otherwise."""
-    if not any(text in lines.lower() for text in _TOO_FEW_FILES):
+    if not _TOO_FEW_FILES.search(lines):
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f" because it may open only {limit} files: raise this limit (ulimit -n)"

@@ -137,6 +137,7 @@ class Child:
         self._kill_timeout_s = kill_timeout_s
         self._exit_status = wait_for_exit(process)
         self.is_overdue = False  # it did not end within `stop_timeout_s` of SIGTERM, and was killed
+        self._is_kill_sent = False
         self.is_terminating = False  # `terminate` was called: an end of the process is expected
         self.pid = process.pid
 
@@ -165,7 +166,7 @@ class Child:
             async with asyncio.timeout(self.stop_timeout_s):
                 await self.ended()
         except TimeoutError:
-            self.is_overdue = True
+            self.is_overdue = not self._is_kill_sent
             self.kill()
             await self.ended()
 
@@ -175,6 +176,7 @@ class Child:
         A process that survives it for `kill_timeout_s` counts as ended.
         """
         if self._process.returncode is None:
+            self._is_kill_sent = True
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -153,9 +153,9 @@ async def test_run_with_unkillable_program_stops_the_others(
     try:
         assert await made.run({"a": DRAINS, "b": IGNORES}, then) == {"a": 0, "b": -9}
     finally:
-        assert made.said == ["b did not end within 0.05 s of SIGTERM, and was killed"]
         made.children["b"]._process.kill()
         await asyncio.to_thread(made.children["b"]._process.wait)
+    assert made.said == ["b did not end within 0.05 s of SIGTERM, and was killed"]
 
 
 async def test_run_when_stopped_twice_then_programs_still_drain() -> None:
