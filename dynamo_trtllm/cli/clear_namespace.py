@@ -76,8 +76,8 @@ async def clear(config: ClearNamespaceConfig) -> bool:
             _say("Nothing removed.")
             return False
         for key, lease in instances.items():
-            # If the key of a live worker was deleted, nothing would register it again. A worker
-            # whose lease was revoked registers again itself.
+            # To revoke the lease also removes its keys. A live worker then registers again, with a
+            # new lease.
             if lease is None:
                 await store.delete(key)
             else:

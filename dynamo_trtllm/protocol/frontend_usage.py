@@ -37,7 +37,7 @@ class KeyTotals(msgspec.Struct, frozen=True, array_like=True):
 class FrontendUsage(msgspec.Struct, frozen=True, array_like=True):
     """What the clients of one process of a frontend take."""
 
-    process: Number  # random, the same after a crash of the process
+    process: Number  # random; with a file of API keys, the same after a crash of the process
     frontend: Number  # random, the same for all processes of a frontend
     models: dict[str, ModelUsage]  # models that are used
     # The totals by id of the key, see `KeyUsage`. Keys without limits, and keys whose usage has not

@@ -118,15 +118,15 @@ class RobustFit:
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
         """Take a sample. First evaluate what was predicted for it, if there were enough samples.
 
-        Samples that are not finite are ignored.
+        Samples that are not finite, or took no time, are ignored.
 
         Args:
             features: the values on which the time depends.
             kind: equal for samples that are alike.
             seconds: the measured time.
         """
-        is_finite = 0 < seconds < math.inf and all(map(math.isfinite, features))
-        if not is_finite:
+        is_usable = 0 < seconds < math.inf and all(map(math.isfinite, features))
+        if not is_usable:
             return
         self.num_samples += 1
         if self.num_samples <= _WARM_UP:

@@ -272,7 +272,8 @@ class ServiceStream(Stream):
         """Count the tokens of an event and pass the event on. The last event ends the stream."""
         if isinstance(event, Chunk):
             # The last chunk of a prefill call may have KV transfer parameters and no token.
-            if not self.num_tokens and (event.token_ids or event.kv_params is not None):
+            has_result = event.token_ids or (event.finish_reason and event.kv_params is not None)
+            if not self.num_tokens and has_result:
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
             if event.finish_reason is None:

@@ -150,7 +150,7 @@ class MergedSamples:
         self._points.append(point)
         # The requests that a new process had before are older than some that readers have, so the
         # readers get the whole list.
-        has_history = any(sample.number == 1 for sample in samples)
+        has_history = any(sample.number <= 1 for sample in samples)
         shown = list(self._requests) if has_history else rows
         return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
 

@@ -213,7 +213,9 @@ class ChoiceTimeline:
             return
         stats = self.prefill_stats or self.decode_stats
         if stats is not None:
-            self.place.prompt_done(len(request.token_ids), stats.cached_tokens)
+            prompt_tokens = len(request.token_ids)
+            # A worker that resumes a stream may have cached tokens of its output, too.
+            self.place.prompt_done(prompt_tokens, min(prompt_tokens, stats.cached_tokens))
         self.place.leave()
 
     def _enter(self, phase: str, role: str = FRONTEND) -> None:

@@ -263,7 +263,8 @@ class RoutedRequest(Stream):
             return exc.with_traceback(None)
         if placement is not None:
             self._placed = placement.start(selection, request, self._router.clocks.monotonic())
-            # A selection is either by cost or by predicted times, so one of these does nothing.
+            # The first notes only selections by cost, and the second only those by predicted times,
+            # or that none was predicted.
             self._timeline.placed_by_cost(request, selection, placement.mode)
             self._timeline.path_chosen(request, selection, placement.mode)
         shares = self._router.view.model(request.model).shares

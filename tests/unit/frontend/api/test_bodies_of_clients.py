@@ -259,5 +259,5 @@ def test_output_of_a_tool_may_have_text_parts_of_mcp() -> None:
     assert responses(input=[USER, call, output])[0].input[2].output == ["a", "b"]
 
 
-def test_any_service_tier_is_accepted() -> None:
+def test_fast_service_tier_is_accepted() -> None:
     assert chat(service_tier="fast")[1] == []
