@@ -290,8 +290,9 @@ class PlannerProcess(Lifecycle):
             return key.model
         ids = sorted({instance.id for instance in (*group.prefill, *group.decode)})
         shown = ", ".join(f"{id_:x}" for id_ in ids[:_MAX_NAMED])
-        more = len(ids) - _MAX_NAMED
-        return f"{key.model} ({shown}{f' and {more} more' if more > 0 else ''})"
+        if len(ids) > _MAX_NAMED:
+            shown += f" and {len(ids) - _MAX_NAMED} more"
+        return f"{key.model} ({shown})"
 
     def _add_metrics(self, model: str, decision: Decision) -> None:
         metrics = self._metrics
