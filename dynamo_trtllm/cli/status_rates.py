@@ -66,7 +66,7 @@ class RateMeter:
         )
         samples = self._samples[report.name or report.url, process.name]
         # Counters of a frontend that was started again begin at 0.
-        if samples and sample.requests < samples[-1].requests:
+        if samples and _began_again(samples[-1], sample):
             samples.clear()
         while samples and samples[0].at_s < now_s - _WINDOW_S:
             samples.popleft()
@@ -82,6 +82,10 @@ class RateMeter:
                 ttft_p99_s=percentile(times, 0.99),
             )
         samples.append(sample)
+
+
+def _began_again(before: _Counters, after: _Counters) -> bool:
+    return after.requests < before.requests or after.tokens < before.tokens
 
 
 def _is_recent(sample: _Counters, now_s: float) -> bool:

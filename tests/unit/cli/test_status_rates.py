@@ -51,6 +51,12 @@ def test_first_look_has_totals_and_no_rates() -> None:
     assert "/s" not in line
 
 
+def test_frontend_that_began_again_has_no_negative_rate() -> None:
+    line = watched((0.0, frontend(10, 5000)), (2.0, frontend(13, 50)))
+    assert "13 requests, 50 tokens" in line
+    assert "/s" not in line
+
+
 def test_rates_are_of_ten_seconds_and_percentiles_of_a_minute() -> None:
     line = watched(
         (0.0, frontend(0, 0, fast=0, slow=0, all=0)),
