@@ -287,7 +287,7 @@ class MergedSamples:
         ]
         # Of thousands of workers, those that need attention are listed.
         if len(rows) > MAX_LISTED:
-            rows.sort(key=lambda row: (-row.silent_s, row.slow_ratio is None))
+            rows.sort(key=_urgency)
         return rows
 
     def _slow_workers(self, instances: Sequence[Instance]) -> dict[int, _Slowness]:
@@ -361,6 +361,13 @@ def _sums(counts: Sequence[Sequence[int]], size: int) -> list[int]:
         if len(of_process) == size:
             sums = [total + count for total, count in zip(sums, of_process, strict=True)]
     return sums
+
+
+def _urgency(worker: ConsoleWorker) -> tuple[bool, bool, float]:
+    """Return what sorts workers: those that health reasons call silent, slow ones, the others."""
+    is_silent = worker.silent_s >= health_reasons.SILENT_S
+    is_slow = worker.slow_ratio is not None
+    return not is_silent, not is_slow, -worker.silent_s
 
 
 def _known(seconds: Mapping[int, float | None]) -> dict[int, float]:

@@ -16,6 +16,7 @@ import pytest
 from dynamo_trtllm.access.api_keys import ApiKey, digest_of
 from dynamo_trtllm.access.keys_file import add_key, remove_key
 from dynamo_trtllm.frontend.console import feed
+from dynamo_trtllm.frontend.console.snapshot import MAX_LISTED
 from dynamo_trtllm.protocol.frontend_samples import FrontendSample, RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.messages import LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares, ShareTable
@@ -358,6 +359,22 @@ async def test_snapshot_names_the_slow_decode_worker() -> None:
     assert "Decode worker 3 is slow: 30.0 ms per token, 3.0 times the others of its role." in [
         reason["text"] for reason in shown["reasons"]
     ]
+
+
+async def test_slow_worker_is_among_the_listed_ones_of_many() -> None:
+    served = front()
+    served.catalog.up = [make_instance(number) for number in range(1, MAX_LISTED + 3)]
+    last = len(served.catalog.up)
+    # All others wait for a token at this moment, as running streams do.
+    workers = tuple(
+        WorkerProgress(
+            number, 1, 100, 3.0 if number == last else 1.0, 100, 0.0 if number == last else 0.1
+        )
+        for number in range(1, last + 1)
+    )
+    shown = snapshot_of(served, sample(workers=workers))
+    assert len(shown["workers"]) == MAX_LISTED
+    assert shown["workers"][0]["id"] == f"{last:x}"
 
 
 def prompt_of(worker: int, seconds: float) -> RequestRow:
