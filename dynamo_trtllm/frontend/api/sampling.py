@@ -102,7 +102,7 @@ MaxTokens: TypeAlias = Annotated[
 ]
 BiasSent: TypeAlias = Annotated[
     dict[
-        Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)],
+        Annotated[str, Field(pattern=rf"^[0-9]{{1,{_ID_DIGITS}}}$", max_length=_ID_DIGITS)],
         Annotated[float, Field(ge=-100, le=100)],
     ],
     Field(max_length=MAX_BIASED),

@@ -244,6 +244,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         chat(stop=[""]),
         chat(n=0),
         chat(modalities=["audio"]),
+        chat(logit_bias={"4294967295": 101}),
     ],
     "CompletionRequest": [
         {"model": "m", "prompt": ""},
