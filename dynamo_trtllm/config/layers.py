@@ -23,6 +23,7 @@ OVERRIDE_SOURCE = "--override-engine-args"
 MAX_YAML_BYTES = 256 << 10
 MAX_YAML_VALUES = 10_000  # read in one to two seconds; engine arguments have a few hundred values
 MAX_YAML_DEPTH = 64
+_MAX_KEY_SHOWN = 40  # characters, in an error
 CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,18 @@ class Merged(NamedTuple):
 def merge(sources: Iterable[Source]) -> Merged:
     """Merge the sources; a later one overrides an earlier one, leaf by leaf.
 
-    Mappings are merged. Any other value replaces the earlier value or subtree.
+    Mappings are merged. Any other value replaces the earlier value or subtree. A dot in a key of a
+    source separates levels.
+
+    Raises:
+        ConfigError: with these, there are more than MAX_YAML_DEPTH levels.
     """
     merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
     notes = []
     for source in sources:
         for key, value in _leaves(source.values):
+            _check_depth(key, value, source.name)
             if value == {} and any(known.startswith(f"{key}.") for known in merged):
                 continue  # merging nothing into a mapping
             for overridden in _overridden_keys(merged, key):
@@ -79,6 +85,27 @@ def merge(sources: Iterable[Source]) -> Merged:
         if source.is_default:
             defaults.add(source.name)
     return Merged(merged, notes)
+
+
+def _check_depth(key: str, value: Any, source: str) -> None:
+    """Check that `read_yaml` could read a leaf that `as_yaml` has written."""
+    num_keys = key.count(".") + 1
+    if num_keys + _depth(value) > MAX_YAML_DEPTH:
+        raise ConfigError(
+            f"{source}: {key[:_MAX_KEY_SHOWN]!r} has more than {MAX_YAML_DEPTH} levels; nest less,"
+            " and use fewer dots in keys"
+        )
+
+
+def _depth(value: Any) -> int:
+    """Return the number of levels of a value. That of a plain value is 1."""
+    if isinstance(value, Mapping):
+        children = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set):
+        children = [*value]
+    else:
+        children = []
+    return 1 + max(map(_depth, children), default=0)
 
 
 def _text(value: Any) -> str:

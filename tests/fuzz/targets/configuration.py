@@ -66,11 +66,11 @@ def check_yaml(data: bytes) -> None:
     path = _written(data)
     try:
         value = read_yaml(path)
+        first = dict(list(value.items())[::2])
+        merged = merge([Source(value, "YAML"), Source(first, "override")])
     except ConfigError as exc:
         _check_error(exc)
         return
-    first = dict(list(value.items())[::2])
-    merged = merge([Source(value, "YAML"), Source(first, "override")])
     again = nested(merged.leaves)
     path.write_text(as_yaml(merged.leaves), encoding="utf-8", errors="surrogatepass")
     read = read_yaml(path)

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.layers import Source, check_keys, merge, nested, read_yaml
+from dynamo_trtllm.config.layers import (
+    Source,
+    as_yaml,
+    check_keys,
+    merge,
+    nested,
+    read_yaml,
+)
 from dynamo_trtllm.config.text_table import format_table
 from dynamo_trtllm.protocol.errors import ConfigError
 
@@ -17,6 +24,13 @@ def bomb(line: str) -> str:
         for n in range(1, 10)
     )
     return "a0: &a0 {x: 1}\n" + "".join(lines)
+
+
+def nested_list(levels: int) -> list[Any]:
+    value: list[Any] = [1]
+    for _ in range(levels - 2):
+        value = [value]
+    return value
 
 
 def merged(*values: dict[str, Any]) -> layers.Merged:
@@ -154,6 +168,16 @@ def test_read_yaml_error_names_file_and_line(tmp_path, text, wanted):
     assert caught.value.message.startswith(str(path))
     assert wanted in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("values", [{"a" + ".b" * 63: 1}, {"a" + ".b" * 40: nested_list(24)}])
+def test_dots_in_keys_make_no_file_that_cannot_be_read(tmp_path: Path, values: Any) -> None:
+    with pytest.raises(ConfigError, match=r"override: 'a\.b.* has more than 64 levels; nest less"):
+        merge([Source(values, "override")])
+    fewer = {key.removesuffix(".b"): value for key, value in values.items()}
+    path = tmp_path / "a.yaml"
+    path.write_text(as_yaml(merge([Source(fewer, "override")]).leaves))
+    assert read_yaml(path)
 
 
 def test_read_yaml_when_the_file_is_missing_then_it_is_named(tmp_path):
