@@ -215,7 +215,7 @@ class Predictor:
         return num_steps * self._prompt_step_s(step_tokens, 0.0)
 
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
-        """Return the prompt steps of each worker. None: no prompts arrive.
+        """Return the prompt steps of each worker. None: no prompt was computed lately.
 
         Prompts that arrive during a step are computed together in the next one. So a longer step
         makes the next one longer: its tokens and its time are found by iteration.
@@ -268,9 +268,11 @@ class Predictor:
         return max(step_s, _SHORTEST_STEP_S)
 
     def _ttft_s(self, num_workers: int, streams: float) -> float:
+        waiting_s = self._waiting_s(num_workers, streams)
         steps = self._prompt_steps(num_workers, streams)
         if steps is None:
-            return 0.0
+            # No prompt was computed lately, so the size of one is not known. Some may wait.
+            return waiting_s
         # The part of the time that the queue can use without growing.
         stable_busy = min(steps.full_busy, _MAX_BUSY)
         # The mean wait in an M/D/1 queue, whose service times are equal.
@@ -278,7 +280,6 @@ class Predictor:
         queue_s = _P90_OF_MEAN * mean_queue_s
         # A new prompt waits for the end of the step that runs, if one runs.
         step_end_s = steps.busy * steps.step_s
-        waiting_s = self._waiting_s(num_workers, streams)
         # The work that is left over after _GROWS_FOR_S seconds, if more arrives than is done.
         growth_s = (steps.full_busy - stable_busy) * _GROWS_FOR_S
         # The three waits are for the same work ahead, so the longest one counts.
