@@ -221,9 +221,10 @@ class PairBreakers:
         worked = status.state is PairState.WORKING
         status.seen_at = now
         self.rescheduled.add(pair)
-        if status.state is PairState.QUARANTINED:
+        if pair in self._open:
             status.open_until = max(status.open_until, now + self._limits.open_s)
-        else:
+        elif status.state is not PairState.QUARANTINED:
+            # Otherwise the breaker is half open, and the outcome of a KV transfer decides.
             status.state = PairState.FAILING
             status.reason = reason
         return worked
