@@ -390,7 +390,13 @@ class TcpBackend:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(connection, (facts.host, facts.port))
+            try:
+                await loop.sock_connect(connection, (facts.host, facts.port))
+            except OSError as exc:
+                raise TransferFailed(
+                    f"KV transfer {transfer_id}: can't connect to the prefill worker at"
+                    f" {facts.host}:{facts.port}: {exc}"
+                ) from exc
             encoded_id = transfer_id.encode()
             presented = self.guard.reader_proof(transfer_id, facts.token)
             request = _REQUEST.pack(our_magic, presented, len(encoded_id))
