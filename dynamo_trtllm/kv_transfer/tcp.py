@@ -129,8 +129,8 @@ class TcpBackend:
     ) -> None:
         self.checksums = checksums or Checksums()
         self._limits = limits
-        # Nothing calls this function: it prepares threads for GPU memory, which the backend can't
-        # transfer.
+        # Part of `TransferBackend`. This backend does not call it: it has no threads, and no GPU
+        # memory to prepare them for.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
         # The token of a transfer is derived from this secret and the id of the transfer. So the
@@ -141,7 +141,7 @@ class TcpBackend:
         self._advertise_host = advertise_host
         # Connections without a request, the oldest first.
         self._without_request: dict[asyncio.Task[None], None] = {}
-        self._closed = 0  # connections closed since the last log line about them
+        self._num_closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
@@ -307,9 +307,11 @@ class TcpBackend:
         if files != resource.RLIM_INFINITY:
             max_connections = min(max_connections, int(files * _CONNECTION_FILES))
             max_without_request = min(max_without_request, int(files * _FILES_WITHOUT_REQUEST))
+        # Both numbers are with the new connection, which is not in `_without_request` yet.
+        num_connections = self._acceptor.num_connections
+        num_without_request = len(self._without_request) + 1
         has_space = (
-            self._acceptor.num_connections <= max_connections
-            and len(self._without_request) < max_without_request
+            num_connections <= max_connections and num_without_request <= max_without_request
         )
         if has_space or self._drop(1):
             return True
@@ -336,15 +338,15 @@ class TcpBackend:
         return bool(oldest)
 
     def _note_closed(self, count: int) -> None:
-        self._closed += count
+        self._num_closed += count
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
             log.warning(
                 "KV transfer over tcp: closed %d connections, too many are open; check what"
                 " connects",
-                self._closed,
+                self._num_closed,
             )
-            self._closed = 0
+            self._num_closed = 0
             self._logged_at = now
 
     async def _send(self, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
@@ -388,7 +390,13 @@ class TcpBackend:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(connection, (facts.host, facts.port))
+            try:
+                await loop.sock_connect(connection, (facts.host, facts.port))
+            except OSError as exc:
+                raise TransferFailed(
+                    f"KV transfer {transfer_id}: can't connect to the prefill worker at"
+                    f" {facts.host}:{facts.port}: {exc}"
+                ) from exc
             encoded_id = transfer_id.encode()
             presented = self.guard.reader_proof(transfer_id, facts.token)
             request = _REQUEST.pack(our_magic, presented, len(encoded_id))
@@ -452,9 +460,8 @@ class TcpBackend:
         if listener is not None and self._acceptor is not None:
             await self._acceptor.aclose()
             listener.close()
-        while self._published:
-            _, entry = self._published.popitem()
-            entry.notify_readers()
+        # Their readers have ended with the acceptor.
+        self._published.clear()
         await asyncio.to_thread(self.checksums.close)
 
 

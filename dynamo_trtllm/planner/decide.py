@@ -148,8 +148,9 @@ def decide(
 
     Args:
         observation: what is known of the workers.
-        limits: the limits. One that an idle worker can't keep is named in the decision, and counts
-            as twice what an idle worker takes.
+        limits: the limits. If an idle worker needs more than MAX_PART of one, twice the time of an
+            idle worker is taken in its place. If it needs more than all of it, the decision names
+            the limit.
         history: of the decision before; at the start `History()`.
 
     Returns:

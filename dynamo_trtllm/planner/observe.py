@@ -18,10 +18,11 @@ from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation,
 from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares
 
-WINDOW_S: Final = 10.0  # rates are means of so long
-# The first reports after the planner has started have no rates yet.
+WINDOW_S: Final = 10.0  # rates are means over this time
+# Rates over a shorter time would be chance. Until this time has passed since the start, what has
+# arrived is divided by it, and the growth of streams is 0.
 MIN_WINDOW_S: Final = 2.0
-GROWTH_S: Final = 5.0  # the growth of streams is a mean of so long
+GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
 
 
 class PoolKey(NamedTuple):
@@ -42,12 +43,12 @@ class _Counts(NamedTuple):
     context_tokens: int
 
 
-class _Rates(NamedTuple):
-    """What came to a worker in the last seconds."""
+class _Increase(NamedTuple):
+    """By how much the counts of a worker have grown in the last seconds."""
 
-    prompts: int = 0
-    tokens: int = 0  # of the prompts that were computed
-    more_queued_tokens: int = 0  # fewer, if it is negative
+    prompts: int = 0  # that were computed
+    tokens: int = 0  # of these prompts
+    queued_tokens: int = 0  # negative: fewer prompt tokens wait
 
 
 class _Means(NamedTuple):
@@ -67,8 +68,8 @@ class ReportWindow:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        # In the order of their arrival. The first one may be older than the window, because what it
-        # has counted holds until the second one.
+        # In the order of their arrival. The first one may be older than the window: its counts are
+        # those with which the window begins.
         self._counts: deque[_Counts] = deque()
 
     def add(self, report: LoadReport, now: float) -> None:
@@ -85,17 +86,17 @@ class ReportWindow:
         self._counts.append(counts)
         self._drop(now)
 
-    def rates(self, now: float) -> _Rates:
-        """Return what came in the window."""
+    def increase(self, now: float) -> _Increase:
+        """Return by how much the counts have grown in the window."""
         self._drop(now)
         if len(self._counts) < 2:
-            return _Rates()
+            return _Increase()
         first = self._counts[0]
         last = self._counts[-1]
-        return _Rates(
+        return _Increase(
             prompts=last.computed_prompts - first.computed_prompts,
             tokens=last.computed_tokens - first.computed_tokens,
-            more_queued_tokens=last.queued_tokens - first.queued_tokens,
+            queued_tokens=last.queued_tokens - first.queued_tokens,
         )
 
     def means(self, now: float) -> _Means:
@@ -118,16 +119,17 @@ class ReportWindow:
         )
 
     def _more_streams_per_s(self, now: float) -> float:
-        """Return how many more streams per second there were in GROWTH_S."""
+        """Return by how many streams per second they have become more in GROWTH_S."""
         before = self._counts[0]
         for counts in self._counts:
             if counts.at_s > now - GROWTH_S:
                 break
             before = counts
-        seconds = now - before.at_s
+        # If `before` is older than GROWTH_S, its number of streams still held at that time.
+        seconds = min(GROWTH_S, now - before.at_s)
         if seconds < MIN_WINDOW_S:
             return 0.0
-        return (self._counts[-1].streams - before.streams) / min(seconds, GROWTH_S)
+        return (self._counts[-1].streams - before.streams) / seconds
 
     def _drop(self, now: float) -> None:
         """Drop the reports that are older than the window, but for the newest one of them."""
@@ -155,7 +157,7 @@ class Observer:
         if instance is None:
             return
         self._loads.on_report(report, now)
-        # A report that arrived after a newer one was ignored.
+        # A late report is ignored: `ClusterLoad` keeps the newest one.
         is_newest = self._loads.get(report.instance_id).report is report
         if is_newest:
             window = self._windows.get(report.instance_id)
@@ -185,12 +187,14 @@ class Observer:
         shares = self._view.model(key.model).shares
         workers = [self._state(instance, shares, now) for instance in instances]
         fresh = [worker.id for worker in workers if worker.is_fresh]
-        rates = [self._windows[id_].rates(now) for id_ in fresh if id_ in self._windows]
+        windows = [self._windows[id_] for id_ in fresh if id_ in self._windows]
+        increases = [window.increase(now) for window in windows]
         seconds = max(MIN_WINDOW_S, min(WINDOW_S, now - self._started_at))
-        prompts = sum(rate.prompts for rate in rates)
-        tokens = sum(rate.tokens for rate in rates)
+        prompts = sum(increase.prompts for increase in increases)
+        tokens = sum(increase.tokens for increase in increases)
         # The tokens that have arrived were computed, or wait.
-        arrived_tokens = max(0, tokens + sum(rate.more_queued_tokens for rate in rates))
+        more_queued = sum(increase.queued_tokens for increase in increases)
+        arrived_tokens = max(0, tokens + more_queued)
         prompt_tokens = tokens / prompts if prompts else 0.0
         arrived_prompts = arrived_tokens / prompt_tokens if prompt_tokens else 0.0
         reports = [self._loads.get(id_).report for id_ in fresh]
@@ -208,17 +212,19 @@ class Observer:
     def _state(self, instance: Instance, shares: Mapping[int, Shares], now: float) -> WorkerState:
         load = self._loads.get(instance.id)
         report = load.report
-        own = shares.get(instance.id)
-        if own is None:
-            own = PREFILL_ONLY if instance.role is Role.PREFILL else DECODE_ONLY
+        own_shares = shares.get(instance.id)
+        if own_shares is None:
+            # Only elastic workers have an entry in `shares`. This one has a fixed role.
+            own_shares = PREFILL_ONLY if instance.role is Role.PREFILL else DECODE_ONLY
         streams = 0
         context = 0
         queued = 0
         if report is not None:
             work = report.work(instance.role)
             streams = work.decode_requests
-            if not own.prefill:
-                # Calls that wait for space in its batch or KV cache.
+            if not own_shares.prefill:
+                # All calls that wait here are decode calls, which become streams once the batch
+                # and the KV cache have space.
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens
@@ -226,7 +232,7 @@ class Observer:
         means = _Means() if window is None else window.means(now)
         return WorkerState(
             id=instance.id,
-            shares=own,
+            shares=own_shares,
             is_elastic=instance.role is Role.ELASTIC,
             streams=streams,
             context_tokens=context,

@@ -22,12 +22,12 @@ MAX_PART: Final = 0.8
 # If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit with
 # headroom. It is then replaced by this multiple of the time on an idle worker.
 _IDLE_FACTOR: Final = 2.0
-# The time that nine of ten first tokens keep is predicted. Waits in a queue are taken as
-# distributed exponentially: nine of ten are below this multiple of their mean.
+# The 90th percentile of the time to first token is predicted. Waits in a queue are taken as
+# distributed exponentially, so their 90th percentile is this multiple of their mean.
 _P90_OF_MEAN: Final = math.log(10)
-# A queue that needs more than this part of a worker's time grows. Its length after so many seconds
-# is predicted.
+# If prompts need more than this part of a worker's time, its queue grows.
 _MAX_BUSY: Final = 0.95
+# The length of a growing queue is predicted for this many seconds from now.
 _GROWS_FOR_S: Final = 10.0
 # The number of streams of a worker and the time of its steps depend on each other. They are found
 # by iteration.
@@ -102,7 +102,7 @@ class PredictedTimes(NamedTuple):
     A part of 1 means that a time takes all of its limit, or that a batch or KV cache is full.
     """
 
-    ttft_s: float  # nine of ten first tokens are expected within it
+    ttft_s: float  # 90th percentile of the time to first token
     gap_s: float  # the longest time between two tokens
     ttft_part: float  # the part of its limit that `ttft_s` takes
     decode_part: float  # the largest part of: the limit of gaps, a batch, a KV cache
@@ -117,13 +117,14 @@ class PredictedTimes(NamedTuple):
 
 
 class PromptSteps(NamedTuple):
-    """The steps with prompts of a worker, with times in seconds."""
+    """The steps in which a worker computes prompts, with times in seconds."""
 
-    step_s: float  # of a step with the prompts that arrive during a step
-    own_s: float  # of all steps of one prompt
+    # Of one step. It computes what has arrived during the step before it.
+    step_s: float
+    prompt_s: float  # of all steps of one prompt
     busy: float  # part of the time in which such steps run
-    full_busy: float  # the same if all of them were full; above 1, the queue grows
-    waiting_s: float  # until the prompts that wait now are computed
+    # The same if all steps were full. Above _MAX_BUSY, the queue grows.
+    full_busy: float
 
 
 class Predictor:
@@ -136,7 +137,7 @@ class Predictor:
         groups: the present streams of each worker.
 
     Attributes:
-        unreachable: names of the limits that no number of workers keeps, with the reason.
+        unreachable: a sentence for each limit that no number of workers keeps, with the reason.
     """
 
     def __init__(
@@ -164,15 +165,7 @@ class Predictor:
                 f"a token takes {1000 * idle_token_s:.1f} ms on an idle worker, and the ITL limit"
                 f" is {1000 * limits.itl_s:g} ms"
             )
-        # Tokens per second of the planned streams, if each of them is as fast as streams are now.
-        num_prefill = sum(group.beside_prompts for group in groups)
-        self._tokens_per_s = 0.0
-        for streams, beside_prompts in groups:
-            gap_s = self._mean_gap_s(num_prefill if beside_prompts else 0, streams)
-            self._tokens_per_s += streams / gap_s
-        num_now = sum(group.streams for group in groups)
-        if num_now:
-            self._tokens_per_s *= demand.streams / num_now
+        self._tokens_per_s = self._planned_tokens_per_s(groups)
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:
         """Return what is predicted for these numbers. Each kind of call has at least one worker."""
@@ -200,6 +193,18 @@ class Predictor:
 
         return RoleCounts(prefill=_fewest(ttft_part), decode=_fewest(decode_part))
 
+    def _planned_tokens_per_s(self, groups: Sequence[StreamGroup]) -> float:
+        """Return the tokens per second of the planned streams, at the speed of the present ones."""
+        num_prefill = sum(group.beside_prompts for group in groups)
+        tokens_per_s = 0.0
+        for streams, beside_prompts in groups:
+            num_sharing = num_prefill if beside_prompts else 0
+            tokens_per_s += streams / self._mean_gap_s(num_sharing, streams)
+        num_present = sum(group.streams for group in groups)
+        if num_present:
+            tokens_per_s *= self._demand.streams / num_present
+        return tokens_per_s
+
     def _idle_prompt_s(self) -> float:
         """Return the time of a prompt on an idle worker."""
         tokens = self._demand.prompt_tokens
@@ -210,21 +215,19 @@ class Predictor:
         return num_steps * self._prompt_step_s(step_tokens, 0.0)
 
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
-        """Return the steps with prompts of workers that share them. None: there are no prompts.
+        """Return the prompt steps of each worker. None: no prompt was computed lately.
 
         Prompts that arrive during a step are computed together in the next one. So a longer step
-        makes the next one longer, and both numbers are found by iteration.
+        makes the next one longer: its tokens and its time are found by iteration.
 
         Args:
-            num_workers: how many share the prompts.
+            num_workers: the number of workers among which the prompts are divided.
             streams: the streams of each of them.
         """
         demand = self._demand
         if not demand.prompt_tokens:
             return None
-        max_tokens = self._cost.step_tokens
-        if streams:
-            max_tokens = tokens_beside_streams(max_tokens)
+        max_tokens = self._max_prompt_tokens(streams)
         tokens_per_s = demand.prompts_per_s * demand.prompt_tokens / num_workers
         # A step has at least one prompt, or as much of it as fits.
         min_tokens = min(demand.prompt_tokens, max_tokens)
@@ -239,11 +242,21 @@ class Predictor:
         full_step_s = self._prompt_step_s(max_tokens, streams)
         return PromptSteps(
             step_s=step_s,
-            own_s=max(1.0, demand.prompt_tokens / tokens) * step_s,
+            prompt_s=max(1.0, demand.prompt_tokens / tokens) * step_s,
             busy=min(_MAX_BUSY, tokens_per_s * step_s / tokens),
             full_busy=tokens_per_s * full_step_s / max_tokens,
-            waiting_s=demand.queued_tokens / num_workers * full_step_s / max_tokens,
         )
+
+    def _waiting_s(self, num_workers: int, streams: float) -> float:
+        """Return the time until the prompts that wait now are computed, in full steps."""
+        max_tokens = self._max_prompt_tokens(streams)
+        full_step_s = self._prompt_step_s(max_tokens, streams)
+        return self._demand.queued_tokens / num_workers * full_step_s / max_tokens
+
+    def _max_prompt_tokens(self, streams: float) -> int:
+        """Return how many prompt tokens a step has at most."""
+        max_tokens = self._cost.step_tokens
+        return tokens_beside_streams(max_tokens) if streams else max_tokens
 
     def _prompt_step_s(self, tokens: float, streams: float) -> float:
         """Return the time of a step with some prompt tokens beside some streams."""
@@ -255,20 +268,22 @@ class Predictor:
         return max(step_s, _SHORTEST_STEP_S)
 
     def _ttft_s(self, num_workers: int, streams: float) -> float:
+        waiting_s = self._waiting_s(num_workers, streams)
         steps = self._prompt_steps(num_workers, streams)
         if steps is None:
-            return 0.0
+            # No prompt was computed lately, so the size of one is not known. Some may wait.
+            return waiting_s
         # The part of the time that the queue can use without growing.
         stable_busy = min(steps.full_busy, _MAX_BUSY)
-        service_s = max(steps.own_s, steps.step_s)
         # The mean wait in an M/D/1 queue, whose service times are equal.
-        mean_queue_s = service_s * stable_busy / (2 * (1 - stable_busy))
+        mean_queue_s = steps.prompt_s * stable_busy / (2 * (1 - stable_busy))
         queue_s = _P90_OF_MEAN * mean_queue_s
-        running_step_s = steps.busy * steps.step_s
-        # Each second brings so much more work than is done in it.
+        # A new prompt waits for the end of the step that runs, if one runs.
+        step_end_s = steps.busy * steps.step_s
+        # The work that is left over after _GROWS_FOR_S seconds, if more arrives than is done.
         growth_s = (steps.full_busy - stable_busy) * _GROWS_FOR_S
         # The three waits are for the same work ahead, so the longest one counts.
-        return steps.own_s + max(queue_s, running_step_s, steps.waiting_s) + growth_s
+        return steps.prompt_s + max(queue_s, step_end_s, waiting_s) + growth_s
 
     def _gap_s(self, counts: RoleCounts, streams: float) -> float:
         """Return the longest time between two tokens."""
@@ -280,16 +295,16 @@ class Predictor:
             gap_s = max(gap_s, steps.step_s)
         return gap_s
 
-    def _mean_gap_s(self, num_prefill: int, streams: float) -> float:
+    def _mean_gap_s(self, num_sharing: int, streams: float) -> float:
         """Return the mean time between two tokens of a stream of one worker.
 
         Args:
-            num_prefill: the number of workers that share the prompts, with this one. 0: it computes
-                none.
-            streams: of this worker.
+            num_sharing: the number of workers among which the prompts are divided, with this one.
+                0: this worker computes no prompts.
+            streams: the streams of this worker.
         """
         step_s = self._step_s(streams)
-        steps = self._prompt_steps(num_prefill, streams) if num_prefill else None
+        steps = self._prompt_steps(num_sharing, streams) if num_sharing else None
         if steps is None:
             return step_s
         tokens_per_s = steps.busy / max(steps.step_s, step_s) + (1 - steps.busy) / step_s
@@ -307,12 +322,13 @@ class Predictor:
         """
         demand = self._demand
         num_workers = counts.num_decode
-        max_streams = _MAX_GROWTH * demand.streams
+        growth_limit = _MAX_GROWTH * demand.streams
+        num_sharing = counts.num_prefill if counts.both else 0
         streams = demand.streams / num_workers
         for _ in range(_MAX_ROUNDS):
             before = streams
-            gap_s = self._mean_gap_s(counts.num_prefill if counts.both else 0, streams)
-            streams = min(max_streams, self._tokens_per_s * gap_s / num_workers)
+            gap_s = self._mean_gap_s(num_sharing, streams)
+            streams = min(growth_limit, self._tokens_per_s * gap_s / num_workers)
             if abs(streams - before) <= 0.01 * before:
                 break
         return streams

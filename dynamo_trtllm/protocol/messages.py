@@ -445,9 +445,9 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     context_tokens: Count  # tokens of the context of the requests in the batch
     cost: CostModel | None = None  # only broadcasts have it
     # Of a prefill or elastic worker: the requests that generate tokens, and the tokens of their
-    # context. Older workers do not report them. Others report all in `running`.
-    aggregated_running: Count = 0
-    aggregated_tokens: Count = 0
+    # context. Older workers do not report them. In other roles, all of `running` generate.
+    num_generating: Count = 0
+    generating_tokens: Count = 0
     # The prompts that were computed since the worker has started, and their tokens that were not in
     # the prefix cache. Older workers do not report them.
     computed_prompts: Count = 0
@@ -464,8 +464,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
         running = self.running
         context = self.context_tokens
         if role is _PREFILL or role is _ELASTIC:
-            running = self.aggregated_running
-            context = self.aggregated_tokens
+            running = self.num_generating
+            context = self.generating_tokens
         return EngineWork(
             running,
             context,

@@ -110,7 +110,7 @@ class WorkerAdmission:
 
         Args:
             reservation_id: id of the reservation; the call names it.
-            expires_at: seconds since the epoch. At most MAX_RESERVATION_S from now count.
+            expires_at: seconds since the epoch. It is capped at MAX_RESERVATION_S from now.
 
         Raises:
             Overloaded: no slot is free.
@@ -277,6 +277,7 @@ class ServiceStream(Stream):
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
             if event.finish_reason is None:
+                # Most events come here. `Stream.emit` would repeat the tests of their type.
                 if self._on_event is not None:
                     self._on_event(event)
                 return
@@ -353,6 +354,7 @@ def phases_of(instance: Instance) -> frozenset[Phase]:
     """Return the phases whose calls a worker accepts."""
     if instance.role is Role.ELASTIC:
         return frozenset(Phase)
+    # A worker of another role runs the phase of the same name.
     phases = {Phase[instance.role.name]}
     if instance.can_aggregate:
         phases.add(Phase.AGGREGATED)
@@ -484,8 +486,8 @@ class WorkerService:
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
-        # Where prefill calls run, `stats.running` counts them too, so the generating calls are
-        # reported apart. In other roles, all running calls generate.
+        # In these roles, `stats.running` counts prefill calls, too. So the calls that generate are
+        # also reported apart. In other roles, all running calls generate.
         has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
         generating = self._generating if has_prefill_calls else ()
         load = LoadReport(
@@ -497,8 +499,8 @@ class WorkerService:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             context_tokens=stats.context_tokens,
-            aggregated_running=len(generating),
-            aggregated_tokens=sum(
+            num_generating=len(generating),
+            generating_tokens=sum(
                 stream.num_prompt_tokens + stream.num_tokens for stream in generating
             ),
             computed_prompts=self._cost.computed_prompts,
@@ -511,7 +513,7 @@ class WorkerService:
         return load
 
     def load_report_with_cost(self) -> LoadReport:
-        """Return the load with the cost model, which learns from the last steps and calls first."""
+        """Let the cost model learn from the last steps and calls. Return the load with it."""
         cost = self._cost.learn(self.clocks.monotonic())
         self.metrics.set_cost(cost)
         return msgspec.structs.replace(self.load_report(), cost=cost)

@@ -123,6 +123,16 @@ async def test_read_by_a_stranger_who_overheard_the_offer_fails(
     assert fetched == []
 
 
+async def test_read_from_a_worker_that_has_ended_names_its_address() -> None:
+    holder = TcpBackend()
+    await holder.start(lambda _: None)
+    offer = await holder.publish("t", split(content("a", 1000), [1000]))
+    await holder.aclose()
+    to = Destination(split(bytearray(1000), [1000]))
+    with pytest.raises(TransferFailed, match=r"can't connect to the prefill worker at 127\.0"):
+        await TcpBackend().read("t", offer, to, timeout_s=SOON_S)
+
+
 @pytest.mark.parametrize(
     "noise", [b"GET / HTTP/1.1\r\nHost: holder.example\r\n\r\n", b""], ids=["http", "silence"]
 )

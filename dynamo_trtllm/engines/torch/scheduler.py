@@ -112,7 +112,7 @@ class Scheduler:
         self._awaiting_fetch = AwaitingFetch()
         self._queue_waits = QueueWaits()
         self._events: Delivery = []
-        # When a client's request last had an output that is NaN or infinite, by its id.
+        # `client_request` of a request -> when an output of it was last NaN or infinite.
         self._non_finite: dict[str, float] = {}
         self._stopping = False
         self.load = SchedulerLoad(self._take_stats())
@@ -177,7 +177,7 @@ class Scheduler:
             seq.awaits_step = True
             self._decoding.append(seq)
         else:
-            # The decode call has a lower token limit than the prefill call.
+            # The tokens of the prefill call are as many as the request may have.
             first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
             self._drop(seq)
         self._events.append(partial(seq.emit, first))
@@ -290,11 +290,13 @@ class Scheduler:
             seq.phases.end("queue")
             seq.phases.seconds |= self._queue_waits.since(seq.queue_waits)
             RECORDER.record(seq.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
+            # Only decode calls have an allocation before they start: they fetch their KV.
             if seq.allocation is not None:
                 self._reserved.append(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append(partial(self.on_reserved, seq, seq.allocation, rows))
             else:
+                # Prompts of clients below their share go before others that have begun.
                 insort(self._prefilling, seq, key=group_of)
         self._queue_waits.waiting_for(lacking)
         if lacking:
@@ -308,6 +310,8 @@ class Scheduler:
         if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
+            # While KV blocks are lacking, it keeps this space, and `queue_order` lets none overtake
+            # it.
             seq.allocation = self.transfer_buffer.allocate(
                 seq.prompt_tokens, seq.region_bytes, is_fetched=True
             )
@@ -348,7 +352,8 @@ class Scheduler:
             self._events.append(partial(seq.emit, prompt_chunk))
         if output.sampled:
             self._update_from_output(output.sampled, output.tokens)
-        # Sampling waits for the device.
+        # Sampling waits until the device has computed the step. Without it, the step may only be
+        # queued, and the time measured here is not that of the step.
         is_awaited = bool(output.sampled)
         self.load.measured(output.batch, time.monotonic() - begun_s, is_awaited=is_awaited)
 
@@ -361,8 +366,7 @@ class Scheduler:
         scores_budget = _MAX_SCORED
         for seq in self._prefilling:
             tokens_left = seq.prompt_tokens - seq.num_computed_tokens
-            # Earlier prompts may have used more of the step than the limit of this request, which
-            # may be lower.
+            # The limit of this prompt may be lower than that of earlier ones, and exceeded already.
             left_of_step = max(0, step_limit(budget, seq.request) - num_planned)
             count = min(left_of_step, self.args.prefill_chunk_tokens, tokens_left)
             if seq.scores_prompt:

@@ -196,7 +196,7 @@ class RequestAdmission:
                 " lower n"
             )
 
-    async def acquire_permits(self, plan: GenerationPlan) -> RequestPlaces:
+    async def acquire_places(self, plan: GenerationPlan) -> RequestPlaces:
         """Wait for the permits of all choices of a plan, and until workers can begin them.
 
         Return the places of the choices in the start window of the model.

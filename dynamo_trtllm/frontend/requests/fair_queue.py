@@ -23,10 +23,10 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep those of all others waiting. When a
 # request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
-# In this turn, a request of the rank that is late goes before one that is not.
+# In this turn, the late requests of that rank (see `_Flow`) go first, if they are overdue.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
-# Choices that must have begun while others waited, before a wait is predicted from their rate.
+# No wait is predicted before this many choices have begun while others waited.
 _LEAST_BEGUN: Final = 8
 
 
@@ -61,7 +61,8 @@ class QueuedRequest:
     """A request that waits."""
 
     claim: Claim
-    more_tokens: Callable[[], int]  # see `CountedRequest`
+    # Returns what the request has taken beside its prompts, which count when it begins.
+    more_tokens: Callable[[], int]
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0  # when it was queued, by the queue's clock
     order: _Order = _NO_ORDER
@@ -89,10 +90,15 @@ class _Flow:
             late.order = late.order._replace(is_late=True)
             insort(requests, late, key=_order)
 
-    def first_late(self) -> QueuedRequest | None:
-        """Return the first one of the late requests that were put last."""
+    def first_overdue(self, now: float) -> QueuedRequest | None:
+        """Return the first one of the late requests that were put last, if it is overdue."""
+        # False sorts before True: this is the index of the first late request.
         index = bisect_left(self.requests, True, key=_is_late)
-        return self.requests[index] if index < len(self.requests) else None
+        if index == len(self.requests):
+            return None
+        late = self.requests[index]
+        is_overdue = now - late.queued_s >= OVERDUE_AFTER_S
+        return late if is_overdue else None
 
 
 class _Rank:
@@ -109,7 +115,7 @@ class _Rank:
         self._arrivals: dict[QueuedRequest, None] = {}  # the oldest request first
 
     @property
-    def clients(self) -> Iterable[TokenCounter]:
+    def counters(self) -> Iterable[TokenCounter]:
         """The counters of the clients whose requests wait."""
         return (flow.counter for flow in self._flows.values())
 
@@ -120,8 +126,8 @@ class _Rank:
     def num_choices_before(self, client: Client, priority: int) -> int:
         """Return a lower bound of the choices that begin before a further request of a client.
 
-        It counts the earlier choices of the client itself. Of each other client, it counts those
-        that get their turns while these begin.
+        It counts the choices of the client itself that come first. Of each other client, it counts
+        the choices that get their turns while the client's own begin.
         """
         own = self._flows.get(client.name)
         if own is None:
@@ -183,10 +189,10 @@ class _Rank:
         passed: list[tuple[float, int, _Flow]] = []
         found: _Flow | None = None
         while heap and found is None:
-            value, since, flow = heap[0]
+            value, last_turn, flow = heap[0]
             if not flow.requests:
                 heapq.heappop(heap)
-            elif flow.counter.value > value or flow.last_turn > since:
+            elif flow.counter.value > value or flow.last_turn > last_turn:
                 heapq.heapreplace(heap, (flow.counter.value, flow.last_turn, flow))
             else:
                 flow.put_late_last(now)
@@ -244,7 +250,7 @@ class FairQueue:
         return {
             counter.name: counter.weight
             for rank in self._ranks.values()
-            for counter in rank.clients
+            for counter in rank.counters
         }
 
     def add(self, request: QueuedRequest) -> None:
@@ -258,6 +264,7 @@ class FairQueue:
         rank = self._ranks.setdefault(claim.rank, _Rank())
         # A client without a waiting request gets no credit for the time in which it had none.
         if rank.is_empty:
+            # It is lifted to the clients that wait at other processes, or have begun last.
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
             self._counters.lift(counter, rank.least_counter())
@@ -284,10 +291,9 @@ class FairQueue:
             if flow is None:
                 continue
             if self._is_overdue_turn():
-                late = flow.first_late()
-                is_overdue = late is not None and now - late.queued_s >= OVERDUE_AFTER_S
-                if late is not None and is_overdue and may_hold(late.claim):
-                    return late
+                overdue = flow.first_overdue(now)
+                if overdue is not None and may_hold(overdue.claim):
+                    return overdue
             return flow.requests[0]
         return None
 
@@ -314,8 +320,10 @@ class FairQueue:
         if self._begun.count < _LEAST_BEGUN:
             return 0.0
         longest_s = self._begun.seconds_for(self._num_waiting)
-        if longest_s is None or longest_s <= enough_s:
-            return longest_s or 0.0
+        if longest_s is None:
+            return 0.0
+        if longest_s <= enough_s:
+            return longest_s
         num_before = 0
         for number, rank in self._ranks.items():
             if number < claim.rank:
@@ -332,14 +340,14 @@ class FairQueue:
     def _in_turn(self) -> Iterator[_Rank]:
         """Yield the ranks in the order of their turns."""
         if self._ranks and self._is_overdue_turn():
-            oldest = min(self._ranks.values(), key=_waiting_since)
-            if self._clock() - oldest.oldest.queued_s >= OVERDUE_AFTER_S:
-                yield oldest
+            rank = min(self._ranks.values(), key=_waiting_since)
+            if self._clock() - rank.oldest.queued_s >= OVERDUE_AFTER_S:
+                yield rank
         for number in sorted(self._ranks):
             yield self._ranks[number]
 
     def _is_overdue_turn(self) -> bool:
-        """Return whether the turn is for a request that has waited for long."""
+        """Return whether an overdue request, if there is one, has this turn."""
         return self._num_taken % OVERDUE_TURNS == OVERDUE_TURNS - 1
 
     def _drop_if_empty(self, rank: int) -> None:

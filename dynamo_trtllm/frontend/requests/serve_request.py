@@ -92,19 +92,22 @@ async def serve_request(
     ignored_header = state.ignored_fields.report(unknown_fields, plan.ignored, request)
     admission.release_body()
     # Planning has tokenized the prompt. Its text, which may be large, is freed.
-    body = body.model_copy(update=dict.fromkeys(api.prompt_fields))
+    no_prompt: dict[str, None] = dict.fromkeys(api.prompt_fields)
+    body = body.model_copy(update=no_prompt)
     response.deadline = plan.deadline
     if not body.stream:
         check_answer_size(plan)
     timeline.planned(plan)
-    response.headers |= admission.charge_key(plan)
+    rate_limit_headers = admission.charge_key(plan)
+    response.headers |= rate_limit_headers
 
-    # Admit it: wait until all of its choices have permits, then create them.
+    # Admit it: wait until all of its choices have permits, and places in the start window of the
+    # model. Then create them.
     admission.check_choices(len(plan.choices))
     answer = _new_answer(api, body, plan, ignored_header, timeline, response)
     timeline.accepted(answer)
     with keep_alive(answer, response, timeline, state.config, api.ping) as sender:
-        places = await admission.acquire_permits(plan)
+        places = await admission.acquire_places(plan)
         async with state.turns.creation(len(plan.choices)):
             answer.create_choices()
         timeline.started()
@@ -138,10 +141,11 @@ async def plan_request(
     timeline = received.timeline
     tenant = timeline.facts.tenant
     served = state.models.get(body.model, tenant)
+    # In this phase, `resolve` reads what the request refers to.
     timeline.enter("load")
     deadline = timeline.facts.arrived_at + _timeout_s(body, state)
     call = body.call(timeline.facts.id, deadline, _session_id(request))
-    # A request and a key without a priority have nothing to compare.
+    # If neither the request nor its key has a priority, the call needs none.
     if tenant is not None and (call.priority or tenant.key.priority):
         call = replace(call, priority=tenant.priority(body.requested_priority))
     if tenant is not None:
@@ -187,8 +191,8 @@ async def tokenize(
 ) -> V:
     """Plan a request so that it delays no stream: render it, and tokenize it.
 
-    This is done at once for a small request, in a turn for a middle-sized one, and in a thread for
-    a large one.
+    A small request is planned at once, and a large one in a thread. One of middle size waits for
+    its turn: the event loop does other work between such requests.
 
     Args:
         prepare: the work, which may take long and is safe in a thread.
@@ -200,6 +204,7 @@ async def tokenize(
     """
     timeline = received.timeline
     timeline.enter("tokenize")
+    # A rough size: what the request refers to is usually much longer or much shorter than its body.
     size = max(len(received.data), stored_chars)
     renderer = served.renderer
     # A loaded renderer is faster, so that the next prompts of this size may need no thread.
@@ -245,7 +250,9 @@ def _new_answer(
 ) -> Answer:
     """Return the answer to a planned request. `ignored`: its ignored fields, for a header."""
     facts = timeline.facts
-    answer_id = f"{api.id_prefix}{timeline.facts.unique_id}{secrets.token_hex(8)}"
+    # `explain` finds the request by its unique id. That id is in logs, too, so it does not suffice:
+    # who knows the id of a stored response could read it.
+    answer_id = f"{api.id_prefix}{facts.unique_id}{secrets.token_hex(8)}"
     meta = ResponseMeta(
         id=answer_id,
         model=body.model,
@@ -259,7 +266,7 @@ def _new_answer(
         builder,
         plan,
         is_streamed=body.stream,
-        wants_stats=timeline.facts.wants_stats,
+        wants_stats=facts.wants_stats,
         nvext_fields=frozenset(body.nvext.extra_fields),
         ignored=ignored,
         on_complete=partial(api.on_complete, builder, facts.client_id),
@@ -307,10 +314,10 @@ async def handle_request(
 async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str | DynamoError:
     """Serve a request. Return "ok", or the error that was not sent to the client yet.
 
-    The error is returned and not raised, because the caller waits while it sends the error. In an
-    `except` block, a cancellation of that wait would refer to the error as its context. The error
-    of a time limit would then hold, through its task, the cancellation that holds it. This cycle
-    would keep the body in memory.
+    The error is returned and not raised, because the caller waits while it sends the error. If that
+    wait were in an `except` block, a cancellation of it would have the error as its context. The
+    error of a time limit refers, through its task, to that cancellation. This cycle would keep the
+    body in memory.
 
     Raises ClientDisconnected.
     """
@@ -326,9 +333,9 @@ async def _outcome(serving: Awaitable[None], timeline: RequestTimeline) -> str |
         return Overloaded(
             "the server is out of memory for this request; try again later or send a shorter one"
         )
-    except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
-        if isinstance(error, DynamoError):
-            return error
+    except DynamoError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - any bug: it is logged, and answered as `internal`
         return unexpected_error(error, timeline.facts.id)
     return "ok"
 
@@ -338,7 +345,7 @@ async def _send_error(
 ) -> None:
     """Send the error as HTTP status or as the last event of a started stream.
 
-    After the end of the response, log it.
+    If the response has ended already, only log the error.
     """
     answer = timeline.answer
     if response.ended:

@@ -65,7 +65,8 @@ class PairStatus:
     # The last answers of the pair to a probe were wrong. Only a probe can clear this.
     is_wrong: bool = False
     is_proven: bool = False  # a probe has passed since the pair was last wrong
-    # While it works but is not proven: time of the last probe, or when it began to work.
+    # When it began to work, or was last too busy for a probe. Until it is proven, its next probe is
+    # due soon after this time.
     tried_at: float = 0.0
 
 
@@ -81,10 +82,11 @@ class PairBreakers:
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
         # The pairs of each instance in the three collections above, by instance id.
-        self._known: defaultdict[int, set[Pair]] = defaultdict(set)
-        # The prefill instances of pairs that get no requests, by id of the decode instance.
+        self._pairs_of: defaultdict[int, set[Pair]] = defaultdict(set)
+        # The prefill instances of pairs that get no requests, by id of the decode instance. None:
+        # the instance gets no aggregated requests (see `Pair`).
         self.open_partners: dict[int, set[int | None]] = {}
-        # No breaker of `_open` becomes half open earlier.
+        # No breaker of `_open` becomes half open before this time.
         self._half_open_at = math.inf
         # Each change of `open_partners` replaces this object, so that results can be cached.
         self.revision = object()
@@ -104,11 +106,11 @@ class PairBreakers:
         for pair in self._withheld.intersection(pairs_of(view)):
             self._withheld.discard(pair)
             # A pair with a status is not withheld again.
-            self._status(pair)
+            self._ensure_status(pair)
             self._update(pair)
 
-    def _status(self, pair: Pair) -> PairStatus:
-        """Return the status of a pair, which is known from now on."""
+    def _ensure_status(self, pair: Pair) -> PairStatus:
+        """Return the status of a pair. If it has none, it gets one."""
         status = self._statuses.get(pair)
         if status is None:
             status = PairStatus()
@@ -119,7 +121,7 @@ class PairBreakers:
     def _index(self, pair: Pair) -> None:
         for instance_id in pair:
             if instance_id is not None:
-                self._known[instance_id].add(pair)
+                self._pairs_of[instance_id].add(pair)
 
     def _update(self, pair: Pair) -> None:
         """Update `open_partners` after a change of a pair."""
@@ -149,7 +151,7 @@ class PairBreakers:
             if status is None and len(self._statuses) >= MAX_STATUSES:
                 return False
         if status is None:
-            status = self._status(pair)
+            status = self._ensure_status(pair)
         changed = status.state is not PairState.WORKING
         if changed:
             status.state = PairState.WORKING
@@ -178,9 +180,11 @@ class PairBreakers:
         """
         self.rescheduled.add(pair)
         limits = self._limits
-        status = self._status(pair)
+        status = self._ensure_status(pair)
         status.reason = reason
         status.seen_at = now
+        # If this is the failed first probe of a new pair: from now on, its failures decide whether
+        # it gets requests.
         self._withheld.discard(pair)
         self._update(pair)
         if is_wrong:
@@ -213,20 +217,21 @@ class PairBreakers:
         The breaker does not count this, because it says nothing about KV transfers. The next
         successful transfer makes the pair working again.
         """
-        status = self._status(pair)
+        status = self._ensure_status(pair)
         worked = status.state is PairState.WORKING
         status.seen_at = now
         self.rescheduled.add(pair)
-        if status.state is PairState.QUARANTINED:
+        if pair in self._open:
             status.open_until = max(status.open_until, now + self._limits.open_s)
-        else:
+        elif status.state is not PairState.QUARANTINED:
+            # Otherwise the breaker is half open, and the outcome of a KV transfer decides.
             status.state = PairState.FAILING
             status.reason = reason
         return worked
 
     def pairs_with(self, instance_id: int) -> list[Pair]:
-        """Return the known pairs of an instance."""
-        return [pair for pair in self._known.get(instance_id, ()) if pair in self._statuses]
+        """Return the pairs of an instance that have a status."""
+        return [pair for pair in self._pairs_of.get(instance_id, ()) if pair in self._statuses]
 
     def defer(self, pair: Pair, now: float) -> None:
         """Record that the pair was too busy for a probe, which leaves its state unchanged.
@@ -234,7 +239,7 @@ class PairBreakers:
         A new pair gets requests from now on: otherwise workers that are always too busy for a probe
         would get none.
         """
-        status = self._status(pair)
+        status = self._ensure_status(pair)
         status.seen_at = now
         status.tried_at = now
         self._withheld.discard(pair)
@@ -264,16 +269,16 @@ class PairBreakers:
     def may_be_right(self, pair: Pair) -> bool:
         """Return False if no probe has tested the pair, or if its answers were wrong.
 
-        Then its workers get no requests of their own either. If only its KV transfers fail, they
-        do.
+        Aggregated requests avoid a worker if this is False for all of its pairs. They do not avoid
+        it because its KV transfers fail.
         """
         return pair not in self._withheld and not self.status(pair).is_wrong
 
     @property
     def any_open(self) -> bool:
-        """True if any pair gets no requests.
+        """True if some pair gets no requests.
 
-        Usually none does, and selection can skip the look-ups.
+        Usually all pairs get requests, and selection can skip the look-ups.
         """
         return bool(self._open or self._withheld)
 
@@ -305,10 +310,10 @@ class PairBreakers:
 
     def keep_only(self, ids: Container[int]) -> None:
         """Drop the pairs of instances that are not in `ids`."""
-        gone = [instance_id for instance_id in self._known if instance_id not in ids]
+        gone = [instance_id for instance_id in self._pairs_of if instance_id not in ids]
         pairs: list[Pair] = []
         for instance_id in gone:
-            pairs += self._known.pop(instance_id)
+            pairs += self._pairs_of.pop(instance_id)
         for pair in pairs:
             self._statuses.pop(pair, None)
             self._open.discard(pair)
@@ -316,8 +321,8 @@ class PairBreakers:
             self.rescheduled.discard(pair)
             self._update(pair)
             for other in pair:
-                if other is not None and other in self._known:
-                    self._known[other].discard(pair)
+                if other is not None and other in self._pairs_of:
+                    self._pairs_of[other].discard(pair)
 
 
 COOLDOWN_S = 5.0
@@ -345,6 +350,7 @@ class Cooldown:
             self._changed()
 
     def ids(self, now: float) -> frozenset[int]:
+        """Return the ids of the instances to avoid."""
         if self._next_until <= now:
             self._until = {
                 instance_id: until for instance_id, until in self._until.items() if until > now
@@ -367,8 +373,8 @@ class FleetHealth:
     Args:
         view: the workers.
         breakers: one for each pair of them.
-        has_probes: True: probes test new and quarantined pairs. False: requests test them;
-            quarantined pairs when the breaker's open time is over.
+        has_probes: True: probes test new and quarantined pairs. False: requests test them, and a
+            quarantined pair gets no requests until its open time is over.
     """
 
     view: ClusterView

@@ -80,8 +80,8 @@ class WorkerForecast:
         has_prefill_calls = instance.role is _PREFILL or instance.role is _ELASTIC
         streams = load.unseen_requests - load.unseen_prefills
         if has_prefill_calls:
-            streams += report.aggregated_running
-            context = report.aggregated_tokens
+            streams += report.num_generating
+            context = report.generating_tokens
         else:
             # The calls that wait will run beside this one.
             streams += report.running + report.waiting

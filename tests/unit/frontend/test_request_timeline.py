@@ -238,7 +238,7 @@ async def test_admission_returns_bytes_and_permits(fails: bool) -> None:
         with RequestAdmission(limits, timeline) as admission:
             body = await admission.read_body(request)
             assert (body.data, limits.body_budget.in_use) == (b"{}", 2)
-            await admission.acquire_permits(answer_of_two_choices().plan)
+            await admission.acquire_places(answer_of_two_choices().plan)
             assert limits.choice_permits.in_use == 2
             if fails:
                 raise Overloaded("the worker is full")
@@ -256,7 +256,7 @@ async def test_admission_counts_output_twice_and_no_cached_tokens() -> None:
     answer = answer_of_two_choices()
     prompt_tokens = answer.plan.longest_prompt
     with RequestAdmission(limits, timeline) as admission:
-        await admission.acquire_permits(answer.plan)
+        await admission.acquire_places(answer.plan)
         assert counter.value == 2 * prompt_tokens
         answer.create_choices()
         timeline.accepted(answer)
@@ -296,7 +296,7 @@ async def test_priority_counts_among_clients_if_the_key_allows_it(
     plan = replace(plan, choices=(replace(first, request=call), *others))
     timeline = RequestTimeline(request, "completions", TimelineSubscribers())
     with RequestAdmission(limits, timeline) as admission:
-        await admission.acquire_permits(plan)
+        await admission.acquire_places(plan)
     (claim,) = claims
     assert (claim.rank, claim.priority) == (rank, priority)
     assert claim.client.name == ("10.0.0.1" if key is None else "k")

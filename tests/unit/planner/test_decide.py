@@ -339,3 +339,10 @@ def test_a_split_that_keeps_the_limits_is_not_given_up() -> None:
     assert settled(full).outcome is DecisionOutcome.NOTHING_BETTER
     over = observed(split(1, 3, 48, 0), prompts_per_s=1.0, prompt_tokens=20)
     assert settled(over, TimeLimits(2.0, 0.052)).counts == RoleCounts(both=4)
+
+
+def test_prompts_that_wait_count_before_any_was_computed() -> None:
+    """Their mean size is not known yet, as in the first seconds or while prompts are very long."""
+    waiting = observed(split(1, 3, 2, 400_000), prompt_tokens=0)
+    assert settled(waiting).counts == RoleCounts(prefill=3, decode=1)
+    assert "prefill is short" in settled(waiting).reason

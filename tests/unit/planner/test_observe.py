@@ -30,8 +30,8 @@ def report(
         kv_blocks_total=100,
         context_tokens=100 * streams,
         cost=COST,
-        aggregated_running=streams,
-        aggregated_tokens=100 * streams,
+        num_generating=streams,
+        generating_tokens=100 * streams,
         computed_prompts=prompts,
         computed_tokens=1000 * prompts,
     )

@@ -30,8 +30,8 @@ def report(instance_id: int, second: int) -> LoadReport:
         kv_blocks_total=100,
         context_tokens=200,
         cost=COST,
-        aggregated_running=2,
-        aggregated_tokens=200,
+        num_generating=2,
+        generating_tokens=200,
         computed_prompts=second,
         computed_tokens=1000 * second,
     )

@@ -478,7 +478,7 @@ async def test_prefill_worker_reports_aggregated_streams(
 
     def reported() -> tuple[int, int]:
         report = bench.service.load_report()
-        return report.aggregated_running, report.aggregated_tokens
+        return report.num_generating, report.generating_tokens
 
     async with aclosing(as_stream(bench.service, request(phase=Phase.AGGREGATED))) as chunks:
         assert reported() == (0, 0)

@@ -112,6 +112,17 @@ def test_reopen_failure_closes_the_pair_for_longer() -> None:
     assert (breakers.is_open(PAIR), breakers.status(PAIR).open_until) == (True, 31.0)
 
 
+def test_half_open_pair_opens_again_after_an_unreachable_call() -> None:
+    """A call that was not accepted says nothing about KV transfers, and the failure after it does."""
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
+    breakers.record_failure(PAIR, "x", 0.0)
+    breakers.half_open(10.0)
+    breakers.record_unreachable(PAIR, "y", 11.0)
+    assert not breakers.is_open(PAIR)
+    breakers.record_failure(PAIR, "x", 12.0)
+    assert (breakers.is_open(PAIR), breakers.status(PAIR).open_until) == (True, 32.0)
+
+
 def test_withhold_new_pair_until_a_probe() -> None:
     breakers = PairBreakers(LIMITS)
     breakers.record_success((1, 3), 0.0, is_probe=True)

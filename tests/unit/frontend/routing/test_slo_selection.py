@@ -177,7 +177,7 @@ def test_prefill_worker_whose_prompts_are_long_keeps_no_stream() -> None:
 
 def test_prefill_worker_with_streams_gets_no_long_prompt() -> None:
     loads = {
-        PREFILL: {"aggregated_running": 5},
+        PREFILL: {"num_generating": 5},
         OTHER_PREFILL: {"queued_prefill_tokens": 2000},
     }
     found = chosen(loads, PAIRS_ONLY, request(2000))
@@ -189,7 +189,7 @@ def test_prefill_worker_with_streams_gets_no_long_prompt() -> None:
 def test_streams_that_are_late_anyway_do_not_count() -> None:
     """Otherwise all prompts go to the worker without streams, however many wait there."""
     loads = {
-        PREFILL: {"aggregated_running": 5, "queued_prefill_tokens": 2000},
+        PREFILL: {"num_generating": 5, "queued_prefill_tokens": 2000},
         OTHER_PREFILL: {"queued_prefill_tokens": 20_000},
     }
     found = chosen(loads, PAIRS_ONLY, request(2000))
@@ -206,7 +206,7 @@ def elastic_view(**fields: Any) -> ModelView:
 
 
 def test_long_prompt_has_small_steps_beside_elastic_streams() -> None:
-    loads = BUSY_PREFILLS | {DECODE: {"aggregated_running": 20}}
+    loads = BUSY_PREFILLS | {DECODE: {"num_generating": 20}}
     found = chosen(loads, elastic_view(), request(2000))
     assert found.path is Path.ON_DECODE
     assert found.meets_slo
@@ -216,7 +216,7 @@ def test_long_prompt_has_small_steps_beside_elastic_streams() -> None:
 
 
 def test_prompts_that_wait_delay_the_tokens_of_an_elastic_worker() -> None:
-    loads = {DECODE: {"aggregated_running": 20, "queued_prefill_tokens": 500}}
+    loads = {DECODE: {"num_generating": 20, "queued_prefill_tokens": 500}}
     found = chosen(loads, elastic_view(can_aggregate=False))
     assert found.path is Path.PREFILL_DECODE
     # A step with 125 prompt tokens and 21 streams.
@@ -237,10 +237,10 @@ def test_streams_go_to_elastic_workers_that_have_some() -> None:
     """One stream would let all prompts of a worker have small steps."""
     ids = (DECODE, OTHER_DECODE, THIRD_DECODE)
     view = model_view(decode=[instance(id_, Role.ELASTIC, is_elastic=True) for id_ in ids])
-    found = chosen({DECODE: {"aggregated_running": 1}}, view, request(300))
+    found = chosen({DECODE: {"num_generating": 1}}, view, request(300))
     assert found.path is Path.PREFILL_DECODE
     assert found.decode.id == DECODE
-    full = {DECODE: {"aggregated_running": MAX_STREAMS}}
+    full = {DECODE: {"num_generating": MAX_STREAMS}}
     assert chosen(full, view, request(300)).decode.id != DECODE
 
 
@@ -459,7 +459,7 @@ def test_selection_of_random_loads_always_has_a_path() -> None:
                 "waiting": rnd.randrange(9),
                 "queued_prefill_tokens": rnd.randrange(30_000),
                 "kv_blocks_used": rnd.randrange(1001),
-                "aggregated_running": rnd.randrange(9),
+                "num_generating": rnd.randrange(9),
             }
             for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE)
         }
