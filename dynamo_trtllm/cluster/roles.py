@@ -11,7 +11,7 @@ These are all subjects that this project uses, and nothing else is allowed:
 | _INBOX_tool.> | workers and frontends: recordings; a tool to itself | tools |
 | NAMESPACE.load | workers | frontends and planners |
 | NAMESPACE.kv_events | workers | frontends |
-| NAMESPACE.frontend_usage | frontends | frontends |
+| NAMESPACE.frontend_usage | frontends | frontends and planners |
 | NAMESPACE.frontend_samples | frontends | frontends |
 | NAMESPACE.recordings | tools and frontends: queries | workers and frontends |
 | NAMESPACE.timelines.> | workers and frontends: recordings | frontends |
@@ -171,13 +171,15 @@ def _worker(
 
 def _planner(namespaces: Sequence[str]) -> ClusterUser:
     own_keys = []
+    subscribe = [_PLANNERS]
     for namespace in namespaces:
         own_keys += [share_key(namespace), planner_key(namespace)]
+        subscribe += [load_subject(namespace), frontend_usage_subject(namespace)]
     return ClusterUser(
         name=ClusterRole.PLANNER,
         nats=NatsPermissions(
             publish=[_PLANNERS],
-            subscribe=[_PLANNERS, *(load_subject(namespace) for namespace in namespaces)],
+            subscribe=subscribe,
         ),
         etcd=EtcdPermissions(
             read=[namespace_prefix(namespace) for namespace in namespaces], read_write=own_keys

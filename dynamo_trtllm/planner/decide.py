@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.predict import (
     MAX_PART,
     Demand,
@@ -28,8 +29,8 @@ NO_ELASTIC_WORKERS: Final = (
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
 # Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
-# until they have ended. A step with streams has an eighth of the prompt tokens of one without. In a
-# fit to vLLM on an H200, such steps compute prompts at a third of the speed. 0.25 is between both.
+# until they have ended. In a fit to vLLM on an H200, steps with streams compute prompts at a sixth
+# of the speed of others (see `engines.chunk_size`). 0.25 is between both.
 DRAINING: Final = Shares(0.25, 0.0)
 # A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
 # fraction.
@@ -71,6 +72,7 @@ class Observation(NamedTuple):
     prompt_tokens: float = 0.0  # mean tokens of a prompt that had to be computed
     max_streams: int = 0  # of a worker; 0: not reported
     kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
+    queue: FrontendQueue = FrontendQueue()  # what is at none of the workers yet
 
 
 class DecisionOutcome(StrEnum):
@@ -234,16 +236,21 @@ def _stream_groups(workers: Sequence[WorkerState]) -> list[StreamGroup]:
 
 def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
     """Return the work of all workers, with the streams that there will be in AHEAD_S."""
+    queued_tokens = sum(worker.queued_tokens for worker in workers)
     streams = sum(worker.lasting_streams for worker in workers)
     context_tokens = sum(max(worker.context_tokens, worker.mean_context) for worker in workers)
     more_streams = AHEAD_S * max(0.0, sum(worker.more_streams_per_s for worker in workers))
+    if observation.queue.waits_for_decode:
+        more_streams += observation.queue.choices
+    else:
+        queued_tokens += observation.queue.tokens
     if streams:
         # Further streams have the mean context of those that run.
         context_tokens *= 1 + more_streams / streams
     return Demand(
         prompts_per_s=observation.prompts_per_s,
         prompt_tokens=observation.prompt_tokens,
-        queued_tokens=sum(worker.queued_tokens for worker in workers),
+        queued_tokens=queued_tokens,
         streams=streams + more_streams,
         context_tokens=context_tokens,
         max_streams=observation.max_streams,

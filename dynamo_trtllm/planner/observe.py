@@ -5,7 +5,7 @@ Callers pass the time.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -15,6 +15,8 @@ from dynamo_trtllm.frontend.routing.pairs import pairing_key
 from dynamo_trtllm.frontend.routing.worker_forecast import is_fresh, known_cost
 from dynamo_trtllm.frontend.routing.worker_load import ClusterLoad
 from dynamo_trtllm.planner.decide import DECODE_ONLY, PREFILL_ONLY, Observation, WorkerState
+from dynamo_trtllm.planner.frontend_queues import FrontendQueue, FrontendQueues
+from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
 from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares
 
@@ -137,6 +139,21 @@ class ReportWindow:
             self._counts.popleft()
 
 
+class QueueWindow:
+    """The prompt tokens that have waited at the frontends for a pool in the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()  # the time of each, and the tokens
+
+    def increase(self, tokens: int, now: float) -> int:
+        """Return how many more tokens wait now than at the begin of the window."""
+        self._samples.append((now, tokens))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_S:
+            self._samples.popleft()
+        _, tokens_before = self._samples[0]
+        return tokens - tokens_before
+
+
 class Observer:
     """What a planner knows of the workers of a namespace.
 
@@ -149,6 +166,8 @@ class Observer:
         self._view = view
         self._loads = ClusterLoad()
         self._windows: dict[int, ReportWindow] = {}
+        self._queues = FrontendQueues()
+        self._queue_windows: dict[PoolKey, QueueWindow] = {}
         self._started_at = started_at
 
     def on_report(self, report: LoadReport, now: float) -> None:
@@ -166,6 +185,10 @@ class Observer:
                 self._windows[report.instance_id] = window
             window.add(report, now)
 
+    def on_usage(self, usage: FrontendUsage, now: float) -> None:
+        """Take the report of a frontend process. `now`: seconds of a monotonic clock."""
+        self._queues.on_report(usage, now)
+
     def remove(self, instance_id: int) -> None:
         """Drop a worker that has left. Unknown ids are ignored."""
         self._loads.remove(instance_id)
@@ -177,13 +200,26 @@ class Observer:
         for instance in self._view.instances():
             if instance.role is not Role.AGGREGATED:
                 pools[PoolKey(instance.card.name, pairing_key(instance))].append(instance)
-        return {
-            key: self._observation(key, instances, now)
+        num_workers = Counter(key.model for key, instances in pools.items() for _ in instances)
+        elastic = {
+            key: instances
             for key, instances in pools.items()
             if any(instance.role is Role.ELASTIC for instance in instances)
         }
+        # The windows of pools that are gone are dropped.
+        self._queue_windows = {
+            key: self._queue_windows.get(key) or QueueWindow() for key in elastic
+        }
+        observations: dict[PoolKey, Observation] = {}
+        for key, instances in elastic.items():
+            part = len(instances) / num_workers[key.model]
+            queue = self._queues.of_model(key.model, now).part(part)
+            observations[key] = self._observation(key, instances, queue, now)
+        return observations
 
-    def _observation(self, key: PoolKey, instances: Sequence[Instance], now: float) -> Observation:
+    def _observation(
+        self, key: PoolKey, instances: Sequence[Instance], queue: FrontendQueue, now: float
+    ) -> Observation:
         shares = self._view.model(key.model).shares
         workers = [self._state(instance, shares, now) for instance in instances]
         fresh = [worker.id for worker in workers if worker.is_fresh]
@@ -194,8 +230,10 @@ class Observer:
         tokens = sum(increase.tokens for increase in increases)
         # The tokens that have arrived were computed, or wait.
         more_queued = sum(increase.queued_tokens for increase in increases)
+        more_queued += self._queue_windows[key].increase(queue.tokens, now)
         arrived_tokens = max(0, tokens + more_queued)
-        prompt_tokens = tokens / prompts if prompts else 0.0
+        num_known = prompts + queue.choices
+        prompt_tokens = (tokens + queue.tokens) / num_known if num_known else 0.0
         arrived_prompts = arrived_tokens / prompt_tokens if prompt_tokens else 0.0
         reports = [self._loads.get(id_).report for id_ in fresh]
         block_tokens = instances[0].layout.block_tokens
@@ -205,6 +243,7 @@ class Observer:
             cost=known_cost(self._loads.get(id_) for id_ in fresh),
             prompts_per_s=arrived_prompts / seconds,
             prompt_tokens=prompt_tokens,
+            queue=queue,
             max_streams=_least(instance.limits.max_batch_size for instance in instances),
             kv_tokens=block_tokens * _least(report.kv_blocks_total for report in reports if report),
         )

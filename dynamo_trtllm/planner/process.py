@@ -33,8 +33,9 @@ from dynamo_trtllm.planner.decision_log import DecisionLog
 from dynamo_trtllm.planner.observe import Observer, PoolKey
 from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of, reason_of
 from dynamo_trtllm.planner.predict import TimeLimits
-from dynamo_trtllm.protocol.errors import DynamoError, Unreachable
-from dynamo_trtllm.protocol.messages import LoadReport
+from dynamo_trtllm.protocol.errors import BadFrame, DynamoError, Unreachable
+from dynamo_trtllm.protocol.frontend_usage import FrontendUsage, frontend_usage_subject
+from dynamo_trtllm.protocol.messages import LoadReport, decode
 from dynamo_trtllm.support.background import BackgroundTasks, wait_for_first
 from dynamo_trtllm.support.lifecycle import Lifecycle
 from dynamo_trtllm.support.network.addresses import http_url
@@ -149,7 +150,19 @@ class PlannerProcess(Lifecycle):
         def take(report: LoadReport) -> None:
             observer.on_report(report, loop.time())
 
-        stack.push_async_callback(await plane.client.watch_loads(self._config.namespace, take))
+        def take_usage(data: bytes, _: str) -> None:
+            try:
+                usage = decode(data, FrontendUsage)
+            except BadFrame as exc:
+                self._metrics.message_unreadable()
+                log.debug("unreadable report of a frontend: %s", exc.message)
+                return
+            observer.on_usage(usage, loop.time())
+
+        namespace = self._config.namespace
+        stack.push_async_callback(await plane.client.watch_loads(namespace, take))
+        usages = await plane.subscribe(frontend_usage_subject(namespace), take_usage)
+        stack.push_async_callback(usages)
         synced = asyncio.Event()
         watching = self._tasks.start(self._watch(discovery, observer, synced), "watch")
         stack.push_async_callback(self._tasks.cancel, watching)

@@ -24,6 +24,8 @@ class ModelUsage(msgspec.Struct, frozen=True, array_like=True):
     tokens: dict[str, _Tokens]
     # A client below its share has begun requests: those of others are computed in shorter steps.
     has_below: bool = False
+    queued_choices: Number = 0  # that wait at the process, and are at no worker
+    queued_tokens: Number = 0  # of their prompts
 
 
 class KeyTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,7 @@ from dynamo_trtllm.frontend.requests.admission import start_windows_of
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.fair_queue import Claim
 from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client
+from dynamo_trtllm.frontend.requests.usage_reports import model_usage
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
@@ -38,6 +39,7 @@ from dynamo_trtllm.planner.observe import Observer
 from dynamo_trtllm.planner.planner import PLAN_EVERY_S, Planner, changes_of
 from dynamo_trtllm.planner.predict import TimeLimits
 from dynamo_trtllm.protocol.errors import DynamoError
+from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
 from dynamo_trtllm.protocol.kv_events import KvEventPublisher, kv_events_subject
 from dynamo_trtllm.protocol.messages import (
     Chunk,
@@ -292,6 +294,9 @@ class SimulatedCluster:
                     self.num_share_changes += 1
                     shares |= changes
                     self._view.set_shares(dict(shares))
+                # The reports of real frontends are up to a second old at the next decision.
+                usage = model_usage(self._windows.window(self._model), self._limiter)
+                observer.on_usage(FrontendUsage(1, 1, {self._model: usage}, {}), now())
         finally:
             await unsubscribe()
 

@@ -156,7 +156,7 @@ MAY_SUBSCRIBE = {
         "dynamo.recordings",
     },
     OWN_USER: {OWN_REQUEST, TO_OWN, "dynamo.recordings"},
-    "planner": {TO_PLANNER, "dynamo.load"},
+    "planner": {TO_PLANNER, "dynamo.load", USAGE},
     "tool": {TO_TOOL},
 }
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from dynamo_trtllm.frontend.requests.fair_queue import Claim, FairQueue, QueuedRequest
 from dynamo_trtllm.frontend.requests.recent_rate import WINDOW_S, RecentRate
@@ -21,6 +22,13 @@ _MAX_RETRY_S = 60
 # others, however long its answers are and however slowly it reads them. With up to 15 permits, one
 # client may hold all of them.
 _MAX_HELD_PER_FREE = 15
+
+
+class QueuedChoices(NamedTuple):
+    """The choices that wait for one model."""
+
+    choices: int = 0
+    prompt_tokens: int = 0  # of all of them
 
 
 class ConcurrencyLimiter:
@@ -152,6 +160,13 @@ class ConcurrencyLimiter:
         """Return the weights of the clients whose requests for a model wait, by name."""
         queue = self._queues.get(model)
         return {} if queue is None else queue.weights()
+
+    def queued_choices(self, model: str) -> QueuedChoices:
+        """Return what waits for permits, or for the workers of a model."""
+        queue = self._queues.get(model)
+        if queue is None:
+            return QueuedChoices()
+        return QueuedChoices(queue.num_choices, queue.prompt_tokens)
 
     def loads(self) -> dict[str, ClientLoad]:
         """Return the load of each client, by name, in this process.

@@ -238,12 +238,18 @@ class FairQueue:
         self._numbers = itertools.count()  # of arrivals and turns
         self._num_taken = 0
         self._num_waiting = 0  # choices
+        self.prompt_tokens = 0  # of all choices that wait
         self._begun = RecentRate(clock)  # choices that have begun while others waited
 
     @property
     def is_empty(self) -> bool:
         """Return whether no request waits."""
         return not self._ranks
+
+    @property
+    def num_choices(self) -> int:
+        """Return how many choices wait."""
+        return self._num_waiting
 
     def weights(self) -> dict[str, float]:
         """Return the weights of the clients whose requests wait, by name."""
@@ -270,10 +276,11 @@ class FairQueue:
             self._counters.lift(counter, rank.least_counter())
         rank.add(request, counter, number)
         self._num_waiting += claim.num_choices
+        self.prompt_tokens += claim.prompt_tokens
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove a request that waits."""
-        self._num_waiting -= request.claim.num_choices
+        self._leave(request.claim)
         self._ranks[request.claim.rank].remove(request)
         self._drop_if_empty(request.claim.rank)
 
@@ -302,7 +309,7 @@ class FairQueue:
         rank = self._ranks[first.claim.rank]
         rank.take(first, next(self._numbers))
         self._num_taken += 1
-        self._num_waiting -= first.claim.num_choices
+        self._leave(first.claim)
         self._begun.add(first.claim.num_choices)
         self._drop_if_empty(first.claim.rank)
 
@@ -331,6 +338,10 @@ class FairQueue:
             elif number == claim.rank:
                 num_before += rank.num_choices_before(claim.client, claim.priority)
         return self._begun.seconds_for(num_before) or 0.0
+
+    def _leave(self, claim: Claim) -> None:
+        self._num_waiting -= claim.num_choices
+        self.prompt_tokens -= claim.prompt_tokens
 
     def _update(self) -> None:
         if self._counters.update():

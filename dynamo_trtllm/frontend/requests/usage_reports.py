@@ -20,7 +20,9 @@ from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.access.other_frontends import REPORT_AGE_S
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
+from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.token_counters import MAX_REPORTED
+from dynamo_trtllm.frontend.routing.start_window import StartWindow
 from dynamo_trtllm.frontend.routing.worker_capacity import WINDOW, ChoiceCosts
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.frontend_usage import (
@@ -111,17 +113,8 @@ class UsageReports:
         """Return what clients take here. Tokens are those since the last report."""
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
-            counters = self._limits.choice_permits.counters(model)
-            counters.update()
-            prefill, start, run = (usage.total for usage in window.usages)
-            waiting = self._limits.choice_permits.weights(model)
-            usage = ModelUsage(
-                taken=(prefill, start, run),
-                waiting=dict(islice(waiting.items(), MAX_REPORTED)),
-                tokens=counters.take_unreported(),
-                has_below=counters.has_below,
-            )
-            if run or waiting or usage.tokens:
+            usage = model_usage(window, self._limits.choice_permits)
+            if usage.taken[-1] or usage.waiting or usage.tokens:
                 models[model] = usage
         keys = {} if self._keys is None else self._keys.totals()
         return FrontendUsage(self._id, self._frontend_id, models, keys)
@@ -158,6 +151,22 @@ class UsageReports:
                 chain.from_iterable(usage.waiting for usage in others),
                 has_below=any(usage.has_below for usage in others),
             )
+
+
+def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
+    """Return what clients take of the workers of a model. Tokens are those since the last call."""
+    counters = permits.counters(window.model)
+    counters.update()
+    prefill, start, run = (usage.total for usage in window.usages)
+    queued = permits.queued_choices(window.model)
+    return ModelUsage(
+        taken=(prefill, start, run),
+        waiting=dict(islice(permits.weights(window.model).items(), MAX_REPORTED)),
+        tokens=counters.take_unreported(),
+        has_below=counters.has_below,
+        queued_choices=queued.choices,
+        queued_tokens=queued.prompt_tokens,
+    )
 
 
 def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[int]:

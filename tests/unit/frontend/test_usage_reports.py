@@ -138,6 +138,16 @@ async def test_process_without_usage_reports_nothing() -> None:
     assert not process.usage_reports.report().models
 
 
+async def test_reports_have_what_waits_at_the_process() -> None:
+    process = Process(Clock())
+    for client, tokens in (("a", 10), ("a", 20), ("b", 300)):
+        await process.send(client, tokens)
+    usage = process.usage_reports.report().models[MODEL]
+    assert (usage.queued_choices, usage.queued_tokens) == (2, 320)
+    await left(*process.tasks)
+    assert MODEL not in process.usage_reports.report().models
+
+
 def limited_key(**limits: int) -> ApiKey:
     return ApiKey(name="a", sha256=digest_of("a").hex(), **limits)
 

@@ -24,6 +24,7 @@ from dynamo_trtllm.planner.decide import (
     WorkerState,
     decide,
 )
+from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.predict import RoleCounts, TimeLimits
 from dynamo_trtllm.protocol.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.protocol.errors import ConfigError
@@ -91,6 +92,26 @@ def test_workers_turn_to_prefill_if_prompts_queue() -> None:
     assert decision.after is not None
     assert decision.after.ttft_s < LIMITS.ttft_s < decision.before.ttft_s
     assert "prefill is short" in decision.reason
+
+
+def test_prompts_that_wait_at_frontends_count() -> None:
+    """Frontends keep what is more than a step for each worker."""
+    seen = observed(split(1, 3, 2, 8_000), prompts_per_s=1.0)
+    assert settled(seen).outcome is DecisionOutcome.FITS
+    decision = settled(seen._replace(queue=FrontendQueue(choices=10, tokens=80_000)))
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert decision.counts.prefill > 1
+    assert "prefill is short" in decision.reason
+
+
+def test_choices_that_wait_for_full_decode_workers_are_streams() -> None:
+    seen = observed(split(3, 1, 35, 0), prompts_per_s=0.5)
+    assert settled(seen).outcome is DecisionOutcome.FITS
+    queue = FrontendQueue(choices=40, tokens=320_000, waits_for_decode=True)
+    decision = settled(seen._replace(queue=queue))
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert decision.counts.decode > 1
+    assert "decode is short" in decision.reason
 
 
 def test_workers_turn_to_decode_if_gaps_are_long() -> None:
@@ -306,7 +327,7 @@ def test_small_prompts_do_not_wait_for_full_steps() -> None:
         (0.0, 0, DecisionOutcome.FITS),
         (0.0, 3, DecisionOutcome.FITS),
         (1e6, 0, DecisionOutcome.NOTHING_BETTER),
-        (1e6, 3, DecisionOutcome.CHANGE),
+        (1e6, 3, DecisionOutcome.NOTHING_BETTER),
     ],
 )
 def test_any_time_that_workers_report_has_an_outcome(

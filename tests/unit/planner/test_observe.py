@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.planner.decide import DecisionOutcome, Observation
+from dynamo_trtllm.planner.frontend_queues import FrontendQueue
 from dynamo_trtllm.planner.observe import WINDOW_S, Observer
 from dynamo_trtllm.planner.planner import Planner, changes_of, reason_of
 from dynamo_trtllm.planner.predict import TimeLimits
+from dynamo_trtllm.protocol.frontend_usage import FrontendUsage, ModelUsage
 from dynamo_trtllm.protocol.messages import LoadReport, Role
 from tests.kit.instances import elastic_instance, make_instance
 
+MODEL = elastic_instance(1).card.name
 COST = MockArgs(prefill_token_s=0.0001, decode_request_s=0.001).cost_prior
 
 
@@ -67,6 +73,53 @@ def test_prompts_that_wait_have_come_too() -> None:
     watched.observer.on_report(report(1, 1), 0.0)
     watched.observer.on_report(report(1, 2, prompts=10, queued=30_000), 10.0)
     assert watched.at(10.0).prompts_per_s == 4.0
+
+
+def usage(process: int, *, taken: tuple[int, int, int] = (9, 9, 1), **fields: Any) -> FrontendUsage:
+    of_model = ModelUsage(taken=taken, waiting={}, tokens={}, **fields)
+    return FrontendUsage(process, 1, {MODEL: of_model}, {})
+
+
+def test_queues_of_all_frontend_processes_are_added() -> None:
+    watched = Watched()
+    assert watched.at(9.0).queue == FrontendQueue()
+    watched.observer.on_usage(usage(1, queued_choices=3, queued_tokens=3000), 10.0)
+    watched.observer.on_usage(usage(2, queued_choices=1, queued_tokens=500), 10.5)
+    assert watched.at(11.0).queue == FrontendQueue(choices=4, tokens=3500)
+    # The first process has ended, and the second one has less.
+    watched.observer.on_usage(usage(2, queued_choices=1, queued_tokens=400), 11.5)
+    assert watched.at(13.2).queue == FrontendQueue(choices=1, tokens=400)
+    assert watched.at(15.0).queue == FrontendQueue()
+
+
+def test_full_decode_workers_let_choices_wait_at_frontends() -> None:
+    watched = Watched()
+    watched.observer.on_usage(usage(1, taken=(2, 3, 9), queued_choices=3), 10.0)
+    assert watched.at(10.0).queue.waits_for_decode
+    watched.observer.on_usage(usage(2, taken=(8, 8, 1), queued_choices=3), 10.0)
+    assert not watched.at(10.0).queue.waits_for_decode
+
+
+def test_prompts_that_wait_at_frontends_have_come_too() -> None:
+    watched = Watched()
+    watched.observer.on_report(report(1, 1), 0.0)
+    assert watched.at(1.0).prompts_per_s == 0
+    watched.observer.on_report(report(1, 2, prompts=10), 10.0)
+    # Those that wait are longer: their mean counts for what is expected.
+    watched.observer.on_usage(usage(1, queued_choices=10, queued_tokens=50_000), 10.0)
+    observation = watched.at(10.0)
+    assert observation.prompt_tokens == 3000
+    assert observation.prompts_per_s == pytest.approx(2.0)
+
+
+def test_pools_of_a_model_divide_its_queue() -> None:
+    watched = Watched()
+    for number in (3, 4, 5, 6):
+        other = msgspec.structs.replace(elastic_instance(number), kv_compat={"release": "other"})
+        watched.view.add(other)
+    watched.observer.on_usage(usage(1, queued_choices=6, queued_tokens=6000), 10.0)
+    queues = [one.queue for one in watched.observer.observations(10.0).values()]
+    assert sorted(queues) == [FrontendQueue(2, 2000), FrontendQueue(4, 4000)]
 
 
 def test_streams_of_elastic_workers_are_those_that_generate() -> None:

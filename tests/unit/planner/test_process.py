@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+
 import msgspec
 import pytest
 
 from dynamo_trtllm.cluster.discovery.memory import MemoryDiscovery, MemoryLeadership
+from dynamo_trtllm.cluster.request_plane.client import PlaneLimits
+from dynamo_trtllm.cluster.request_plane.inproc import InprocTransport
+from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.config.planner import PlannerConfig
 from dynamo_trtllm.frontend.routing.pairs import pairing_key
-from dynamo_trtllm.planner.observe import PoolKey
+from dynamo_trtllm.planner.frontend_queues import FrontendQueue
+from dynamo_trtllm.planner.observe import Observer, PoolKey
 from dynamo_trtllm.planner.process import PlannerProcess
 from dynamo_trtllm.protocol.errors import Unreachable
+from dynamo_trtllm.protocol.frontend_usage import (
+    FrontendUsage,
+    ModelUsage,
+    frontend_usage_subject,
+)
+from dynamo_trtllm.protocol.messages import encode
 from tests.kit.instances import LAYOUT, elastic_instance
 
 
@@ -62,6 +75,26 @@ async def test_planner_that_waits_for_another_one_says_so(
         "another planner leads namespace dynamo, and this one waits",
         "this planner leads namespace dynamo, epoch 2",
     ]
+
+
+async def test_planner_takes_the_reports_of_frontends() -> None:
+    planner = PlannerProcess(PlannerConfig(slo_ttft_ms=2000, slo_itl_ms=100))
+    one = elastic_instance(1)
+    planner._view.add(one)
+    observer = Observer(planner._view, 0.0)
+    plane = RequestPlane(InprocTransport(), PlaneLimits())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(plane.aclose)
+        discovery = MemoryDiscovery()
+        await planner._follow(discovery, plane, observer, stack)
+        usage = ModelUsage((0, 0, 0), {}, {}, queued_choices=3, queued_tokens=50)
+        subject = frontend_usage_subject("dynamo")
+        plane.try_publish(subject, b"no report")
+        plane.try_publish(subject, encode(FrontendUsage(1, 1, {one.card.name: usage}, {})))
+        await asyncio.sleep(0)
+        now = asyncio.get_running_loop().time()
+        (observation,) = observer.observations(now).values()
+    assert observation.queue == FrontendQueue(choices=3, tokens=50)
 
 
 def test_pools_of_one_model_are_named_by_their_workers() -> None:

@@ -1,0 +1,61 @@
+"""Know what waits at the frontends, from the reports of their processes. Callers pass the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.protocol.frontend_usage import FrontendUsage
+
+# Processes report once a second while they have requests. After this time without a report, a
+# process has ended, or has no requests.
+REPORT_AGE_S: Final = 3.0
+
+
+class FrontendQueue(NamedTuple):
+    """The choices of requests for one model that are at no worker yet."""
+
+    choices: int = 0
+    tokens: int = 0  # of their prompts
+    # The decode workers have no place for them. Otherwise the prefill workers have none.
+    waits_for_decode: bool = False
+
+    def part(self, fraction: float) -> FrontendQueue:
+        """Return a fraction of the choices."""
+        return self._replace(
+            choices=round(fraction * self.choices), tokens=round(fraction * self.tokens)
+        )
+
+
+class _Received(NamedTuple):
+    report: FrontendUsage
+    received_s: float
+
+
+class FrontendQueues:
+    """The queues of all frontends of a namespace."""
+
+    def __init__(self) -> None:
+        self._received: dict[int, _Received] = {}  # the last report, by id of the process
+
+    def on_report(self, report: FrontendUsage, now: float) -> None:
+        """Take the report of a process. `now`: seconds of a monotonic clock."""
+        self._received[report.process] = _Received(report, now)
+
+    def of_model(self, model: str, now: float) -> FrontendQueue:
+        """Return what waits for a model at all processes together."""
+        usages = [report.models[model] for report in self._reports(now) if model in report.models]
+        # What is at workers, as parts of what these can take: see `ModelUsage.taken`.
+        prefill, start, run = (sum(usage.taken[limit] for usage in usages) for limit in range(3))
+        return FrontendQueue(
+            choices=sum(usage.queued_choices for usage in usages),
+            tokens=sum(usage.queued_tokens for usage in usages),
+            waits_for_decode=run > max(prefill, start),
+        )
+
+    def _reports(self, now: float) -> Iterable[FrontendUsage]:
+        """Return the reports of the processes that still report."""
+        for process, received in list(self._received.items()):
+            if now - received.received_s >= REPORT_AGE_S:
+                del self._received[process]
+        return [received.report for received in self._received.values()]
