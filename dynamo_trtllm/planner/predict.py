@@ -13,7 +13,6 @@ from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     decode_step_s,
     prefill_step_s,
-    tokens_beside_streams,
 )
 
 # A predicted time may be at most this part of its limit. The rest is headroom for what the
@@ -255,8 +254,10 @@ class Predictor:
 
     def _max_prompt_tokens(self, streams: float) -> int:
         """Return how many prompt tokens a step has at most."""
-        max_tokens = self._cost.step_tokens
-        return tokens_beside_streams(max_tokens) if streams else max_tokens
+        if not streams:
+            return self._cost.step_tokens
+        context_tokens = streams * self._demand.context_of_stream
+        return self._cost.tokens_beside_streams(streams, context_tokens)
 
     def _prompt_step_s(self, tokens: float, streams: float) -> float:
         """Return the time of a step with some prompt tokens beside some streams."""

@@ -17,8 +17,8 @@ from dynamo_trtllm.protocol.number_types import Count
 
 Features: TypeAlias = Sequence[float]
 
-_PARTS_BESIDE_STREAMS: Final = 8  # see `tokens_beside_streams`
-_MIN_BESIDE_STREAMS: Final = 32  # smaller parts of prompts take hardly less time
+MIXED_STEP_S: Final = 0.05
+"""The time that a step of an elastic engine with prompt tokens takes while streams run."""
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
@@ -48,17 +48,19 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
-def tokens_beside_streams(max_tokens: int) -> int:
-    """Return how many prompt tokens a step of an elastic engine may have while streams run.
+# However long its steps take, an elastic engine computes this part of a step without streams, but
+# not fewer prompt tokens than _LEAST_CHUNK.
+_CHUNK_DIVISOR: Final = 64
+_LEAST_CHUNK: Final = 32
 
-    A step with a long prompt would be a gap in all of them. An engine with vLLM 0.24 on a CPU, a
-    step of 512 tokens and prompts of 1,900 had gaps of 49 ms with an eighth of the step, and of 111
-    ms with all of it; a decode call began after 69 ms in place of 512.
+
+def least_chunk_tokens(max_tokens: int) -> int:
+    """Return how many prompt tokens a step of an elastic engine has at least while streams run.
 
     Args:
         max_tokens: how many a step may have without streams.
     """
-    return max(_MIN_BESIDE_STREAMS, max_tokens // _PARTS_BESIDE_STREAMS)
+    return min(max_tokens, max(_LEAST_CHUNK, max_tokens // _CHUNK_DIVISOR))
 
 
 class StepSample(NamedTuple):
@@ -421,7 +423,35 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def _max_step_tokens(self, work: EngineWork) -> int:
         """Return how many prompt tokens a step has at most. 0: not known."""
         if work.is_elastic and work.decode_requests and self.step_tokens:
-            return tokens_beside_streams(self.step_tokens)
+            return self.tokens_beside_streams(work.decode_requests, work.context_tokens)
+        return self.step_tokens
+
+    def tokens_beside_streams(self, requests: float, context_tokens: float) -> int:
+        """Return how many prompt tokens a step of an elastic engine may have while streams run.
+
+        Such a step takes about MIXED_STEP_S: see `engines.chunk_size`.
+
+        Args:
+            requests: the streams.
+            context_tokens: of these.
+        """
+        fit = self.prefill
+        least = least_chunk_tokens(self.step_tokens)
+        if fit is None:
+            return least
+        left_s = MIXED_STEP_S - prefill_step_s(fit, requests, context_tokens, 0)
+        if left_s <= 0:
+            return least
+        slopes = fit.coefficients[PREFILL_SEGMENTS.start : PREFILL_SEGMENTS.stop]
+        ends = (*_PREFILL_KNOTS[1:], math.inf)
+        for begin, end, slope in zip(_PREFILL_KNOTS, ends, slopes, strict=True):
+            last = min(end, self.step_tokens)
+            segment_s = slope * (last - begin)
+            if left_s < segment_s:
+                return max(least, int(begin + left_s / slope))
+            if last == self.step_tokens:
+                break
+            left_s -= segment_s
         return self.step_tokens
 
     def completed_by(self, other: CostModel) -> CostModel:

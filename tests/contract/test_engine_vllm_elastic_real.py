@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from dynamo_trtllm.engines.engine_interface import Engine
 from dynamo_trtllm.engines.vllm.engine import VllmEngine
-from dynamo_trtllm.protocol.cost_model import StepSample, tokens_beside_streams
+from dynamo_trtllm.protocol.cost_model import StepSample
 from dynamo_trtllm.protocol.shares import Shares
 from dynamo_trtllm.testing.engine_requests import (
     ask,
@@ -152,10 +152,12 @@ async def test_prompts_have_large_steps_while_kv_awaits_its_transfer(running: Ru
 async def check_large_steps(engine: Engine, steps: list[StepSample]) -> None:
     """Check that prompts have larger steps than beside streams. Not each step is a sample."""
     steps.clear()
-    for seed in range(3):
-        await collect(engine, ask(prompt_of(1400, 41 + seed), max_tokens=1))
-    least = tokens_beside_streams(STEP_TOKENS) + 1
-    await until(lambda: any(step.prefill_tokens >= least for step in steps))
+    seeds = itertools.count(41)
+    async with asyncio.timeout(SOON_S):
+        while not any(step.prefill_tokens >= STEP_TOKENS // 2 for step in steps):
+            await collect(engine, ask(prompt_of(1400, next(seeds)), max_tokens=1))
+            # A worker reads the times of steps a little later.
+            await asyncio.sleep(0.05)
 
 
 async def test_answers_are_equal_while_shares_change(running: Running) -> None:
@@ -203,7 +205,7 @@ async def test_prompts_have_small_chunks_while_streams_run(running: Running) -> 
     await check_large_steps(engine, steps)
 
     steps.clear()
-    stream = ask(prompt_of(60, 42), max_tokens=150, ignore_eos=True)
+    stream = ask(prompt_of(60, 42), max_tokens=600, ignore_eos=True)
     streaming = asyncio.create_task(collect(engine, stream))
     await until(lambda: any(step.decode_requests for step in steps))
     await collect(engine, ask(prompt_of(1400, 51), max_tokens=1))
@@ -213,9 +215,8 @@ async def test_prompts_have_small_chunks_while_streams_run(running: Running) -> 
     def mixed() -> list[int]:
         return [step.prefill_tokens for step in steps if step.decode_requests]
 
-    chunk = tokens_beside_streams(STEP_TOKENS)
-    await until(lambda: mixed().count(chunk) >= 3)
-    assert max(mixed()) == chunk
+    await until(lambda: len(mixed()) >= 3)
+    assert max(mixed()) <= STEP_TOKENS // 4
 
 
 async def until(is_true: Callable[[], bool]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.capabilities import MAX_STEPS
+from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.engine_interface import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.stream import MockStream
@@ -28,7 +29,6 @@ from dynamo_trtllm.protocol.cost_model import (
     StepSample,
     decode_features,
     prefill_features,
-    tokens_beside_streams,
 )
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
@@ -77,6 +77,7 @@ class MockScheduler:
         self._on_prefilled = on_prefilled
         # Without a time per prompt token, a smaller step would save nothing.
         self._limits_prompts = is_elastic and args.has_prompt_time
+        self._chunk_size = ChunkSize(args.prefill_tokens_per_step)
         self._clock = clock
         self._tokens_per_event = tokens_per_event
         self._random = random.Random(seed)
@@ -293,6 +294,8 @@ class MockScheduler:
                 # The step after a late one is shorter. At most one missed step is caught up on.
                 planned_s = begun_s + step_s
                 begun_s = max(planned_s, now - step_s)
+                if prompts and decoding:
+                    self._chunk_size.measured(step_s, sum(prompts.values()))
                 self._step(now - last_s, prompts, decoding)
                 last_s = now
         finally:
@@ -321,7 +324,7 @@ class MockScheduler:
         """Return how many tokens of which prompts the next step computes."""
         max_tokens = self._args.prefill_tokens_per_step
         if self._limits_prompts and self._prompts and self._decoding():
-            max_tokens = tokens_beside_streams(max_tokens)
+            max_tokens = min(max_tokens, self._chunk_size.tokens + self._num_decoding)
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding  # tokens of the step
         for stream in self._prompts:

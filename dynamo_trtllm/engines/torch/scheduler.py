@@ -23,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch, BlockAllocator
@@ -41,7 +42,6 @@ from dynamo_trtllm.engines.waiting_requests import (
     step_limit,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.protocol.cost_model import tokens_beside_streams
 from dynamo_trtllm.protocol.errors import (
     EngineFailed,
     NonFinite,
@@ -115,6 +115,7 @@ class Scheduler:
         # `client_request` of a request -> when an output of it was last NaN or infinite.
         self._non_finite: dict[str, float] = {}
         self._stopping = False
+        self._chunk_size = ChunkSize(self.args.max_step_tokens)
         self.load = SchedulerLoad(self._take_stats())
         self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
@@ -355,12 +356,15 @@ class Scheduler:
         # Sampling waits until the device has computed the step. Without it, the step may only be
         # queued, and the time measured here is not that of the step.
         is_awaited = bool(output.sampled)
-        self.load.measured(output.batch, time.monotonic() - begun_s, is_awaited=is_awaited)
+        seconds = time.monotonic() - begun_s
+        self.load.measured(output.batch, seconds, is_awaited=is_awaited)
+        if decoding and chunks:
+            self._chunk_size.measured(seconds, sum(chunk.num_tokens for chunk in chunks))
 
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
         if self.is_elastic and self._decoding:
-            budget = min(budget, tokens_beside_streams(self.args.max_step_tokens))
+            budget = min(budget, self._chunk_size.tokens)
         planned = []
         num_planned = 0
         scores_budget = _MAX_SCORED

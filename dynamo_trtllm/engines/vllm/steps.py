@@ -61,7 +61,8 @@ def measure_steps(scheduler: Any) -> None:
     scheduler.dynamo_last_s = 0.0  # the end of the last step
     # The composition of the step that was scheduled last.
     scheduler.dynamo_composition = _NOTHING
-    scheduler.dynamo_sample = None
+    scheduler.dynamo_sample = None  # a step that is not sent yet
+    scheduler.dynamo_last_sample = None  # the same, also after it was sent
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
     scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
 
@@ -118,6 +119,7 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
         scheduler.dynamo_was_late = False
     elif (has_decodes or has_prefills) and is_late == was_late:
         scheduler.dynamo_sample = [now - start_s, *composition]
+        scheduler.dynamo_last_sample = scheduler.dynamo_sample
         if is_decode_step:
             scheduler.dynamo_decode_s = now - start_s
 

@@ -3,8 +3,8 @@
 There are up to four paths: a prefill worker and then a decode worker, or one worker that runs the
 whole request: a decode, prefill or aggregated worker.
 
-While an elastic worker generates tokens, its steps have an eighth of the usual prompt tokens. So
-its prompts take longer from its first stream on:
+While an elastic worker generates tokens, its steps have few prompt tokens (`engines.chunk_size`).
+So its prompts take longer from its first stream on:
 
 * Streams go to elastic workers that have some already, while these have space and their gaps stay
   below _PACKED of the limit. Workers that get no prompts share streams evenly.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView
-from dynamo_trtllm.protocol.cost_model import tokens_beside_streams
+from dynamo_trtllm.protocol.cost_model import least_chunk_tokens
 from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.protocol.number_types import ceil_div
 
@@ -125,7 +125,7 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
         without_prompts = elastic - computing
         num_prompts -= len(without_prompts)
         step_tokens = [
-            tokens_beside_streams(tokens) if tokens and worker.id in without_prompts else tokens
+            least_chunk_tokens(tokens) if tokens and worker.id in without_prompts else tokens
             for worker, tokens in zip(prefill, step_tokens, strict=True)
         ]
     return WorkerCapacity(

@@ -8,6 +8,7 @@ import pytest
 
 from dynamo_trtllm.protocol.cost_model import (
     DECODE_TERMS,
+    MIXED_STEP_S,
     PREFILL_TERMS,
     CostModel,
     EngineWork,
@@ -50,6 +51,25 @@ def test_longest_step_adds_decode_steps_that_were_never_mixed() -> None:
     cost = CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.02, 1e-4), None, 1000)
     assert cost.longest_step_s(100, 0, EngineWork(5)) == pytest.approx(0.02 + 0.01 + 0.01 + 0.005)
     assert cost.longest_step_s(100, 0, EngineWork()) == pytest.approx(0.02 + 0.01)
+
+
+@pytest.mark.parametrize("requests", [0, 5, 30])
+@pytest.mark.parametrize("token_s", [1e-6, 3e-5, 2e-4])
+def test_steps_beside_streams_take_their_time(token_s: float, requests: int) -> None:
+    prefill = linear_prefill_fit(0.005, token_s, 0.001)
+    cost = CostModel(prefill=prefill, step_tokens=4096)
+    tokens = cost.tokens_beside_streams(requests, 0)
+    seconds = prefill_step_s(prefill, requests, 0, tokens)
+    assert seconds <= MIXED_STEP_S + 1e-9
+    assert tokens == 4096 or seconds > MIXED_STEP_S - token_s
+
+
+def test_steps_beside_streams_have_some_prompt_tokens() -> None:
+    slow = CostModel(prefill=linear_prefill_fit(0.06, 1e-4), step_tokens=8192)
+    assert slow.tokens_beside_streams(3, 0) == 128
+    assert CostModel(step_tokens=8192).tokens_beside_streams(3, 0) == 128
+    free = CostModel(prefill=linear_prefill_fit(0.0, 0.0), step_tokens=8192)
+    assert free.tokens_beside_streams(3, 0) == 8192
 
 
 def test_unknown_times_are_infinite() -> None:

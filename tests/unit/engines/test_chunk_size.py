@@ -1,0 +1,46 @@
+"""How many prompt tokens a step of an elastic engine may have while streams run."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.chunk_size import ChunkSize
+from dynamo_trtllm.protocol.cost_model import MIXED_STEP_S, least_chunk_tokens
+
+MAX_TOKENS = 8192
+
+
+def after(chunk: ChunkSize, base_s: float, token_s: float, num_steps: int = 50) -> int:
+    """Return the tokens after some full steps that take these times."""
+    for _ in range(num_steps):
+        chunk.measured(base_s + token_s * chunk.tokens, chunk.tokens)
+    return chunk.tokens
+
+
+def test_full_steps_come_to_take_their_time() -> None:
+    chunk = ChunkSize(MAX_TOKENS)
+    for base_s, token_s in ((0.02, 1e-4), (0.0, 1e-5), (0.045, 1e-5), (0.02, 1e-4)):
+        tokens = after(chunk, base_s, token_s)
+        assert abs(base_s + token_s * tokens - MIXED_STEP_S) < 0.1 * MIXED_STEP_S
+
+
+def test_prompts_go_on_however_long_steps_take() -> None:
+    chunk = ChunkSize(MAX_TOKENS)
+    assert after(chunk, 1.0, 0.0) == least_chunk_tokens(MAX_TOKENS) == 128
+    assert after(chunk, 0.0, 0.0) == MAX_TOKENS
+
+
+def test_small_steps_are_their_own_limit() -> None:
+    chunk = ChunkSize(8)
+    assert chunk.tokens == least_chunk_tokens(8) == 8
+    assert after(chunk, 1.0, 0.0) == 8
+
+
+def test_step_that_is_not_full_says_nothing_about_larger_ones() -> None:
+    chunk = ChunkSize(MAX_TOKENS)
+    before = chunk.tokens
+    chunk.measured(0.01, before - 1)
+    assert chunk.tokens == before
+    chunk.measured(0.01, before)
+    assert chunk.tokens == before * 1.25
+    # One that is too long does, whatever it has.
+    chunk.measured(0.2, 1)
+    assert chunk.tokens == before * 1.25 / 2
