@@ -17,7 +17,7 @@ from dynamo_trtllm.protocol.number_types import Count
 
 Features: TypeAlias = Sequence[float]
 
-MIXED_STEP_S: Final = 0.05
+MIXED_STEP_S: Final = 0.045
 """The time that a step of an elastic engine with prompt tokens takes while streams run."""
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
