@@ -120,18 +120,22 @@ class Outputs:
                 pipes[_identity(original)].read_end: original for original in originals.values()
             }
             start_relay = partial(_start_relay, process_name, log_format, memory, output_of_pipe)
-            relay, self._control = start_relay()
-            self._counters = mmap.mmap(memory, output_relay.COUNTERS.size)
+            # The relay ends with its pipes.
+            relay, control = start_relay()
+            on_failure.callback(control.close)
+            counters = mmap.mmap(memory, output_relay.COUNTERS.size)
             for name, file in _STREAMS.items():
                 os.dup2(pipes[_identity(originals[name])].write_end, file)
                 if os.isatty(originals[name]):
                     setattr(sys, name, _terminal(getattr(sys, name), file))
             on_failure.pop_all()
+        self._control = control
+        self._counters = counters
         self._pid = os.getpid()
         self.originals = originals
         # A thread, because the event loop may wait for the pipe of a relay that was killed.
         read_ends = list(output_of_pipe)
-        keep = partial(self._keep_relay, relay, start_relay, self._counters, read_ends)
+        keep = partial(self._keep_relay, relay, start_relay, counters, read_ends)
         threading.Thread(target=keep, name="output relay", daemon=True).start()
 
     def _keep_relay(
