@@ -123,7 +123,10 @@ class CompletionBuilder:
         """Return the events before the first delta. Called once, right before it."""
         starts = [choice.start() for choice in self._choices]
         if self._usages is not None:
-            starts = list(map(_with_usage, starts, self._usages))
+            starts = [
+                _with_usage(events, usage)
+                for events, usage in zip(starts, self._usages, strict=True)
+            ]
         return b"".join(starts)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
