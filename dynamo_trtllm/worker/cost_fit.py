@@ -105,7 +105,7 @@ class RobustFit:
         # Kinds with enough samples when the coefficients were fitted, and the median ratio of their
         # measured to predicted times then: the coefficients do not fit all kinds alike.
         self._kind_ratios: dict[Hashable, float] = {}
-        # The ratios of the newest samples of these kinds. The expected times include `_kind_ratios`.
+        # The ratios of the newest samples of these kinds. Expected times include `_kind_ratios`.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._quantile_rate = _MISS_RATE  # the part of `_ratios` that the interval leaves outside
         self._interval = _FIRST_INTERVAL

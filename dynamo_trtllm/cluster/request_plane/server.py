@@ -126,7 +126,7 @@ class PlaneServer:
     def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
         self._num_messages = 0  # received from all callers
-        self.running = 0  # number of streams that have not ended
+        self.num_running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
         self._unsent: list[_Caller] = []  # callers with frames for the next flush
@@ -317,7 +317,7 @@ class PlaneServer:
         stream = ServerStream(caller, opening.stream)
         caller.streams[opening.stream] = stream
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
-        self.running += 1
+        self.num_running += 1
         self._idle.clear()
         # The deadline is set by this machine's clock, which may differ from the caller's.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
@@ -398,8 +398,8 @@ class PlaneServer:
     def _mark_ended(self, stream: ServerStream) -> None:
         stream.has_ended = True
         stream.deadline_timer.cancel()
-        self.running -= 1
-        if not self.running:
+        self.num_running -= 1
+        if not self.num_running:
             self._idle.set()
 
     def _forget_fetched(self, caller: _Caller) -> None:

@@ -371,7 +371,7 @@ class TorchEngine(
     def stats(self) -> EngineStats:
         if self._scheduler is None:
             return EngineStats()
-        mismatches = 0 if self._backend is None else self._backend.checksums.mismatches
+        mismatches = 0 if self._backend is None else self._backend.checksums.num_mismatches
         return dataclasses.replace(self._scheduler.load.read(), kv_checksum_mismatches=mismatches)
 
     @property
