@@ -75,7 +75,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._reported_failures: set[str] = set()  # those of them that a step has reported
         # The vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
-        self._posted: dict[str, float] = {}  # when, by request
+        self._posted: dict[str, float] = {}  # when the read of each request was posted
         # When reads that have ended were posted and seen to end, until their end is reported.
         self._times: dict[str, tuple[float, float]] = {}
         self._ended = EndedTransfers()  # transfers that no step has reported yet
