@@ -131,7 +131,7 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
     assert (budget.in_use, budget.outputs) == (0, set())
 
 
-def test_scored_tokens_count_each_alternative() -> None:
+def test_each_alternative_counts_for_the_memory() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
     scored_delta = ChoiceDelta(
