@@ -314,9 +314,9 @@ def _delivery(
 class KeepAlive:
     """Sends a ping each time a streamed response was silent for a while.
 
-    The response headers precede the first ping if nothing was sent before it.
-    A stream has one timer, which is not set anew for each event.
-    When it fires after an event, it waits for the rest of the silence.
+    The response headers precede the first ping if nothing was sent before it. A stream has one
+    timer, which is not set anew for each event. When it fires after an event, it waits for the rest
+    of the silence.
 
     Args:
         seconds: longest silence.
