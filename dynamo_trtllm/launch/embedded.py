@@ -91,12 +91,9 @@ def serve(
     planner_process: PlannerProcess | None = None
     if planner and elastic > 0:
         planner_process = _planner(frontend_config, cluster)
-    return EmbeddedDeployment(
-        [Worker(config) for config in configs],
-        Frontend(frontend_config),
-        configs[0].model_name,
-        planner=planner_process,
-    )
+    workers = [Worker(config) for config in configs]
+    frontend = Frontend(frontend_config)
+    return EmbeddedDeployment(workers, frontend, configs[0].model_name, planner=planner_process)
 
 
 def _worker_configs(

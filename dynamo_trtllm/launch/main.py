@@ -183,12 +183,7 @@ async def run(
         nonlocal is_done
         frontend = record.frontend
         url = None if frontend is None else frontend.url
-        rows: list[tuple[str, str]] = []
-        if not is_quiet:
-            # Other commands need the name.
-            if record.name != record.namespace:
-                rows.append(("name", record.name))
-            rows += _summary(specs, url)
+        rows = [] if is_quiet else [*_name_rows(record), *_summary(specs, url)]
         _say_ready(output, rows, url, once=once)
         if demo_key:
             output.say(f"{_KEY_NOTE}\nexport {_API_KEY}={demo_key}")
@@ -257,6 +252,11 @@ def _say_ready(
     if not output.end_start(f"Ready{stop}", rows):
         where = " without a frontend" if url is None else f": {url}"
         output.say(f"Ready{where}{stop}")
+
+
+def _name_rows(record: LaunchRecord) -> list[tuple[str, str]]:
+    """Return the name of a deployment, if it is not its namespace: other commands need it."""
+    return [("name", record.name)] if record.name != record.namespace else []
 
 
 def _summary(specs: Sequence[ProcessSpec], url: str | None) -> list[tuple[str, str]]:

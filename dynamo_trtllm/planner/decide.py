@@ -148,9 +148,8 @@ def decide(
 
     Args:
         observation: what is known of the workers.
-        limits: the limits. If an idle worker needs more than MAX_PART of one, twice the time of an
-            idle worker is taken in its place. If it needs more than all of it, the decision names
-            the limit.
+        limits: the limits. If an idle worker needs more than MAX_PART of one, twice its time is
+            taken in place of it. If it needs more than all of it, the decision names the limit.
         history: of the decision before; at the start `History()`.
 
     Returns:

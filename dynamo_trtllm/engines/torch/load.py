@@ -111,14 +111,12 @@ def load(model_path: str, args: TorchArgs, progress: LoadingProgress | None = No
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     loaded_s = time.monotonic() - begun_s
     log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, loaded_s)
-    tokenizer: Path | None = folder / TOKENIZER
-    if not tokenizer.is_file():
-        tokenizer = None
+    tokenizer = folder / TOKENIZER
     return LoadedModel(
         module=module,
         device=device,
         windows=windows,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if tokenizer.is_file() else None,
         info=_engine_info(config, folder, args, dtype=dtype, num_layers=len(windows)),
     )
 
