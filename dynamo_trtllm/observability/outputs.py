@@ -113,7 +113,8 @@ class Outputs:
                 identity = _identity(original)
                 # Both outputs may lead to one file: one pipe keeps the order of their lines.
                 if identity not in pipes:
-                    pipe = pipes[identity] = _Pipe(*os.pipe())
+                    pipe = _Pipe(*os.pipe())
+                    pipes[identity] = pipe
                     on_failure.callback(os.close, pipe.read_end)
                     stack.callback(os.close, pipe.write_end)
             output_of_pipe = {

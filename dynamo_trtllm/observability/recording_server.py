@@ -119,7 +119,9 @@ class KeySelector:
     def add_event(self, key: int, event: int, ns: int, a: int) -> None:
         """Take one event of a request."""
         query = self._query
-        if key >> 32 == query.prefix or (event == RecordedEvent.RECEIVED and a == query.client_id):
+        # With the event RECEIVED, `a` is a hash of the client's id of the request.
+        has_client_id = event == RecordedEvent.RECEIVED and a == query.client_id
+        if has_client_id or key >> 32 == query.prefix:
             self._given.add(key)
         if query.selection is Selection.GIVEN:
             return

@@ -111,12 +111,13 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
     scheduler.dynamo_was_late = is_late
     has_decodes = composition.decode_requests > 0
     has_prefills = composition.prefill_tokens > 0
+    is_empty = not has_decodes and not has_prefills
     is_decode_step = has_decodes and not has_prefills
     if is_late and is_decode_step and scheduler.dynamo_decode_s > 0:
         # The end of the step is not known. Assume that it took as long as the last one.
         scheduler.dynamo_last_s = min(now, start_s + scheduler.dynamo_decode_s)
         scheduler.dynamo_was_late = False
-    elif (has_decodes or has_prefills) and is_late == was_late:
+    elif not is_empty and is_late == was_late:
         scheduler.dynamo_sample = [now - start_s, *composition]
         if is_decode_step:
             scheduler.dynamo_decode_s = now - start_s

@@ -283,7 +283,7 @@ class _TextChoice:
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
         # Most deltas have one text, and nothing beside it.
-        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
+        if len(delta.deltas) == 1 and not delta.deltas[0].logprobs and not delta.token_ids:
             before, after = self._around_delta
             return before + orjson.dumps(delta.deltas[0].text) + after
         text = "".join(part.text for part in delta.deltas)

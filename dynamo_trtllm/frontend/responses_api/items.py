@@ -113,7 +113,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             # The call was cut off, so the client has not made it.
             continue
         is_assistant = kind not in OUTPUTS and item.get("role", "assistant") == "assistant"
-        if turn and not (is_assistant and _can_follow(item, turn[-1])):
+        continues_turn = bool(turn) and is_assistant and _can_follow(item, turn[-1])
+        if turn and not continues_turn:
             messages += _assistant(turn)
             turn = []
         if is_assistant:

@@ -108,7 +108,8 @@ class RemoteAgents:
             with self._lock:
                 peer.num_fetches -= 1
                 is_full = len(peer.known_memories) >= MAX_KNOWN_MEMORIES
-                if peer.is_broken or (is_full and peer.num_fetches == 0):
+                is_worn_out = is_full and peer.num_fetches == 0
+                if peer.is_broken or is_worn_out:
                     self._remove(peer)
 
     def disconnect(self, peer: RemoteAgent) -> None:
