@@ -21,6 +21,8 @@ from dynamo_trtllm.observability import recorder
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
 from dynamo_trtllm.observability.recording_queries import RecordingQueries
 from dynamo_trtllm.observability.recording_server import (
+    NUM_LATEST,
+    KeySelector,
     RecordingPart,
     RecordingQuery,
     Selection,
@@ -206,3 +208,22 @@ def test_explain_has_the_credentials_of_the_launched_deployment() -> None:
     assert (config.namespace, config.nats_server) == ("n", "nats://127.0.0.1:2")
     files = (config.etcd_credentials_file, config.nats_credentials_file)
     assert [config.file_of_role(file) for file in files] == 2 * [Path("/tmp/d/tool.credentials")]
+
+
+def test_latest_requests_without_an_id_are_limited() -> None:
+    selector = KeySelector(RecordingQuery("", Selection.LATEST))
+    keys = range(1, NUM_LATEST + 11)
+    for key in keys:
+        no_client_id = 0
+        selector.add_event(key, RecordedEvent.RECEIVED, key, no_client_id)
+    assert selector.keys() == set(keys[-NUM_LATEST:])
+
+
+def test_open_requests_without_an_id_exclude_ended_ones() -> None:
+    selector = KeySelector(RecordingQuery("", Selection.OPEN))
+    ended = 1
+    running = 2
+    selector.add_event(ended, RecordedEvent.RECEIVED, 1, 0)
+    selector.add_event(running, RecordedEvent.RECEIVED, 2, 0)
+    selector.add_event(ended, RecordedEvent.FINISHED, 3, 0)
+    assert selector.keys() == {running}
