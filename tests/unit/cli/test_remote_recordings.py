@@ -150,6 +150,25 @@ async def test_inquiry_converts_times_of_a_machine_ahead(monkeypatch: pytest.Mon
     assert abs(sent.entries[0].ns - recorded_ns) <= sent.clock_error_s * 1e9 + 1
 
 
+async def test_inquiry_reads_the_end_of_an_answer_without_events() -> None:
+    transport = InprocTransport()
+    part = RecordingPart(7, "gpu", 20, packed_header(), is_last=False)
+    slots = SLOT.pack(9, 10, 5, E.RECEIVED, 0, 0, 0, 0, b"", 9)
+    with_slots = msgspec.structs.replace(part, slots=slots)
+    end = msgspec.structs.replace(part, is_last=True, oldest_ns=10, num_overwritten=8)
+
+    def answer(data: bytes, _: str) -> None:
+        inbox = decode(data, RecordingQuery).inbox
+        for sent in (part, with_slots, end):
+            transport.publish(inbox, encode(sent))
+
+    await transport.subscribe(recordings_subject(NS), answer)
+    inquiry = RecordingQueries(transport, NS, {}, SOON_S, settle_s=0.01)
+    await inquiry.ask(RecordingQuery("", Selection.ALL))
+    (found,) = inquiry.processes()
+    assert (found.num_overwritten, found.oldest_ns) == (8, 10)
+
+
 async def test_inquiry_reports_damaged_answers_without_control_codes() -> None:
     transport = InprocTransport()
     part = RecordingPart(7, "gpu\x1b[2J", 1, packed_header(), is_last=True)
