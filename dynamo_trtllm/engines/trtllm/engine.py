@@ -438,8 +438,9 @@ def sleep_obstacle(facts: RoleFacts) -> str:
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """Return the values, besides the layout, that must be equal in prefill and decode.
 
-    They are {} for aggregated workers. The tensor-parallel size is one of them unless the attention backend supports resharding. Python
-    transceivers exchange unversioned data, so with them both sides need the same build.
+    They are {} for aggregated workers. The tensor-parallel size is one of them unless the attention
+    backend supports resharding. Python transceivers exchange unversioned data, so with them both
+    sides need the same build.
 
     Args:
         facts: the worker's arguments.

@@ -488,7 +488,8 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
 def _field_path(path: Iterable[int | str]) -> str:
     """Format a pydantic location without union tags.
 
-    ("messages", 0, "user", "content") becomes "messages[0].content". A union tag that could be mistaken for a field is written `<tag>`.
+    ("messages", 0, "user", "content") becomes "messages[0].content". A union tag that could be
+    mistaken for a field is written `<tag>`.
     """
     text = ""
     is_after_index = False
