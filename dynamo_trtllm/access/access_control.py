@@ -241,8 +241,10 @@ class AccessControl:
         key = _key_of(request)
         if not key:
             raise InvalidApiKey(f"this server needs an API key; {_SEND_KEY}")
+        tenant = None
         # A longer one is no key, and its hash would take time.
-        tenant = self._tenants.get(digest_of(key)) if len(key) <= MAX_KEY_CHARS else None
+        if len(key) <= MAX_KEY_CHARS:
+            tenant = self._tenants.get(digest_of(key))
         if tenant is None:
             raise InvalidApiKey("the API key is not valid; check it, or ask for a new one")
         expires = tenant.key.expires

@@ -86,7 +86,9 @@ class UsageTable:
         size = (_HEAD + num_processes * _PART) * _NUMBER_BYTES
         memory = mmap.mmap(-1 if file is None else file, size)
         self.numbers = memoryview(memory).cast("q")
-        self.frontend_id = self.numbers[0] or _new_id()
+        # Without a file, the memory is new, so this is 0.
+        shared_id = self.numbers[0]
+        self.frontend_id = shared_id or _new_id()
         self.clock = clock
         self.others = OtherFrontends(clock)
         # Ids of the keys whose usage may have changed since the last report, the oldest first.
@@ -97,10 +99,11 @@ class UsageTable:
             for index in range(num_processes)
             if index != number - 1
         ]
-        # After a crash, this process has the part of the one before it. Under the same id, its
-        # reports replace the ones from before, which count generations that have ended.
+        # After a crash, this process takes over the part and the id of the crashed one. So its
+        # reports replace those of the crashed one, which count generations that have ended.
         self.process_id = self._own.process_id()
-        self._changed.update(dict.fromkeys(self._own.end_generations()))
+        for key_id in self._own.end_generations():
+            self.changed(key_id)
 
     def usage(self, key: ApiKey) -> KeyUsage | None:
         """Return what counts the usage of a key; None if it has no limits.
@@ -139,7 +142,9 @@ class UsageTable:
             )
             del self._changed[key_id]
             if totals[key_id] != KeyTotals():
-                self._changed[key_id] = None  # its usage will become less
+                # Without further requests, its usage falls as minutes pass. So later reports have
+                # it, too, until it is 0. It goes last: each report has other keys first.
+                self._changed[key_id] = None
         return totals
 
     def minute(self, row: int, sum_offset: int, slot: int) -> int:
@@ -157,7 +162,9 @@ class UsageTable:
         total = numbers[row + sum_offset]
         # The sum is of the minute that ends with `newest`. Subtract its slots that are before the
         # minute that ends with `slot`: the process clears a slot only when it counts again.
-        for passed in range(newest - _NUM_SLOTS + 1, slot - _NUM_SLOTS + 1):
+        first_in_sum = newest - _NUM_SLOTS + 1
+        first_wanted = slot - _NUM_SLOTS + 1
+        for passed in range(first_in_sum, first_wanted):
             total -= numbers[row + sum_offset + 1 + passed % _NUM_SLOTS]
         return total
 
@@ -349,7 +356,10 @@ class KeyUsage:
         newest = numbers[own + _NEWEST]
         if slot <= newest:
             return slot
-        for passed in range(max(newest + 1, slot - _NUM_SLOTS + 1), slot + 1):
+        # A row has places for _NUM_SLOTS slots, so each place is cleared once at most.
+        first_of_minute = slot - _NUM_SLOTS + 1
+        first_new = max(newest + 1, first_of_minute)
+        for passed in range(first_new, slot + 1):
             for sum_offset in (_REQUESTS, _TOKENS):
                 place = own + sum_offset + 1 + passed % _NUM_SLOTS
                 numbers[own + sum_offset] -= numbers[place]

@@ -72,15 +72,19 @@ def _lines(text: str) -> list[str]:
     them, as U+2028.
     """
     lines = text.split("\n")
-    # The end of the last line begins no other one.
-    return lines if lines[-1] else lines[:-1]
+    # What ends with a newline has no further, empty line after it.
+    if not lines[-1]:
+        lines.pop()
+    return lines
 
 
 def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) -> list[ApiKey]:
     keys: list[ApiKey] = []
     place_of: dict[str, str] = {}  # by name and by hash
+    in_settings = f"--api-key or {ENV_PREFIX}API_KEY"
     for key in from_settings:
-        place_of[key.name] = place_of[key.sha256] = f"--api-key or {ENV_PREFIX}API_KEY"
+        place_of[key.name] = in_settings
+        place_of[key.sha256] = in_settings
     for number, line in enumerate(lines, start=1):
         if _is_comment(line):
             continue

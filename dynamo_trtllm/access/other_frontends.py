@@ -11,7 +11,7 @@ from dynamo_trtllm.protocol.frontend_usage import KeyTotals
 # Frontends report once a second while they have something to report. After this time without a
 # report, a process has ended.
 REPORT_AGE_S: Final = 3.0
-_MINUTE_S: Final = 64.0  # usage per minute counts for so long, see `key_usage`
+_MINUTE_S: Final = 64.0  # usage per minute counts for this long, see `key_usage`
 _NOTHING: Final = KeyTotals()
 
 
@@ -51,15 +51,15 @@ class OtherFrontends:
         if by_process is None:
             return _NOTHING
         now_s = self._clock()
-        running = 0
-        requests = 0
-        tokens = 0
+        num_running = 0
+        num_requests = 0
+        num_tokens = 0
         for process, (of_key, reported_s) in list(by_process.items()):
             if now_s - reported_s >= _MINUTE_S:
                 del by_process[process]
                 continue
             if now_s - self._seen_s[process] < REPORT_AGE_S:
-                running += of_key.running
-            requests += of_key.requests
-            tokens += of_key.tokens
-        return KeyTotals(running, requests, tokens)
+                num_running += of_key.running
+            num_requests += of_key.requests
+            num_tokens += of_key.tokens
+        return KeyTotals(num_running, num_requests, num_tokens)

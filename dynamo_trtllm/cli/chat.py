@@ -118,10 +118,11 @@ def _converse(config: ChatConfig, server: ChatServer) -> int:
     )
     if config.question is not None:
         chat.run([config.question])
-        return chat.failures
+        return chat.num_failures
     if not is_terminal:
         chat.run(sys.stdin)
-        return chat.failures
+        return chat.num_failures
+
     address = mask_address(server.url)
     chat.say(f"Connected to {config.model} at {address}. Type /help for commands.")
     chat.run(_typed_lines())
@@ -164,7 +165,7 @@ class Chat:
     ask: Ask
     live_output: LiveOutput
     say: Callable[[str], None]
-    failures: int = 0
+    num_failures: int = 0  # questions that failed
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, lines: Iterable[str]) -> None:
@@ -220,7 +221,7 @@ class Chat:
         except ChatFailed as exc:
             self.live_output.end()
             self.say(f"error: {exc}")
-            self.failures += 1
+            self.num_failures += 1
             return
         self.messages.append({"role": "user", "content": question})
         if turn.content:
@@ -395,25 +396,26 @@ class ChatTurn:
     clock: Callable[[], float] = time.perf_counter
     content: str = ""
     finish: str | None = None
-    tokens: int | None = None  # output tokens as reported by the server, reasoning included
-    began: float = field(init=False)
-    first: float | None = None
-    last: float = 0.0
+    # Output tokens as reported by the server, reasoning included.
+    num_tokens: int | None = None
+    began_s: float = field(init=False)
+    first_s: float | None = None  # when the first text arrived
+    last_s: float = 0.0  # when the last text arrived
 
     def __post_init__(self) -> None:
-        self.began = self.clock()
+        self.began_s = self.clock()
 
     def add(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the deltas of a `chat.completion.chunk`."""
         usage = event.get("usage")
         if usage:
-            self.tokens = usage.get("completion_tokens")
+            self.num_tokens = usage.get("completion_tokens")
         for choice in event.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
             for kind, text in _deltas(choice.get("delta") or {}):
-                self.last = self.clock()
-                if self.first is None:
-                    self.first = self.last
+                self.last_s = self.clock()
+                if self.first_s is None:
+                    self.first_s = self.last_s
                 if kind == "content":
                     self.content += text
                 yield kind, text
@@ -421,16 +423,17 @@ class ChatTurn:
     def report(self) -> str:
         """Return one line with TTFT, tokens, speed, and the finish reason if it is not `stop`."""
         words = []
-        if self.first is None:
+        seconds = 0.0  # between the first and the last text
+        if self.first_s is None:
             words.append("no text")
         else:
-            words.append(f"TTFT {(self.first - self.began) * 1e3:.0f} ms")
-        if self.tokens is not None:
-            words.append(f"{self.tokens} tokens")
-            seconds = 0.0 if self.first is None else self.last - self.first
+            words.append(f"TTFT {(self.first_s - self.began_s) * 1e3:.0f} ms")
+            seconds = self.last_s - self.first_s
+        if self.num_tokens is not None:
+            words.append(f"{self.num_tokens} tokens")
             # The first token begins the time, so it is not counted.
-            if self.tokens > 1 and seconds > 0:
-                words.append(f"{(self.tokens - 1) / seconds:.1f} tokens/s")
+            if self.num_tokens > 1 and seconds > 0:
+                words.append(f"{(self.num_tokens - 1) / seconds:.1f} tokens/s")
         if self.finish not in (None, "stop"):
             words.append(f"finish reason: {self.finish}")
         return ", ".join(words)

@@ -160,11 +160,11 @@ def _time(epoch_s: float) -> str:
 
 
 def _as_json(workers: list[Instance], stored: StoredShares) -> str:
-    table = stored.table
+    table = stored.table or ShareTable()
     value: dict[str, Any] = {
-        "epoch": table.epoch if table else 0,
-        "revision": table.revision if table else 0,
-        "reason": table.reason if table else "",
+        "epoch": table.epoch,
+        "revision": table.revision,
+        "reason": table.reason,
         "workers": [
             {
                 "id": f"{worker.id:x}",
@@ -174,7 +174,7 @@ def _as_json(workers: list[Instance], stored: StoredShares) -> str:
             }
             for worker in workers
         ],
-        "history": [_change_object(change) for change in table.history] if table else [],
+        "history": [_change_object(change) for change in table.history],
     }
     return f"{json.dumps(value)}\n"
 

@@ -35,7 +35,8 @@ def ttft_buckets(page: str) -> dict[float, float]:
     """
     buckets: defaultdict[float, float] = defaultdict(float)
     for limit, count in _TTFT_BUCKET.findall(page):
-        buckets[math.inf if limit == "+Inf" else float(limit)] += float(count)
+        limit_s = math.inf if limit == "+Inf" else float(limit)
+        buckets[limit_s] += float(count)
     return dict(buckets)
 
 

@@ -105,7 +105,8 @@ def as_text(reports: Iterable[DeploymentReport]) -> str:
 
 
 def _title(report: DeploymentReport) -> str:
-    title = f"deployment {report.name or report.namespace or '-'}: {report.state}"
+    name = report.name or report.namespace or "-"
+    title = f"deployment {name}: {report.state}"
     if report.url:
         title += f", {report.url}"
     lines = [title]
@@ -114,7 +115,8 @@ def _title(report: DeploymentReport) -> str:
         if process.model:
             models.setdefault((process.model, process.engine), []).append(process.role)
     for (model, engine), roles in sorted(models.items()):
-        workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+        different_roles = dict.fromkeys(roles)  # in their order
+        workers = ", ".join(f"{roles.count(role)} {role}" for role in different_roles)
         line = f"model {model}: {workers}"
         if engine:
             line += f" (engine {engine})"
@@ -152,14 +154,18 @@ def _role(process: ProcessStatus) -> str:
     """Return the role of a process, for an elastic worker with its shares of prefill and decode."""
     if process.prefill_share is None:
         return process.role
-    shares = f"{process.role} {process.prefill_share:g}/{process.decode_share:g}"
-    # The time of a day, which is enough for the eye. --json has the whole time.
-    return f"{shares} since {process.shares_since[11:19]}" if process.shares_since else shares
+    role = f"{process.role} {process.prefill_share:g}/{process.decode_share:g}"
+    if process.shares_since:
+        # The time of a day, which is enough for the eye. --json has the whole time.
+        role += f" since {process.shares_since[11:19]}"
+    return role
 
 
 def _state(process: ProcessStatus) -> str:
     """Return the state of a process, with its reason if that is short."""
-    state = f"{process.state}: {process.reason}" if process.reason else process.state
+    if not process.reason:
+        return process.state
+    state = f"{process.state}: {process.reason}"
     return state if len(state) <= _MAX_STATE_CHARS else process.state
 
 

@@ -223,13 +223,15 @@ def _stuck_choices(
             continue
         reason = holder.reason
         last_events = []
-        last_steps = {id(step.process): step for step in own}.values()
-        for process, entry in last_steps:
-            why_misdated = _why_misdated(process)
+        # Of each process, the last step replaces the earlier ones.
+        last_steps = {id(step.process): step for step in own}
+        for step in last_steps.values():
+            title = step.process.title
+            why_misdated = _why_misdated(step.process)
             if why_misdated:
-                reason += f"; {process.title}: {why_misdated}"
-            age_s = (now_ns - entry.ns) / 1e9
-            last_events.append(LastEvent(process.title, describe(entry, request), age_s))
+                reason += f"; {title}: {why_misdated}"
+            age_s = (now_ns - step.entry.ns) / 1e9
+            last_events.append(LastEvent(title, describe(step.entry, request), age_s))
         yield StuckRequest(
             request=request.id,
             silent_s=silent_s,
@@ -240,7 +242,7 @@ def _stuck_choices(
 
 
 def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]) -> Holder | None:
-    """Return who holds a choice whose steps these are; None if it has ended everywhere."""
+    """Return who holds the choice with these steps; None if it has ended everywhere."""
     in_frontend = [step for step in steps if step.process.is_frontend]
     if request.finished is not None:
         return _holder_without_frontend(steps, has_finished=True)
@@ -310,8 +312,8 @@ def _holder_in_worker(
         frontend: the caller.
         instance_id: the worker.
         steps: the call's steps in the worker.
-        reason_without_steps: why the worker holds the request if there are no steps. None: it does
-            not hold it, because the call has not arrived.
+        reason_without_steps: why the worker holds the request if there are no steps. None: the
+            worker does not hold the request then, because the call has not arrived.
     """
     worker = recordings.instance(instance_id)
     if worker is None:
@@ -347,10 +349,10 @@ def _holder_of_fetch(recordings: Recordings, worker: ProcessRecording, source_id
     """Return who holds a worker that fetches KV from the instance `source_id`."""
     source = recordings.instance(source_id)
     if source is None:
-        silent = recordings.without_recording(source_id)
+        unknown = recordings.without_recording(source_id)
         # If other machines were not asked, the source may work. So name the worker that waits.
-        title = silent.title if recordings.has_asked else worker.title
-        return Holder(title, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
+        title = unknown.title if recordings.has_asked else worker.title
+        return Holder(title, f"{worker.title} fetches KV from {unknown.title}: {unknown.reason}")
     why_silent = _why_silent(source)
     if why_silent:
         return Holder(source.title, f"{worker.title} fetches KV from it, and {why_silent}")
@@ -361,19 +363,22 @@ def _holder_of_fetch(recordings: Recordings, worker: ProcessRecording, source_id
 
 
 def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
-    """Return how many calls came before a queued one and still wait, and the longest of them.
+    """Return, as text, how many calls are before a queued one, and the longest of them.
 
-    It is a text; "": there is none.
+    They came earlier and have no first token yet. The engine may run them already: the queued one
+    waits for them all the same. "": there are none.
     """
     prompts: dict[tuple[int, int], int] = {}  # tokens by call: (request, choice)
     own_call = (queued.key, queued.choice)
-    has_come = False
+    is_after_queued = False
     for entry in worker.entries:
         call = (entry.key, entry.choice)
         if entry.event == RecordedEvent.CALL_RECEIVED:
-            # The elastic worker may have run another call of this choice before.
-            has_come = has_come or (call == own_call and entry.ns == queued.ns)
-            if not has_come:
+            # The time tells it from an earlier call of the same choice: an elastic worker may have
+            # run one.
+            if call == own_call and entry.ns == queued.ns:
+                is_after_queued = True
+            if not is_after_queued:
                 prompts[call] = entry.num_tokens
         elif entry.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.CALL_ENDED):
             prompts.pop(call, None)

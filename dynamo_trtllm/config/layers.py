@@ -27,7 +27,10 @@ _MAX_KEY_SHOWN = 40  # characters, in an error
 CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
-# Paths in Dynamo's container and source tree, as its guides write them.
+# Paths in Dynamo's container and source tree, as its guides write them:
+#   /workspace/examples/backends/trtllm/engine_configs/gpt_oss/decode.yaml
+#   components/backends/trtllm/engine_configs/decode.yaml
+# The match is what `_alias` replaces: up to "engine_configs", with "/gpt_oss" if that follows.
 _GUIDE_PATH = re.compile(
     r"(/workspace/(dynamo/)?)?"
     r"((examples|components)/backends/trtllm/)?"
@@ -203,7 +206,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._level += 1
         # The limits of size and depth are checked before a node is read, so a document that is too
         # large is not read whole.
-        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)
+        num_complete_nodes = len(self._extents)
+        _check_extent(_Extent(values=num_complete_nodes, depth=self._level), mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._level -= 1
@@ -268,7 +272,8 @@ def find_file(path: Path) -> Path:
         Path of the existing file, or `path` itself if there is none.
     """
     ours = _alias(path)
-    for candidate in dict.fromkeys((path, ours)):
+    candidates = (path,) if ours == path else (path, ours)
+    for candidate in candidates:
         for file in (candidate, *_packaged(candidate)):
             if os.path.exists(file):  # `Path.exists` raises if the name is too long
                 if candidate != path:
@@ -338,8 +343,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # `nested` takes the value out of each leaf. A second wrapping keeps the source, which is
-    # written beside the value.
+    # `nested` replaces each leaf by its value, and the source is needed, too. So each leaf is the
+    # value of another one.
     wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
     return "".join(_yaml_lines(nested(wrapped), ""))
 
@@ -356,4 +361,5 @@ def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
 
 def _flow(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+    # PyYAML ends a document that is one scalar with "...".
     return text.removesuffix("...\n").strip()

@@ -23,14 +23,14 @@ _Key = tuple[int | str | None, bytes]
 class CachedBlock:
     """A full KV block that can be reused."""
 
-    __slots__ = ("is_forgotten", "key", "number", "serial", "users")
+    __slots__ = ("is_forgotten", "key", "num_users", "number", "serial")
 
     def __init__(self, serial: int, key: _Key, number: int) -> None:
         # A number that no other block of the engine gets. In KV events it is the block's hash.
         self.serial = serial
         self.key = key
         self.number = number  # its place in the engine's memory
-        self.users = 1  # requests
+        self.num_users = 1  # requests
         self.is_forgotten = False
 
 
@@ -91,7 +91,7 @@ class BlockManager:
         self._num_changes = 0  # changes after which a refused request may have enough blocks
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """The number of blocks that requests use."""
         return self._num_blocks - len(self._free) - len(self._unused)
 
@@ -217,9 +217,9 @@ class BlockManager:
 
     def _use(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
-            if not block.users:
+            if not block.num_users:
                 del self._unused[block.serial]
-            block.users += 1
+            block.num_users += 1
 
     def _release(self, chain: Sequence[CachedBlock]) -> list[int]:
         """End the use of cached blocks.
@@ -229,8 +229,8 @@ class BlockManager:
         free = []
         # The last blocks come first, and are evicted first: they can't be found without the others.
         for block in reversed(chain):
-            block.users -= 1
-            if block.users:
+            block.num_users -= 1
+            if block.num_users:
                 continue
             if block.is_forgotten:
                 free.append(block.number)
@@ -240,9 +240,11 @@ class BlockManager:
 
     def _evict(self, count: int) -> None:
         """Free the least recently used blocks of the cache."""
-        evicted = [self._unused.popitem(last=False)[1] for _ in range(count)]
-        for block in evicted:
+        evicted: list[CachedBlock] = []
+        for _ in range(count):
+            _, block = self._unused.popitem(last=False)
             del self._blocks[block.key]
+            evicted.append(block)
         self._free += [block.number for block in evicted]
         self._report_removed(evicted)
 

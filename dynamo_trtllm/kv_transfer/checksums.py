@@ -53,7 +53,7 @@ class Checksums:
     def __init__(self, mode: ChecksumMode = "auto") -> None:
         self.mode = mode
         self.device_checksum: Callable[[MemoryRegion], int] | None = None
-        self.mismatches = 0  # number of fetches with a wrong checksum
+        self.num_mismatches = 0  # number of fetches with a wrong checksum
         num_cpus = os.cpu_count() or 1
         num_threads = max(1, min(_MAX_THREADS, num_cpus // 2))
         self._pool = ThreadPoolExecutor(num_threads, "kv-checksum")  # starts threads on demand
@@ -119,7 +119,7 @@ class Checksums:
 
     def mismatch(self, transfer_id: str) -> TransferFailed:
         """Count and log a wrong checksum, and return the error to raise."""
-        self.mismatches += 1
+        self.num_mismatches += 1
         error = TransferFailed(
             f"KV transfer {transfer_id}: the checksum of its KV is wrong: the KV was changed in"
             " transit, or in the prefill worker's memory; if this repeats, check memory and"

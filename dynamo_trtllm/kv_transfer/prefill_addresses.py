@@ -20,7 +20,7 @@ class PrefillAddresses:
     discovery first, and its KV is still fetched. Runs on the event loop.
 
     Args:
-        stay_s: how long they stay valid.
+        stay_s: how long those of a worker that has left stay valid.
         wait_s: longest wait for an instance that is not registered yet.
         clock: returns seconds, monotonic.
     """

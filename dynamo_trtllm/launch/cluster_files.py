@@ -179,7 +179,7 @@ class ClusterDeployment:
 
     def worker_words(self, worker: WorkerSpec) -> list[str]:
         """Return the flags of workers of one role. Raises ConfigError."""
-        own = {name: value for name, value in worker.flags.items() if name not in ACCESS_FIELDS}
+        given = {name: value for name, value in worker.flags.items() if name not in ACCESS_FIELDS}
         values: dict[str, Any] = {
             "engine": self.engine,
             "disaggregation_mode": worker.disaggregation_mode.value,
@@ -188,12 +188,12 @@ class ClusterDeployment:
         }
         if self.engine == "vllm":
             values["compile_cache"] = "/home/dynamo/.cache"
-        values |= own
+        values |= given
         if self.model_folder:
             values["model_path"] = self.model_folder
         if values.pop("extra_engine_args", None):
             values["extra_engine_args"] = f"/etc/engine/{_ENGINE_FILE}"
-        self._check_files(WorkerConfig, own)
+        self._check_files(WorkerConfig, given)
         return to_argv(WorkerConfig, values)
 
     def engine_file(self) -> str:

@@ -88,12 +88,12 @@ def serve(
     common = {"model_path": os.fspath(model), "engine": engine, **cluster}
     configs = _worker_configs(counts, common, worker_settings)
     frontend_config = _frontend_config(cluster, frontend_settings)
-    return EmbeddedDeployment(
-        [Worker(config) for config in configs],
-        Frontend(frontend_config),
-        configs[0].model_name,
-        planner=_planner(frontend_config, cluster) if planner and elastic else None,
-    )
+    planner_process: PlannerProcess | None = None
+    if planner and elastic > 0:
+        planner_process = _planner(frontend_config, cluster)
+    workers = [Worker(config) for config in configs]
+    frontend = Frontend(frontend_config)
+    return EmbeddedDeployment(workers, frontend, configs[0].model_name, planner=planner_process)
 
 
 def _worker_configs(

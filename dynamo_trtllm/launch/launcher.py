@@ -50,7 +50,7 @@ _FOLDER = "dynamo-launch-"
 _NATS_USERS = "nats-users.conf"
 _LOG = "lines.log"
 _MAX_LINE_BYTES = 1 << 20
-_KEY_FILE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
+_KEY_FILE_VARIABLE = "DYN_TRTLLM_KV_TRANSFER_KEY_FILE"
 _KEY_BYTES = 32
 # Longest wait for the output of a process after its exit: a grandchild may still hold it open.
 _LAST_LINES_S = 1.0
@@ -80,6 +80,7 @@ class ManagedProcess(Child):
         self.spec = spec
         self.record = ProcessRecord(
             name=spec.name,
+            # Only workers have a role. The others, such as the frontend, are shown by their names.
             role=str(spec.role or spec.name),
             engine=spec.engine or "",
             model=spec.model,
@@ -208,12 +209,11 @@ class Launcher:
         """
         for spec in self.specs:
             _check_port(spec)
-        with (
-            scratch_folder(_FOLDER) as folder,
-            self.output.keeping_lines(folder / _LOG) as self.record.log_file,
-            recorded(self.record, self.output.say) as self._write_record,
-        ):
-            await self._supervisor.run(self._start_all(folder, on_ready))
+        with scratch_folder(_FOLDER) as folder, self.output.keeping_lines(folder / _LOG) as path:
+            self.record.log_file = path
+            with recorded(self.record, self.output.say) as write_record:
+                self._write_record = write_record
+                await self._supervisor.run(self._start_all(folder, on_ready))
         self.output.say("stopped")
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
@@ -241,7 +241,9 @@ class Launcher:
         while self._never_ready:
             await self._changed.wait()
         # A stop cancels `on_ready`, because its requests would keep the processes from stopping.
-        if await wait_for_first(on_ready(self.record), self._supervisor.until_stopping()):
+        # The result is then None.
+        is_done = await wait_for_first(on_ready(self.record), self._supervisor.until_stopping())
+        if is_done:
             self._supervisor.stop()
 
     def _make_users(self, folder: Path) -> PasswordFolder:
@@ -262,13 +264,13 @@ class Launcher:
 
         Workers of other launchers would have other keys. The environment may name a file of keys.
         """
-        is_alone = len(self._own_servers) == 2
-        if is_alone and _KEY_FILE not in self._environ:
+        is_alone = set(self._own_servers) == {"etcd", "nats"}
+        if is_alone and _KEY_FILE_VARIABLE not in self._environ:
             key_file = folder / "kv-transfer-keys"
             # The folder is readable by its user only, and so is the file.
             key_file.touch(mode=0o600)
             key_file.write_text(secrets.token_hex(_KEY_BYTES))
-            self._environ[_KEY_FILE] = str(key_file)
+            self._environ[_KEY_FILE_VARIABLE] = str(key_file)
 
     async def _start_server(
         self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]
@@ -325,7 +327,8 @@ class Launcher:
         if process.is_ready:
             self._mapped_by_others.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor
-        # fails to start with another status, and then the dependents are restarted.
+        # fails to start with another status. Its name is still in `_mapped_by_others`, so the
+        # dependents are restarted then.
         has_crashed = status != 0
         restarts_dependents = self.deployment.restart.decode_workers
         if has_crashed and restarts_dependents and spec.name in self._mapped_by_others:
@@ -448,10 +451,13 @@ def _check_port(spec: ProcessSpec) -> None:
     """Raise ConfigError if the port is in use: its owner would answer our readiness check."""
     if not spec.port:
         return
+    # "http" for --http-port, and "system" for --system-port.
     setting = spec.port_flag.removeprefix("--").removesuffix("-port")
     try:
         bind(spec.host, spec.port, setting=setting).close()
     except ConfigError as exc:
-        flag = "host" if (exc.field or "").endswith("_host") else "port"
+        # The field is such as "http_host" or "http_port".
+        is_wrong_host = exc.field == f"{setting}_host"
+        flag = "host" if is_wrong_host else "port"
         hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc

@@ -133,9 +133,12 @@ class LogReader:
                     yield whole[:-1]
                 else:
                     self._rest = whole
-            if len(self._files) == 1 and not self._has_new_file():
+            if len(self._files) > 1:
+                self._files.popleft().close()
+            elif not self._has_new_file():
                 return
-            self._files.popleft().close()
+            # Otherwise, the writer may have added lines to this file before it began the new one.
+            # The next turn reads them.
 
     def _has_new_file(self) -> bool:
         """Open the file that the writer has begun after the current one, if there is one."""

@@ -149,7 +149,8 @@ def _with_placeholder_addresses(environ: Mapping[str, str]) -> dict[str, str]:
 
     The settings can then be checked before these servers run.
     """
-    return {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}
+    placeholders = dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")
+    return {**environ, **placeholders}
 
 
 def without_other_servers(environ: Mapping[str, str], own_servers: Sequence[str]) -> dict[str, str]:

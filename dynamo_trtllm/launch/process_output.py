@@ -248,6 +248,7 @@ class StartPanel:
         self.routine_lines: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
         self._terminal = terminal
         self._began = time.monotonic()
+        # The phase of each process, and the seconds after which it was ready; None: it is not yet.
         self._phases: dict[str, tuple[str, float | None]] = dict.fromkeys(names, ("waiting", None))
         self._live = Live(
             console=terminal,

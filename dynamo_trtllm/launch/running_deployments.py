@@ -11,7 +11,7 @@ import fcntl
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
@@ -54,7 +54,8 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     @property
     def url(self) -> str:
         """Return the URL for connections from this machine."""
-        return f"{'https' if self.uses_tls else 'http'}://{self.address}"
+        scheme = "https" if self.uses_tls else "http"
+        return f"{scheme}://{self.address}"
 
 
 class LaunchRecord(msgspec.Struct, kw_only=True):
@@ -266,7 +267,8 @@ def _remove_stale(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _free_name(namespace: str, taken: Sequence[str] | set[str]) -> str:
+def _free_name(namespace: str, taken: Set[str]) -> str:
+    """Return the namespace, with a number if that name is taken."""
     if namespace not in taken:
         return namespace
     names = (f"{namespace}-{number}" for number in itertools.count(2))

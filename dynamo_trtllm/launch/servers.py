@@ -83,10 +83,10 @@ async def until(
         NotYet: the time is over. The message is that of the last attempt.
     """
     now = asyncio.get_running_loop().time
-    began = now()
+    began_s = now()
     why = ""
     while True:
-        limit_s = min(one_answer_s, began + within_s - now())
+        limit_s = min(one_answer_s, began_s + within_s - now())
         try:
             async with asyncio.timeout(limit_s):
                 return await ask()
@@ -99,7 +99,7 @@ async def until(
             why = str(exc)
             if on_wait is not None:
                 on_wait(why if isinstance(exc, NotYet) else "")
-        spent_s = now() - began
+        spent_s = now() - began_s
         if spent_s >= within_s:
             raise NotYet(why)
         pause_s = min(max(_PAUSE_FRACTION * spent_s, _SHORTEST_PAUSE_S), _MAX_PAUSE_S)

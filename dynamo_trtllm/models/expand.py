@@ -151,7 +151,9 @@ def expand_weights(compact: dict[str, np.ndarray], vocab_size: int) -> dict[str,
     full = {
         name: tensor.astype(np.float32) for name, tensor in compact.items() if name != TOUCHED_IDS
     }
-    for name in full.keys() & VOCABULARY_TENSORS:
+    for name in VOCABULARY_TENSORS:
+        if name not in full:
+            continue
         values = full[name]
         touched_rows = values[:-1]
         common_row = values[-1]
@@ -179,6 +181,7 @@ def _checked_weights(compact: Path) -> bytes:
 def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
     config = json.loads(config_text)
     prefix = f".{folder.name}."
+    # The folder is usually renamed below, and then missing at the end.
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True
     ) as name:

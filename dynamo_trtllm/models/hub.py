@@ -108,10 +108,10 @@ class Hub:
                 if _is_needed(file.rfilename)
             }
             weights = [size for file, size in sizes.items() if fnmatch(file, _WEIGHTS)]
-            if CONFIG not in sizes or not weights:
-                raise _lacks(
-                    name, "weights in the safetensors format" if CONFIG in sizes else CONFIG
-                )
+            if CONFIG not in sizes:
+                raise _lacks(name, CONFIG)
+            if not weights:
+                raise _lacks(name, "weights in the safetensors format")
             # This download also stores in the cache which commit the branch or tag is, so a later
             # call need not look it up.
             config = hf_hub_download(

@@ -99,7 +99,7 @@ class Outputs:
 
     def _start(self, process_name: str, log_format: str) -> None:
         with ExitStack() as stack:
-            # This closes what a successful start keeps.
+            # If the start fails, this closes what would be kept.
             on_failure = stack.enter_context(ExitStack())
             originals = {name: os.dup(file) for name, file in _STREAMS.items()}
             for original in originals.values():
@@ -113,24 +113,30 @@ class Outputs:
                 identity = _identity(original)
                 # Both outputs may lead to one file: one pipe keeps the order of their lines.
                 if identity not in pipes:
-                    pipe = pipes[identity] = _Pipe(*os.pipe())
+                    pipe = _Pipe(*os.pipe())
+                    pipes[identity] = pipe
                     on_failure.callback(os.close, pipe.read_end)
                     stack.callback(os.close, pipe.write_end)
-            read_ends = {
+            output_of_pipe = {
                 pipes[_identity(original)].read_end: original for original in originals.values()
             }
-            start_relay = partial(_start_relay, process_name, log_format, memory, read_ends)
-            relay, self._control = start_relay()
-            self._counters = mmap.mmap(memory, output_relay.COUNTERS.size)
+            start_relay = partial(_start_relay, process_name, log_format, memory, output_of_pipe)
+            # The relay ends with its pipes.
+            relay, control = start_relay()
+            on_failure.callback(control.close)
+            counters = mmap.mmap(memory, output_relay.COUNTERS.size)
             for name, file in _STREAMS.items():
                 os.dup2(pipes[_identity(originals[name])].write_end, file)
                 if os.isatty(originals[name]):
                     setattr(sys, name, _terminal(getattr(sys, name), file))
             on_failure.pop_all()
+        self._control = control
+        self._counters = counters
         self._pid = os.getpid()
         self.originals = originals
         # A thread, because the event loop may wait for the pipe of a relay that was killed.
-        keep = partial(self._keep_relay, relay, start_relay, self._counters, list(read_ends))
+        read_ends = list(output_of_pipe)
+        keep = partial(self._keep_relay, relay, start_relay, counters, read_ends)
         threading.Thread(target=keep, name="output relay", daemon=True).start()
 
     def _keep_relay(
@@ -158,7 +164,8 @@ class Outputs:
             if status == 0:
                 return
             dropped_before, queued = _numbers_of_lines(counters)
-            output_relay.COUNTERS.pack_into(counters, 0, dropped_before + queued, 0)
+            # The lines that the relay had queued are lost.
+            _set_numbers_of_lines(counters, dropped=dropped_before + queued, queued=0)
             is_started = False
             while not is_started:
                 _drop_lines(read_ends, begun_s + RESTART_S, counters)
@@ -192,6 +199,11 @@ def _numbers_of_lines(counters: mmap.mmap) -> tuple[int, int]:
     return int(dropped), int(queued)
 
 
+def _set_numbers_of_lines(counters: mmap.mmap, *, dropped: int, queued: int) -> None:
+    offset = 0
+    output_relay.COUNTERS.pack_into(counters, offset, dropped, queued)
+
+
 def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -> None:
     """Read pipes until a time of `time.monotonic`, and count the lines as dropped.
 
@@ -205,7 +217,7 @@ def _drop_lines(read_ends: Sequence[int], until_s: float, counters: mmap.mmap) -
         for read_end in ready:
             num_lines = os.read(read_end, _READ_BYTES).count(b"\n")
             dropped, queued = _numbers_of_lines(counters)
-            output_relay.COUNTERS.pack_into(counters, 0, dropped + num_lines, queued)
+            _set_numbers_of_lines(counters, dropped=dropped + num_lines, queued=queued)
 
 
 def _identity(file: int) -> tuple[int, int]:
@@ -215,7 +227,7 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 def _start_relay(
-    process_name: str, log_format: str, memory: int, read_ends: Mapping[int, int]
+    process_name: str, log_format: str, memory: int, output_of_pipe: Mapping[int, int]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `output_relay`. Return its process and this process's end of its control socket.
 
@@ -223,12 +235,13 @@ def _start_relay(
         process_name: name of the process.
         log_format: "text" or "json".
         memory: file descriptor of the counters' memory.
-        read_ends: the file descriptor of each output, by that of the pipe from which its data is
-            read.
+        output_of_pipe: the read end of each pipe -> the output to which its data is written. Both
+            are file descriptors.
     """
     own_end, relay_end = socket.socketpair()
     own_end.settimeout(output_relay.FLUSH_S)
-    pairs = [f"{pipe}:{output}" for pipe, output in read_ends.items()]
+    pairs = [f"{pipe}:{output}" for pipe, output in output_of_pipe.items()]
+    files = [*output_of_pipe, *output_of_pipe.values()]
     with relay_end:
         program = [sys.executable, "-I", "-S", output_relay.__file__]
         arguments = [process_name, log_format, str(relay_end.fileno()), str(memory), *pairs]
@@ -238,7 +251,7 @@ def _start_relay(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[relay_end.fileno(), memory, *read_ends, *read_ends.values()],
+                pass_fds=[relay_end.fileno(), memory, *files],
                 # A Ctrl-C, or a kill of this process's group, must not reach it.
                 process_group=0,
             )

@@ -86,7 +86,7 @@ class RecordedEvent(IntEnum):
     CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
     SHARES_CHANGED = 9  # a: epoch, b: revision of the table that a frontend uses now; both 0: none
     # Events of a request in the frontend.
-    RECEIVED = 32  # a: hash of the client's X-Request-Id
+    RECEIVED = 32  # a: hash of the client's X-Request-Id, or 0
     # a: prompt tokens, b: max_tokens, c: hash of the first block, or 0; once per prompt
     TOKENIZED = 33
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 3 blocks; 0: no block is left

@@ -69,7 +69,8 @@ class ClockOffset(NamedTuple):
         """Return the offset, limited to this interval, too."""
         limited = ClockOffset(max(self.low_ns, low_ns), min(self.high_ns, high_ns))
         # Clocks drift, so the bounds may exclude each other.
-        return self if limited.low_ns > limited.high_ns else limited
+        is_possible = limited.low_ns <= limited.high_ns
+        return limited if is_possible else self
 
 
 _UNBOUNDED: Final = ClockOffset(-(1 << 63), 1 << 63)
@@ -173,6 +174,8 @@ class RecordingQueries:
             if len(part.slots) % SLOT.size:
                 raise ValueError("an event is incomplete")
             sender.slots.append(part.slots)
+        # Only the last part of a whole answer has these. It may have no slots.
+        if part.oldest_ns > 0:
             sender.oldest_ns = part.oldest_ns
             sender.num_overwritten = part.num_overwritten
         if part.is_last:
@@ -216,10 +219,11 @@ def _recording(sender: _Sender, offset: ClockOffset, boot: bytes) -> ProcessReco
     entries: dict[int, Entry] = {}
     for slots in sender.slots:
         entries.update(read_slots(slots, offset.ns))
+    alive_ns = 0  # it has not written this time yet
+    if header.alive_ns:
+        alive_ns = header.alive_ns + offset.ns
     converted = header._replace(
-        monotonic_ns=header.monotonic_ns + offset.ns,
-        alive_ns=header.alive_ns + offset.ns if header.alive_ns else 0,
-        boot_id=boot,
+        monotonic_ns=header.monotonic_ns + offset.ns, alive_ns=alive_ns, boot_id=boot
     )
     return ProcessRecording(
         header=converted,

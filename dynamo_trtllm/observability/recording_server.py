@@ -62,7 +62,7 @@ class RecordingQuery(msgspec.Struct, frozen=True, array_like=True):
     selection: Selection
     keys: list[UInt64] = []  # numbers of requests that are wanted in any case
     prefix: Int64 = -1  # upper 32 bits of such keys
-    client_id: UInt64 = 0  # hash of a client's id of such a request
+    client_id: UInt64 = 0  # hash of a client's id of such a request; 0: none
     known: list[Number] = []  # `epoch_ns` of recordings that the caller has
 
 
@@ -119,7 +119,10 @@ class KeySelector:
     def add_event(self, key: int, event: int, ns: int, a: int) -> None:
         """Take one event of a request."""
         query = self._query
-        if key >> 32 == query.prefix or (event == RecordedEvent.RECEIVED and a == query.client_id):
+        # With the event RECEIVED, `a` is a hash of the client's id of the request; 0: it has none.
+        is_received = event == RecordedEvent.RECEIVED
+        has_client_id = is_received and query.client_id > 0 and a == query.client_id
+        if has_client_id or key >> 32 == query.prefix:
             self._given.add(key)
         if query.selection is Selection.GIVEN:
             return
@@ -135,9 +138,11 @@ class KeySelector:
         match self._query.selection:
             case Selection.GIVEN:
                 return self._given
-            case Selection.OPEN:  # the event that opened a request may be overwritten
+            case Selection.OPEN:
                 is_open = {key for (key, _), count in self._num_open.items() if count > 0}
-                return self._given | is_open | (self._begun.keys() - self._closed)
+                # The event that opened a request may be overwritten.
+                never_closed = self._begun.keys() - self._closed
+                return self._given | is_open | never_closed
             case Selection.LATEST:
                 latest = heapq.nlargest(NUM_LATEST, self._begun, key=self._begun.__getitem__)
                 return self._given.union(latest)

@@ -200,7 +200,7 @@ class RequestIds(NamedTuple):
 
     keys: frozenset[int]
     prefix: int  # the upper 32 bits; -1: none
-    client_id: int  # hash of an `X-Request-Id`
+    client_id: int  # hash of an `X-Request-Id`; 0: none
 
     @classmethod
     def parse(cls, text: str) -> RequestIds:

@@ -150,9 +150,8 @@ def decide(
 
     Args:
         observation: what is known of the workers.
-        limits: the limits. If an idle worker needs more than MAX_PART of one, twice the time of an
-            idle worker is taken in its place. If it needs more than all of it, the decision names
-            the limit.
+        limits: the limits. If an idle worker needs more than MAX_PART of one, twice its time is
+            taken in place of it. If it needs more than all of it, the decision names the limit.
         history: of the decision before; at the start `History()`.
 
     Returns:
@@ -285,7 +284,10 @@ def _compare(
     if before is not None and before.largest_part <= MAX_PART:
         return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
     counts, after = _best(workers, predictor)
-    needed_part = math.inf if before is None else (1 - MIN_GAIN) * before.largest_part
+    # If a kind of call has no worker, any change is better.
+    needed_part = math.inf
+    if before is not None:
+        needed_part = (1 - MIN_GAIN) * before.largest_part
     if after.largest_part > needed_part:
         return stay(
             DecisionOutcome.NOTHING_BETTER,
@@ -341,8 +343,10 @@ def _best(workers: Sequence[WorkerState], predictor: Predictor) -> _Candidate:
     if not splits:
         return both
     split = min(splits, key=lambda candidate: candidate.after.largest_part)
-    is_missed = split.after.largest_part > 1
-    return both if is_missed and both.after.largest_part <= MAX_PART else split
+    misses_limit = split.after.largest_part > 1
+    if misses_limit and both.after.largest_part <= MAX_PART:
+        return both
+    return split
 
 
 def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:
@@ -366,7 +370,10 @@ def _prefill_shares(
     if workers and not ready and not has_others:
         # Some worker has to get all prompts at once: the one with the fewest streams.
         ready = [min(workers, key=lambda worker: worker.streams)]
-    return dict.fromkeys(workers, DRAINING) | dict.fromkeys(ready, PREFILL_ONLY)
+    shares = dict.fromkeys(workers, DRAINING)
+    for worker in ready:
+        shares[worker] = PREFILL_ONLY
+    return shares
 
 
 def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:

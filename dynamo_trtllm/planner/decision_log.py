@@ -11,7 +11,8 @@ from dynamo_trtllm.protocol.shares import Shares
 
 log = logging.getLogger(__name__)
 
-# A load at a limit alternates between them every few seconds.
+# Outcomes of predictions count as one kind: a load at a limit alternates between them every few
+# seconds.
 _PREDICTED: Final = frozenset(
     {
         DecisionOutcome.CHANGE,
@@ -26,9 +27,9 @@ _PREDICTED: Final = frozenset(
 class DecisionLog:
     """The decisions for one pool of workers, of which there is one a second.
 
-    Changes of shares are logged at the level INFO, and so is the first decision after others of
-    another kind: those from predictions are one kind, and each reason why there is no prediction
-    is one. Other new outcomes are logged at the level DEBUG.
+    Changes of shares are logged at the level INFO, and so is a decision of another kind than the
+    one before. All outcomes of predictions are one kind, and each other outcome is a kind of its
+    own. A new outcome of the same kind is logged at the level DEBUG.
 
     Args:
         is_advice: the shares are not changed. Then the same changes are logged once.
@@ -37,7 +38,7 @@ class DecisionLog:
     def __init__(self, *, is_advice: bool) -> None:
         self._is_advice = is_advice
         self._last: Decision | None = None
-        self._advised: Mapping[int, Shares] = {}
+        self._advised: Mapping[int, Shares] = {}  # the changes that were advised last
         self._num_unreachable = 0  # limits that were logged as unreachable
 
     def add(self, decision: Decision, pool: str) -> None:

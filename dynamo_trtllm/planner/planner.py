@@ -34,7 +34,7 @@ class Planner:
         self._histories: dict[PoolKey, History] = {}
 
     def decisions(self, now: float) -> dict[PoolKey, Decision]:
-        """Return a decision for each pool. Those before count as carried out.
+        """Return a decision for each pool. The decisions of earlier calls count as carried out.
 
         Args:
             now: seconds of a monotonic clock.

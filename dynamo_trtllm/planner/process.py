@@ -179,6 +179,7 @@ class PlannerProcess(Lifecycle):
                         observer.remove(instance_id)
                     case SharesChanged(table):
                         self._view.set_shares({} if table is None else table.workers)
+                    # Without a reason, the record is gone or valid now.
                     case Rejected(key, str(reason)):
                         log.warning("record %s is rejected: %s", key, reason)
                     case Synced():
@@ -190,7 +191,8 @@ class PlannerProcess(Lifecycle):
         while True:
             await asyncio.sleep(PLAN_EVERY_S)
             if not self._config.advise and not await self._leads(discovery):
-                # Another planner changes the shares meanwhile, and an autoscaler follows that one.
+                # Another planner decides now, so the history of this one is out of date. An
+                # autoscaler follows the metrics of the other one.
                 planner = Planner(observer, self._limits)
                 self._metrics.clear_plan()
                 continue
@@ -199,6 +201,7 @@ class PlannerProcess(Lifecycle):
             if self._config.advise or not changes_of(decisions):
                 continue
             if not await self._change(discovery, decisions):
+                # The history has changes that were not made.
                 planner = Planner(observer, self._limits)
 
     async def _leads(self, discovery: Discovery) -> bool:

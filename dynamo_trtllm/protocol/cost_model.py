@@ -26,7 +26,7 @@ _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
 _UNUSED_EXPERTS: Final = 1 - 1 / 32
 _PER_KI: Final = 1 / 1024
 _PER_MI: Final = 1 / (1 << 20)
-# The coefficients that are slopes of adjacent segments.
+# The indexes of the coefficients that are slopes of adjacent segments.
 DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))
 PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
 
@@ -176,18 +176,18 @@ def prefill_step_s(
     return seconds + slopes[5] * (tokens - fifth)
 
 
-def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
+def first_token_features(new_tokens: float, running_s: float, steps_s: float) -> Features:
     """Return the values on which the time to first token of a prefill or aggregated call depends.
 
     The coefficient of the running step says how much of it a call waits for: about half on average,
     and more where the engine schedules the next step before it ends.
 
     Args:
-        prompt_tokens: the prompt tokens of the call.
+        new_tokens: the prompt tokens of the call that are not cached.
         running_s: predicted time of the step that runs when it arrives.
         steps_s: predicted time of the steps after that, until its first token.
     """
-    return 1.0, prompt_tokens * _PER_KI, running_s, steps_s
+    return 1.0, new_tokens * _PER_KI, running_s, steps_s
 
 
 def kv_transfer_features(prompt_tokens: float) -> Features:
@@ -464,10 +464,12 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         is_other_better = other.has_computed_prompts and not self.has_computed_prompts
         if self.prefill is None or is_other_better:
             prompt_source = other
+        # The fit of the worker whose prompts count; if it has none, that of the other one.
+        first_token = prompt_source.first_token or self.first_token or other.first_token
         return CostModel(
             decode=self.decode or other.decode,
             prefill=prompt_source.prefill,
-            first_token=prompt_source.first_token or self.first_token or other.first_token,
+            first_token=first_token,
             step_tokens=prompt_source.step_tokens,
             kv_transfer=self.kv_transfer or other.kv_transfer,
         )

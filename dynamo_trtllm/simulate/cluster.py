@@ -188,11 +188,12 @@ class SimulatedCluster:
     async def run(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
         """Send all requests, and return them when they have ended."""
         now = self._clocks.monotonic
-        begun_s = now() - arrivals[0].at_s
+        # The first request comes now. This is the time from which `at_s` counts.
+        zero_s = now() - arrivals[0].at_s
         requests: list[SimulatedRequest] = []
         async with asyncio.TaskGroup() as group:
             for arrival in arrivals:
-                left_s = begun_s + arrival.at_s - now()
+                left_s = zero_s + arrival.at_s - now()
                 if left_s > 0:
                     await asyncio.sleep(left_s)
                 request = self._new_request(arrival)
@@ -319,6 +320,7 @@ class SimulatedCluster:
         )
 
         def more_tokens() -> int:
+            # The claim counts the whole prompt, so cached tokens are taken off.
             return OUTPUT_COST * request.output_tokens - request.cached_tokens
 
         try:

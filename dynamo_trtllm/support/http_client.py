@@ -72,15 +72,15 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
         ValueError: the URL is not valid.
     """
     parts = urllib.parse.urlsplit(url)
-    is_tls = parts.scheme == "https"
-    default_port = _HTTPS_PORT if is_tls else _HTTP_PORT
+    default_port = _HTTP_PORT
+    context: ssl.SSLContext | None = None
+    if parts.scheme == "https":
+        default_port = _HTTPS_PORT
+        context = tls or client_context(url)
     port = parts.port or default_port
-    context = tls or client_context(url)
     try:
         async with _limited(_CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(
-                parts.hostname, port, ssl=context if is_tls else None
-            )
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)
     except ssl.SSLCertVerificationError as exc:
         host = parts.hostname or ""
         # The launcher trusts one certificate, whatever the name of the server.

@@ -105,7 +105,7 @@ class RobustFit:
         # Kinds with enough samples when the coefficients were fitted, and the median ratio of their
         # measured to predicted times then: the coefficients do not fit all kinds alike.
         self._kind_ratios: dict[Hashable, float] = {}
-        # The newest samples of these kinds. What is expected of them includes `_kind_ratios`.
+        # The ratios of the newest samples of these kinds. Expected times include `_kind_ratios`.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._quantile_rate = _MISS_RATE  # the part of `_ratios` that the interval leaves outside
         self._interval = _FIRST_INTERVAL
@@ -207,7 +207,7 @@ class RobustFit:
         return False
 
     def _drop_before(self, number: int, coefficients: Sequence[float], factor: float) -> None:
-        """Drop the samples before that of a number. All times are assumed to change by `factor`."""
+        """Drop the samples before number `number`. All times are assumed to change by `factor`."""
         self.num_changes += 1
         changed = [coefficient * factor for coefficient in coefficients]
         self._coefficients = changed
@@ -225,8 +225,8 @@ class RobustFit:
     def _ratios_of_kinds(self, coefficients: Sequence[float]) -> dict[Hashable, float]:
         """Return the median ratio of measured to predicted times of each kind with enough samples.
 
-        If the next ratios of a kind are others, the engine has changed. Those of a new kind only
-        show that it is new.
+        If later ratios of such a kind differ from it, the engine has changed. Ratios of a new kind
+        only show that the kind is new.
         """
         found: dict[Hashable, float] = {}
         for kind, samples in self._kinds.items():

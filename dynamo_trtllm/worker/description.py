@@ -101,11 +101,11 @@ def _elastic_limits(config: WorkerConfig, info: EngineInfo) -> Limits:
             f" not have; use another --disaggregation-mode",
             field="disaggregation_mode",
         )
-    most = max(1, int(config.max_transfer_kv_fraction * limits.kv_blocks))
+    max_blocks = max(1, int(config.max_transfer_kv_fraction * limits.kv_blocks))
     # The engine may have less space for KV that is transferred.
     if limits.max_transfer_blocks:
-        most = min(most, limits.max_transfer_blocks)
-    return msgspec.structs.replace(limits, max_transfer_blocks=most)
+        max_blocks = min(max_blocks, limits.max_transfer_blocks)
+    return msgspec.structs.replace(limits, max_transfer_blocks=max_blocks)
 
 
 def admission_of(config: WorkerConfig, instance: Instance, timing: WorkerTiming) -> WorkerAdmission:
@@ -115,10 +115,13 @@ def admission_of(config: WorkerConfig, instance: Instance, timing: WorkerTiming)
     max_batch_size = limits.max_batch_size  # 0: not reported by the engine
     if max_batch_size:
         max_active = max_batch_size + config.max_queued_requests
+    max_transfer_blocks: int | None = None
+    if instance.role is Role.ELASTIC:
+        max_transfer_blocks = limits.max_transfer_blocks
     return WorkerAdmission(
-        max_active,
-        _MAX_PENDING_TRANSFER_FRACTION,
-        limits.max_transfer_blocks if instance.role is Role.ELASTIC else None,
-        instance.layout.block_tokens,
+        max_active=max_active,
+        max_pending_kv_fraction=_MAX_PENDING_TRANSFER_FRACTION,
+        max_transfer_blocks=max_transfer_blocks,
+        block_tokens=instance.layout.block_tokens,
         timing=timing,
     )

@@ -154,7 +154,7 @@ class StartedWorker:
     def _unfinished(self) -> str:
         """Return how much work is not finished, as text for the log."""
         num_transfers = self._engine.stats().pending_kv_transfers
-        return f"running requests: {self.server.running}, pending KV transfers: {num_transfers}"
+        return f"running requests: {self.server.num_running}, pending KV transfers: {num_transfers}"
 
     # --- sleep and wake ---------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class StartedWorker:
     async def _fall_asleep(self, engine: Sleeps) -> None:
         await self.registration.aclose()
         await self.drain()
-        if self.server.running:
+        if self.server.num_running:
             log.warning(
                 "not put to sleep: requests still run after --drain-timeout-s %g s",
                 self.drain_timeout_s,

@@ -68,7 +68,8 @@ def without_unsupported(
             " none turns all off"
         )
         log.warning(text, ", ".join(effective))
-    return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
+    unset: dict[str, None] = dict.fromkeys(dropped)
+    return msgspec.structs.replace(defaults, **unset)
 
 
 def check_flags(config: WorkerConfig, *, reads_model: bool) -> None:

@@ -74,7 +74,7 @@ async def test_overlapping_fetches_do_not_collect_memories_for_ever(
     await asyncio.sleep(0.1)
     assert not waiting.done()
     (peer,) = reader._peers._connected.values()
-    assert len(peer.known) == 2
+    assert len(peer.known_memories) == 2
     holder.mark_ready("t0", 1)
     await first
     await waiting

@@ -147,7 +147,7 @@ class Cluster:
             "running": sum(engine_stats.running + engine_stats.waiting for engine_stats in stats),
             "kv blocks": sum(engine_stats.kv_blocks_used for engine_stats in stats),
             "KV transfers": sum(engine_stats.pending_kv_transfers for engine_stats in stats),
-            "streams at workers": sum(serving.running for serving in self.plane._servers),
+            "streams at workers": sum(serving.num_running for serving in self.plane._servers),
             "streams at the caller": len(self.plane.client._inbox),
             "peers": len(self.plane.client._running)
             + sum(len(s._callers) for s in self.plane._servers),

@@ -81,14 +81,14 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePai
     await asyncio.wait_for(serving.until_finished(), SOON_S)
     asking = asyncio.create_task(collect(bench.caller, make_request()))
     await asyncio.wait_for(service.started.wait(), SOON_S)
-    assert serving.running == 1
+    assert serving.num_running == 1
     serving.is_accepting = False
     finished = asyncio.create_task(serving.until_finished())
     await asyncio.sleep(0.05)
     assert not finished.done()
     gate.set()
     await asyncio.wait_for(finished, SOON_S)
-    assert (serving.running, len(await asking)) == (0, 1)
+    assert (serving.num_running, len(await asking)) == (0, 1)
 
 
 async def test_message_of_unanswerable_sender_does_not_end_streams(bench: PlanePair) -> None:

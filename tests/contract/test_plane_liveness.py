@@ -185,7 +185,7 @@ async def test_repeated_messages_give_the_same_answer_once(
     chunks = await asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S)
     assert [token for chunk in chunks for token in chunk.token_ids] == [0, 1, 2]
     assert len(runs) == 1
-    await until(lambda: serving.running == 0)
+    await until(lambda: serving.num_running == 0)
 
 
 async def test_opening_repeated_after_its_end_does_not_run_again(
@@ -202,12 +202,12 @@ async def test_opening_repeated_after_its_end_does_not_run_again(
     service = ScriptedService(three_steps)
     serving = await bench.worker.serve(SUBJECT, service)
     await collect(bench.caller, make_request())
-    await until(lambda: serving.running == 0)
+    await until(lambda: serving.num_running == 0)
     service.started.clear()
     bench.caller._transport.publish(SUBJECT, openings[0])  # type: ignore[attr-defined]
     await collect(bench.caller, make_request(name="next"))  # comes after it, in order
     assert len(openings) == 3
-    await until(lambda: service.open == serving.running == 0)
+    await until(lambda: service.open == serving.num_running == 0)
     assert not service.verbs
 
 

@@ -158,10 +158,10 @@ async def test_decode_first_when_decode_is_full_then_no_prefill(
         first = asyncio.create_task(made.run(request(max_tokens=200)))
         await until(lambda: made.admission(Role.DECODE).active() == 1, SOON_S)
         await running_workers.engine_of(Role.PREFILL).drain()
-        asked = made.serving(Role.PREFILL).running
+        asked = made.serving(Role.PREFILL).num_running
         with pytest.raises(Overloaded, match="reserved slots of 1;"):
             await made.run(request(max_tokens=5))
-        assert made.serving(Role.PREFILL).running == asked
+        assert made.serving(Role.PREFILL).num_running == asked
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await until(lambda: made.admission(Role.DECODE).active() == 0, SOON_S)

@@ -70,7 +70,7 @@ class Scene:
         ]
         return {
             "held": self.running_workers.held(),
-            "streams of workers": [serving.running for serving in servings],
+            "streams of workers": [serving.num_running for serving in servings],
             "ended streams that hold KV": [held(serving) for serving in servings],
             "admitted": [serving.service.admission.active() for serving in servings],
             "watched": [sorted(serving._callers) for serving in servings]

@@ -252,7 +252,9 @@ class EtcdConnection:
 
     def unreachable(self, index: int | None, reason: str) -> Unreachable:
         """Return the error that an endpoint, or the current one, did not answer."""
-        address = self.addresses[self._current if index is None else index]
+        if index is None:
+            index = self._current
+        address = self.addresses[index]
         text = (
             f"etcd at {address} did not answer ({reason}); check --etcd-endpoints and that etcd"
             " runs"

@@ -121,6 +121,7 @@ class EtcdStore:
         return await self.connection.call("range", request)
 
     async def _left(self, lease_id: int) -> Lease | None:
+        """Return a lease with its remaining time. None: it has expired, or the id is 0."""
         if not lease_id:
             return None
         request = api.LeaseTimeToLiveRequest(ID=lease_id)

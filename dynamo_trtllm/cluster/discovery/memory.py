@@ -94,7 +94,9 @@ class InstanceRecords:
 
     def expire(self, instance_id: int) -> None:
         """Delete the keys of an instance, as if its lease had expired."""
-        for key in [key for key in self._records if key.endswith(f"/{instance_id:x}")]:
+        with self._changing:
+            keys = [key for key in self._records if key.endswith(f"/{instance_id:x}")]
+        for key in keys:
             self.delete(key)
 
     def listed(self, prefix: str) -> dict[str, bytes]:
@@ -205,7 +207,8 @@ class MemoryDiscovery:
                 if change is None:
                     return
                 key, record = change
-                for event in cache.delete(key) if record is None else cache.put(key, record):
+                events = cache.delete(key) if record is None else cache.put(key, record)
+                for event in events:
                     yield event
                 if cache.next_list_s is not None:
                     for event in cache.relist(self._records.listed(prefix)):

@@ -80,18 +80,22 @@ def read_share_table(record: bytes) -> ShareTable:
 def _check_texts(table: ShareTable) -> None:
     """Raise BadRecord if a text of the table is too long, or its history is."""
     reasons = [table.reason, *(change.reason for change in table.history)]
-    longest = max(map(len, reasons))
-    if longest > MAX_REASON_CHARACTERS:
-        raise BadRecord(f"reason has {longest} characters; the limit is {MAX_REASON_CHARACTERS}")
-    longest = max((len(change.writer) for change in table.history), default=0)
-    if longest > MAX_WRITER_CHARACTERS:
-        raise BadRecord(f"writer has {longest} characters; the limit is {MAX_WRITER_CHARACTERS}")
+    longest_reason = max(map(len, reasons))
+    if longest_reason > MAX_REASON_CHARACTERS:
+        raise BadRecord(
+            f"reason has {longest_reason} characters; the limit is {MAX_REASON_CHARACTERS}"
+        )
+    longest_writer = max((len(change.writer) for change in table.history), default=0)
+    if longest_writer > MAX_WRITER_CHARACTERS:
+        raise BadRecord(
+            f"writer has {longest_writer} characters; the limit is {MAX_WRITER_CHARACTERS}"
+        )
     if len(table.history) > MAX_CHANGES:
         raise BadRecord(f"history has {len(table.history)} changes; the limit is {MAX_CHANGES}")
 
 
 def stored_shares(record: bytes | None, version: int) -> StoredShares:
-    """Return the share table of a stored record. `record`: None: there is none."""
+    """Return the share table of a stored record, which is None if there is no record."""
     if record is None:
         return StoredShares(None)
     try:

@@ -152,8 +152,8 @@ class PlaneClient:
         self._inbox[number] = receiver
         if subject not in self._running:
             self._running[subject] = {}
-            # It is at least what it was when the worker's last stream ended, so the number of
-            # `_num_received` never returns to an earlier one.
+            # `_num_ended_frames` never falls. So `_num_received` never returns a number of this
+            # worker that it has returned before, even if all its streams have ended in between.
             self._ended_frames[subject] = self._num_ended_frames
         self._running[subject][number] = receiver
         left_s = request.deadline - time.time()
@@ -166,7 +166,7 @@ class PlaneClient:
         deadline_timer.cancel()
         self._inbox.pop(number, None)
         running = self._running[subject]
-        num_frames = running.pop(number).received
+        num_frames = running.pop(number).num_received
         self._ended_frames[subject] += num_frames
         self._num_ended_frames += num_frames
         if not running:
@@ -284,7 +284,7 @@ class PlaneClient:
                     "the request's deadline passed before a worker took it"
                 ) from exc
             # If frames have arrived, only the acknowledgment was lost.
-            if not receiver.received:
+            if not receiver.num_received:
                 if not isinstance(exc, errors.NoListener):
                     await self.check_listener(subject)
                 raise
@@ -348,7 +348,7 @@ class PlaneClient:
         0 if none runs.
         """
         running = self._running.get(subject, {})
-        num_frames = sum(receiver.received for receiver in running.values())
+        num_frames = sum(receiver.num_received for receiver in running.values())
         return num_frames + self._ended_frames.get(subject, 0)
 
     def _ping_message(self, _subject: str) -> bytes:

@@ -76,7 +76,7 @@ class StreamReceiver(TaskStream):
         return self.last_ping_before_ack is not None
 
     @property
-    def received(self) -> int:
+    def num_received(self) -> int:
         """Return the number of frames received, including waiting ones."""
         return self._next_number + len(self.waiting)
 

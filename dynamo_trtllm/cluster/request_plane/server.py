@@ -126,7 +126,7 @@ class PlaneServer:
     def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
         self._num_messages = 0  # received from all callers
-        self.running = 0  # number of streams that have not ended
+        self.num_running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
         self._unsent: list[_Caller] = []  # callers with frames for the next flush
@@ -143,7 +143,7 @@ class PlaneServer:
         )
         # Inboxes that got the load less than _LOAD_EVERY_S ago -> whether a later message to them
         # had no load.
-        self._load_withheld: dict[str, bool] = {}
+        self._got_load: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
@@ -211,7 +211,7 @@ class PlaneServer:
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
                 self._flush()  # the report follows all frames sent so far
-                report = self._report(body.inbox, body.number)
+                report = self._report(body.inbox, ping=body.number)
                 if report is not None:
                     self.transport.publish(body.inbox, report)
                 return
@@ -276,22 +276,22 @@ class PlaneServer:
     # --- liveness ---------------------------------------------------------------------------------
 
     def _heartbeat_message(self, inbox: str) -> bytes:
-        report = self._report(inbox, 0)
+        report = self._report(inbox, ping=0)
         return PING if report is None else report
 
     def _latest_message(self, inbox: str) -> int:
         """Return the number of the latest message from a caller; 0 if it has no streams.
 
-        A caller that ends its last stream and opens another one is a new one here. The number
-        changes then, too.
+        A caller that ends its last stream and opens another one is added again, with the number of
+        its new message. So the heartbeat sees that it has sent one.
         """
         caller = self._callers.get(inbox)
         return 0 if caller is None else caller.latest_message
 
-    def _report(self, inbox: str, ping: int) -> bytes | None:
-        """Return the message that reports a caller's streams.
+    def _report(self, inbox: str, *, ping: int) -> bytes | None:
+        """Return the message that reports a caller's streams; None if it is too large to send.
 
-        None: it is too large for the transport.
+        `ping` is the number of the ping that it answers; 0: it answers none.
         """
         streams: list[tuple[int, int]] = []
         caller = self._callers.get(inbox)
@@ -317,7 +317,7 @@ class PlaneServer:
         stream = ServerStream(caller, opening.stream)
         caller.streams[opening.stream] = stream
         remember(self._latest_openings, (opening.inbox, opening.stream), None)
-        self.running += 1
+        self.num_running += 1
         self._idle.clear()
         # The deadline is set by this machine's clock, which may differ from the caller's.
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)
@@ -339,7 +339,8 @@ class PlaneServer:
             return
         ids = event.token_ids
         content: Chunk | int = event
-        if len(ids) == 1 and event.is_plain and not event.logprobs:
+        is_only_a_token = len(ids) == 1 and event.is_plain and not event.logprobs
+        if is_only_a_token:
             content = ids[0]
         elif event.finish_reason is not None and stream.caller.wire <= former_names.LAST_VERSION:
             content = _with_former_name(event)
@@ -397,8 +398,8 @@ class PlaneServer:
     def _mark_ended(self, stream: ServerStream) -> None:
         stream.has_ended = True
         stream.deadline_timer.cancel()
-        self.running -= 1
-        if not self.running:
+        self.num_running -= 1
+        if not self.num_running:
             self._idle.set()
 
     def _forget_fetched(self, caller: _Caller) -> None:
@@ -455,8 +456,8 @@ class PlaneServer:
     def _flush_in_turn(self, iterations: int) -> None:
         """Flush when the earlier messages are written, at the latest after some iterations.
 
-        Otherwise each engine step would be a message, which three processes handle, even if a step
-        takes less time than they need for a message.
+        Otherwise each engine step would be a message, which worker, NATS server and frontend
+        handle, even if a step takes less time than they need for a message.
         """
         if iterations and self.transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
@@ -474,15 +475,17 @@ class PlaneServer:
                 self.transport.publish(caller.inbox, message)
 
     def _load_for(self, inbox: str) -> LoadReport | None:
-        """Return the load for the next message to a caller; None: it got it within _LOAD_EVERY_S.
+        """Return the load for the next message to a caller.
+
+        None: the caller got the load less than _LOAD_EVERY_S ago, or it can't be read.
 
         If the last messages to a caller were without the load, it gets the load later, in a message
         of its own: otherwise it would take an idle worker for a busy one.
         """
-        if inbox in self._load_withheld:
-            self._load_withheld[inbox] = True
+        if inbox in self._got_load:
+            self._got_load[inbox] = True
         elif self.load is not None:
-            self._load_withheld[inbox] = False
+            self._got_load[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
                 return self.load()
@@ -492,12 +495,12 @@ class PlaneServer:
         return None
 
     def _load_time_over(self, inbox: str) -> None:
-        was_withheld = self._load_withheld.pop(inbox)
+        was_withheld = self._got_load.pop(inbox)
         if was_withheld:
             # The next message has the load again. Wait for it a while, to save a message.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:
-        has_got_load = inbox in self._load_withheld
+        has_got_load = inbox in self._got_load
         if not has_got_load and not self._is_closed:
             self.transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

@@ -103,7 +103,8 @@ class LoadProgress:
         """Note the memory in use.
 
         Args:
-            weight_bytes: the weights of one GPU. They are loaded until so much more memory is used.
+            weight_bytes: the weights of one GPU. They are loaded until this much more memory is
+                used.
             reported: returns the phase that the library's processes have reported; "" if they
                 report none.
             look_every_s: shortest time between two queries of the driver.
@@ -126,18 +127,18 @@ class LoadProgress:
         phase = self._reported()
         if self._bytes_now is None or self._bytes_before is None:
             return phase or "building the engine"
-        own = max(0, self._bytes_now - self._bytes_before)
-        share = 100 * own // self._weight_bytes
+        loaded_bytes = max(0, self._bytes_now - self._bytes_before)
+        percent = 100 * loaded_bytes // self._weight_bytes
         if not phase:
-            if share == 0:
+            if percent == 0:
                 phase = "importing the library"
-            elif share < 100:
+            elif percent < 100:
                 phase = LOADING_WEIGHTS
             else:
                 phase = "capturing CUDA graphs and warming up"
         if phase == LOADING_WEIGHTS:
-            phase = f"{phase} {min(share, 100)}%"
-        return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
+            phase = f"{phase} {min(percent, 100)}%"
+        return f"{phase}, {loaded_bytes / _GIB:.1f} GiB of GPU memory used"
 
 
 class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, ReportsProgress):

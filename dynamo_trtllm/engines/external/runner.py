@@ -52,7 +52,7 @@ _PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
 # Longest wait for the KV of a cancelled decode call, if the library can't abort a fetch.
 KV_WAIT_S = 30.0
 ANSWER_S = 10.0  # longest wait for the last result after an abort
-# If so many requests fail without a result between them, the engine has failed.
+# The engine has failed if this many requests fail without a result between them.
 MAX_FAILED_REQUESTS = 5
 
 

@@ -222,7 +222,7 @@ class MockEngine(
 
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats(self._transfers.prompt_tokens)
-        mismatches = self._backend.checksums.mismatches
+        mismatches = self._backend.checksums.num_mismatches
         return dataclasses.replace(stats, kv_checksum_mismatches=mismatches)
 
     async def check(self) -> None:

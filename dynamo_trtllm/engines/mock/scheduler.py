@@ -159,7 +159,7 @@ class MockScheduler:
         Meanwhile, the prefill worker holds the KV.
         """
         is_in_batch = stream in self._running
-        num_free = self._args.kv_cache_blocks - self._blocks.used
+        num_free = self._args.kv_cache_blocks - self._blocks.num_used
         if is_in_batch or self.num_blocks(stream.kv_tokens) <= num_free:
             return
         stream.admitted = asyncio.get_running_loop().create_future()
@@ -224,11 +224,11 @@ class MockScheduler:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_blocks_used=self._blocks.used,
+            kv_blocks_used=self._blocks.num_used,
             kv_blocks_total=self._args.kv_cache_blocks,
             pending_kv_transfers=len(pending),
             # Transfers share cached blocks, so the sum may be too large.
-            pending_kv_blocks=min(self._blocks.used, pending_blocks),
+            pending_kv_blocks=min(self._blocks.num_used, pending_blocks),
             queued_prefill_tokens=sum(
                 stream.prefill_left for stream in (*self._waiting, *self._running)
             ),
@@ -250,7 +250,7 @@ class MockScheduler:
 
     def _note_idle(self) -> None:
         # Prompts that are published use blocks.
-        is_busy = self._waiting or self._running or self._blocks.used
+        is_busy = self._waiting or self._running or self._blocks.num_used
         if not is_busy:
             self._idle.set()
 
@@ -395,7 +395,7 @@ class MockScheduler:
     def _decoding(self) -> list[MockStream]:
         """Return the streams that get a token in the step that begins, and have no prompt left."""
         number = self._step_number
-        # As `_is_in_step`: calls of it would take a fifth of the time of a simulation.
+        # `_is_in_step` has the same tests. Calls of it would take a fifth of a simulation's time.
         return [
             stream
             for stream in self._running
@@ -549,7 +549,7 @@ class MockScheduler:
         stream.num_output += 1
         stream.wanted -= 1
         stream.num_held += 1
-        # As `note_token`: calls of it would take a part of the time of a simulation.
+        # `note_token` does the same. Calls of it would take a part of a simulation's time.
         gap_s = now - stream.token_s
         if gap_s > stream.worst_gap_s:
             stream.worst_gap_s = gap_s

@@ -62,12 +62,12 @@ class BlockAllocator:
         if not self.manager.reserve(seq.block_table, prompt, request.cache_salt, needed):
             return False
         seq.blocks = torch.tensor(seq.block_table.numbers, dtype=torch.long, device=pool.device)
-        reused = len(seq.block_table.chain)
-        seq.num_computed_tokens = reused * pool.block_tokens
+        num_reused = len(seq.block_table.chain)
+        seq.num_computed_tokens = num_reused * pool.block_tokens
         seq.phases.cached_tokens = seq.num_computed_tokens
         # Memory that was changed by a fault spoils one sequence, which fails, and no other.
-        if reused:
-            seq.finite = pool.keys_are_finite(seq.blocks[:reused])
+        if num_reused > 0:
+            seq.finite = pool.keys_are_finite(seq.blocks[:num_reused])
         return True
 
     def store(self, seq: TorchSequence) -> None:

@@ -195,18 +195,22 @@ class TorchEngine(
             on_end=partial(_call_soon, loop, self._end),
             is_elastic=self._is_elastic,
         )
+        max_transfer_blocks = 0
+        if self._is_elastic:
+            max_transfer_blocks = buffer.longest_prompt // pool.block_tokens
         limits = msgspec.structs.replace(
             model.info.limits,
             kv_blocks=plan.num_blocks,
-            max_transfer_blocks=(
-                buffer.longest_prompt // pool.block_tokens if self._is_elastic else 0
-            ),
+            max_transfer_blocks=max_transfer_blocks,
         )
+        unsupported_features: tuple[str, ...] = ()
+        if self._grammar_compiler is None:
+            unsupported_features = ("guided",)
         info = dataclasses.replace(
             model.info,
             context_length=plan.context_length,
             limits=limits,
-            unsupported_features=() if self._grammar_compiler is not None else ("guided",),
+            unsupported_features=unsupported_features,
         )
         return _Prepared(scheduler, info)
 
@@ -350,6 +354,7 @@ class TorchEngine(
         """See `PublishesKvEvents.start_kv_events`."""
         scheduler = self._ready().scheduler
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
+        # It is set on the scheduler's thread, which calls it.
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
     def _retire(self, seq: TorchSequence) -> None:
@@ -371,7 +376,7 @@ class TorchEngine(
     def stats(self) -> EngineStats:
         if self._scheduler is None:
             return EngineStats()
-        mismatches = 0 if self._backend is None else self._backend.checksums.mismatches
+        mismatches = 0 if self._backend is None else self._backend.checksums.num_mismatches
         return dataclasses.replace(self._scheduler.load.read(), kv_checksum_mismatches=mismatches)
 
     @property

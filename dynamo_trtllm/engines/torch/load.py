@@ -85,10 +85,12 @@ def load(model_path: str, args: TorchArgs, progress: LoadingProgress | None = No
         dtype = args.dtype
     else:
         dtype = "float32" if device.type == "cpu" else "bfloat16"
-    file = model_file(Path(model_path))
-    folder = _converted(file) if file.suffix == ".gguf" else Path(model_path)
+    folder = Path(model_path)
+    file = model_file(folder)
+    if file.suffix == ".gguf":
+        folder = _converted(file)
     AttentionInterface.register(NAME, paged_attention)
-    began = time.monotonic()
+    begun_s = time.monotonic()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         windows = _windows(config.get_text_config(), folder)
@@ -107,7 +109,8 @@ def load(model_path: str, args: TorchArgs, progress: LoadingProgress | None = No
         ) from exc
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
-    log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
+    loaded_s = time.monotonic() - begun_s
+    log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, loaded_s)
     tokenizer = folder / TOKENIZER
     return LoadedModel(
         module=module,
@@ -222,11 +225,11 @@ def _converted(gguf: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.with_name(f".{target.name}.lock"))
         try:
-            acquired = lock.acquire(blocking=False)
+            acquired_lock = lock.acquire(blocking=False)
         except Timeout:
             log.info("waiting for another process to convert %s", gguf.name)
-            acquired = lock.acquire(timeout=longest_s)
-        with acquired:
+            acquired_lock = lock.acquire(timeout=longest_s)
+        with acquired_lock:
             if not (target / "config.json").is_file():
                 _convert(gguf, target)
     except Timeout as exc:
@@ -249,7 +252,7 @@ def _convert(gguf: Path, target: Path) -> None:
         gguf.stat().st_size >> 20,
         target,
     )
-    began = time.monotonic()
+    begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         model_folder = Path(scratch) / "model"
         try:
@@ -267,7 +270,7 @@ def _convert(gguf: Path, target: Path) -> None:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
         shutil.rmtree(target, ignore_errors=True)  # an interrupted removal may have left files
         model_folder.rename(target)
-    log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
+    log.info("converted %s in %.1f s", gguf.name, time.monotonic() - begun_s)
 
 
 def _read_gguf(gguf: Path) -> Any:

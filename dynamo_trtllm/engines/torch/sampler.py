@@ -84,10 +84,10 @@ def sample(
     }
     logprobs: dict[int, TokenLogprob] = {}  # the log-probabilities, by row
     if tops:
-        scored = list(tops)
-        scored_ids = [ids[row] for row in scored]
-        scores = score(raw[scored], scored_ids, list(tops.values()))
-        logprobs = dict(zip(scored, scores, strict=True))
+        scored_rows = list(tops)
+        scored_ids = [ids[row] for row in scored_rows]
+        scores = score(raw[scored_rows], scored_ids, list(tops.values()))
+        logprobs = dict(zip(scored_rows, scores, strict=True))
     return [
         None if token_id < 0 else SampledToken(token_id, logprobs.get(row))
         for row, token_id in enumerate(ids)
@@ -134,9 +134,7 @@ def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
         size = logits.shape[-1]
         ranks = torch.arange(size, device=device)
         # 0 stands for all tokens.
-        top_k = _column(
-            [size if sampling.top_k == 0 else sampling.top_k for sampling in samplings], device
-        )
+        top_k = _column([sampling.top_k or size for sampling in samplings], device)
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
         top_p = _column([sampling.top_p for sampling in samplings], device)
         weights = torch.softmax(logits, dim=-1)

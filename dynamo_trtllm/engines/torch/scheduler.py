@@ -269,7 +269,7 @@ class Scheduler:
         return EngineStats(
             running=self._num_running(),
             waiting=len(self._waiting),
-            kv_blocks_used=self.blocks.manager.used,
+            kv_blocks_used=self.blocks.manager.num_used,
             kv_blocks_total=self.pool.num_blocks,
             pending_kv_transfers=len(self._awaiting_fetch.sequences),
             pending_kv_blocks=len(self._awaiting_fetch.blocks),

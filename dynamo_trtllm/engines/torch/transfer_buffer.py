@@ -190,12 +190,13 @@ class TransferBuffer:
         wanted = self._pool.moved_bytes(tokens)
         aligned = _aligned(wanted)
         part = self._part(is_fetched=is_fetched)
-        self._reap(wait=False)
+        self._reap()
         begin = self._first_gap(aligned, part)
         while begin is None:
             if not self._leaving:
                 return None
-            self._reap(wait=True)
+            self._leaving[0].last_copy.synchronize()
+            self._reap()
             begin = self._first_gap(aligned, part)
         row_bytes = self._pool.row_bytes
         rows_per_region = max(1, region_bytes // row_bytes)
@@ -216,16 +217,10 @@ class TransferBuffer:
         else:
             self._leaving.append(_FreedAllocation(allocation, event))
 
-    def _reap(self, *, wait: bool) -> None:
-        """Make freed space available whose copies are done. `wait`: for the first one at least."""
-        while self._leaving:
-            freed = self._leaving[0]
-            if wait:
-                freed.last_copy.synchronize()
-                wait = False
-            elif not freed.last_copy.query():  # type: ignore[no-untyped-call]
-                return
-            self._leaving.popleft()
+    def _reap(self) -> None:
+        """Make freed space available whose copies are done."""
+        while self._leaving and self._leaving[0].last_copy.query():  # type: ignore[no-untyped-call]
+            freed = self._leaving.popleft()
             self._used.remove(freed.allocation)
 
     def _part(self, *, is_fetched: bool) -> _BufferPart:

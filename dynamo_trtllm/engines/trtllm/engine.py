@@ -1,6 +1,6 @@
-"""Implement `Engine` with TensorRT-LLM's `LLM`: check the arguments, build the LLM on a thread,
-shut it down.
+"""Implement `Engine` with TensorRT-LLM's `LLM`.
 
+The arguments are checked, then the LLM is built on a thread, and shut down at the end.
 TensorRT-LLM's executor computes the tokens, and its cache transceiver transfers the KV. Limits,
 compatibility values and unsupported features are derived from the arguments, the release and the
 checkpoint.
@@ -137,9 +137,10 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         self._kv_events: KvEventPoller | None = None  # set once events are read
         if config.publish_kv_events:
             check_kv_events(self._facts)
-        self._cache_folders = (
-            {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
-        )
+        # Environment variables that name the folders of compiled kernels.
+        self._cache_folders: dict[str, str] = {}
+        if config.compile_cache is not None:
+            self._cache_folders = cache_folders(config.compile_cache.absolute())
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `RunsPreflight.preflight`."""
@@ -157,11 +158,12 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
-        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
-        return "" if has_names else "this TensorRT-LLM can't sleep"
+        if not hasattr(self._llm, "_collective_rpc") or not self._memory_tags():
+            return "this TensorRT-LLM can't sleep"
+        return ""
 
     async def sleep(self) -> None:
         """See `Sleeps.sleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
@@ -260,9 +262,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
                 self._watchdog.stop()
 
     def _watch(self, library: TrtllmLibrary) -> None:
-        """Start the thread that ends this process if TensorRT-LLM blocks the event loop for
-        good.
-        """
+        """Start the thread that ends this process if the event loop is blocked for good."""
         failure = partial(library.bindings.recorded_failure, self._llm)
         detector = HangDetector(
             asyncio.get_running_loop(), library.calls, failure, lambda: library.iterated_at
@@ -285,8 +285,9 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
 
     def _full_step(self) -> int:
-        """Return the tokens from which a step cuts its last prompt, at a whole block; 0: prompts
-        are not cut.
+        """Return the tokens from which a step cuts its last prompt, at a whole block.
+
+        0: prompts are not cut.
         """
         if not self._facts.is_enabled("enable_chunked_prefill"):
             return 0
@@ -378,7 +379,9 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     """Return the fields of Sampling that this release does not support with these arguments."""
     args = facts.args
     release = facts.args.release
-    features = [] if args.get("guided_decoding_backend") else ["guided"]
+    features: list[str] = []
+    if not args.get("guided_decoding_backend"):
+        features.append("guided")
     if has_torch_sampler(args):
         # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of
         # TensorRT-LLM), and the seed (pull request 17172).
@@ -433,11 +436,11 @@ def sleep_obstacle(facts: RoleFacts) -> str:
 
 
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
-    """Return the values, besides the layout, that must be equal in prefill and decode; {} for
-    aggregated workers.
+    """Return the values, besides the layout, that must be equal in prefill and decode.
 
-    The tensor-parallel size is one of them unless the attention backend supports resharding. Python
-    transceivers exchange unversioned data, so with them both sides need the same build.
+    They are {} for aggregated workers. The tensor-parallel size is one of them unless the attention
+    backend supports resharding. Python transceivers exchange unversioned data, so with them both
+    sides need the same build.
 
     Args:
         facts: the worker's arguments.
@@ -456,28 +459,30 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
 
 
 def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
-    """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer
-    timeout.
+    """Return the lifetime of a KV transfer in seconds.
+
+    It ends no later than TensorRT-LLM's own timeout of transfers.
 
     Args:
         facts: the worker's arguments.
         requested_s: value of `--kv-transfer-ttl-s`.
     """
-    timeout_ms = facts.number(TIMEOUT)
-    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
+    timeout_s = kv_timeout_s(facts)
+    if not facts.is_disaggregated or timeout_s >= requested_s:
         return requested_s
     log.warning(
         "Reduced --kv-transfer-ttl-s from %g to %g; raise %s to keep it",
         requested_s,
-        timeout_ms / 1000,
+        timeout_s,
         TIMEOUT,
     )
-    return timeout_ms / 1000
+    return timeout_s
 
 
 def transfer_hint(facts: RoleFacts) -> str:
-    """Return what else may be wrong if the KV of a prompt was not received, as the end of a
-    sentence; "" if unknown.
+    """Return what else may be wrong if the KV of a prompt was not received.
+
+    It is the end of a sentence; "" if nothing is known.
 
     In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool
     of recurrent states (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the
@@ -495,8 +500,9 @@ def transfer_hint(facts: RoleFacts) -> str:
 
 
 def kv_timeout_s(facts: RoleFacts) -> float:
-    """Return the seconds after which TensorRT-LLM frees KV that was not fetched; infinity if it
-    never does.
+    """Return the seconds after which TensorRT-LLM frees KV that was not fetched.
+
+    They are infinite if it never does.
     """
     timeout_ms = facts.number(TIMEOUT)
     return math.inf if timeout_ms is None else timeout_ms / 1000

@@ -64,15 +64,11 @@ def error_text(exc: BaseException) -> str:
     while cause is not None:
         causes.append(f"{type(cause).__name__}: {cause}")
         cause = cause.__cause__ or cause.__context__
-    hint = next(
-        (
-            hint
-            for pattern, hint in LIBRARY.error_hints.items()
-            if re.search(pattern, "\n".join(causes))
-        ),
-        "",
-    )
-    return f"{causes[0]}; {hint}" if hint else causes[0]
+    text = "\n".join(causes)
+    for pattern, hint in LIBRARY.error_hints.items():
+        if re.search(pattern, text):
+            return f"{causes[0]}; {hint}"
+    return causes[0]
 
 
 REPORT_S = 10.0  # longest wait for the size of the KV cache
@@ -264,7 +260,7 @@ class TrtllmCall:
         self._disagg = disagg
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
-        self._ended_at = math.inf
+        self._ended_at = math.inf  # when the last result came; infinity: none has come
         # Alternatives per token; None: no log-probabilities.
         self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
@@ -297,7 +293,8 @@ class TrtllmCall:
             log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
         while result.outputs[0].finish_reason is None:
             try:
-                await (result if results is None else anext(results))
+                next_result = result if results is None else anext(results)
+                await next_result
             except StopAsyncIteration:
                 break
             except Exception as exc:
@@ -319,10 +316,14 @@ class TrtllmCall:
         new = list(output.token_ids[start:])
         if start == 0 and new and output.logprobs is not None:
             self._num_unreported = max(0, len(output.token_ids) - len(output.logprobs))
+        if new:
+            self._last_token = new[-1]
         if output.finish_reason == "stop":
-            new += self._stripped_stop(new[-1] if new else self._last_token, output.stop_reason)
+            stripped = self._stripped_stop(self._last_token, output.stop_reason)
+            if stripped is not None:
+                new.append(stripped)
+                self._last_token = stripped
         self.num_generated += len(new)
-        self._last_token = new[-1] if new else self._last_token
         finish = output.finish_reason
         if finish == "length" and self._last_token in self.stop_ids:
             # The samplers look for the length before they look for stop words
@@ -336,12 +337,17 @@ class TrtllmCall:
             )
         return Chunk(token_ids=token_ids(new), logprobs=logprobs), finish
 
-    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
-        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
+    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> int | None:
+        """Return the stop token that TensorRT-LLM stripped: output of an `Engine` contains it.
+
+        None: it has stripped none.
+        """
         if last is not None and last in self.stop_ids:
-            return []
-        end_id = stop_reason if isinstance(stop_reason, int) else self._converted.sampling["end_id"]
-        return [] if end_id == NO_END else [end_id]
+            return None
+        end_id: int = self._converted.sampling["end_id"]
+        if isinstance(stop_reason, int):
+            end_id = stop_reason
+        return None if end_id == NO_END else end_id
 
     def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
         if position < len(self._first_logprobs):
@@ -386,11 +392,9 @@ class TrtllmCall:
         given = self._disagg or {}
         if not values.get("disagg_request_id") and "disagg_request_id" in given:
             values["disagg_request_id"] = given["disagg_request_id"]
+        first_token = token_ids(values["first_gen_tokens"][:1])
         state = pack(values, release=bindings.release)
-        return (
-            Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=chunk.logprobs),
-            state,
-        )
+        return Chunk(token_ids=first_token, logprobs=chunk.logprobs), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A stopped executor is not an error."""
@@ -413,4 +417,6 @@ class TrtllmCall:
         """
         finish = None if self._result is None else self._result.outputs[0].finish_reason
         continues_in_decode = finish in ("length", "not_finished")
-        return self._ended_at + self._library.kv_timeout_s if continues_in_decode else None
+        if not continues_in_decode:
+            return None
+        return self._ended_at + self._library.kv_timeout_s

@@ -27,8 +27,9 @@ def has_torch_sampler(args: TrtllmArgs) -> bool:
 
 
 def dp_ranks(facts: RoleFacts) -> int:
-    """Return the number of attention-DP ranks among which requests can choose; 0 without attention
-    DP.
+    """Return the number of attention-DP ranks among which requests can choose.
+
+    It is 0 without attention DP.
     """
     return facts.tensor_parallel if facts.is_enabled("enable_attention_dp") else 0
 
@@ -71,23 +72,19 @@ class TrtllmModelLimits:
         self.info = info  # the model's own stop tokens in it have the main one first
         # Each leaves space for one output token in the context.
         self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
-        # Supported by the guided-decoding backend, in the form {"format": …}.
-        self.structural_tags = (
-            facts.args.get("guided_decoding_backend") == "xgrammar" and is_since_1_2
-        )
+        # The guided-decoding backend supports structural tags in the form {"format": …}.
+        guided_backend = facts.args.get("guided_decoding_backend")
+        self.has_structural_tags = guided_backend == "xgrammar" and is_since_1_2
         # The option min_tokens works for all prompts.
-        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(
-            PENALTIES_SINCE
-        )
-        # attention-DP ranks among which a request can choose; 0: it can't
+        has_old_sampler = not has_torch_sampler(facts.args)
+        self.has_min_tokens = has_old_sampler or facts.is_at_least_candidate(PENALTIES_SINCE)
+        # Attention-DP ranks among which a request can choose; 0: it can't.
         self.dp_ranks = dp_ranks(facts)
         # The executor looks at conversation ids to choose a rank or to keep KV blocks.
-        affinity = (
-            facts.is_enabled("attention_dp_config.kv_cache_routing_conversation_affinity")
-            and self.dp_ranks > 0
+        has_affinity = facts.is_enabled(
+            "attention_dp_config.kv_cache_routing_conversation_affinity"
         )
-        keeps_blocks = (
-            facts.section_values("kv_cache_config.block_reuse_config").get("policy")
-            == "per_conversation"
-        )
-        self.conversations = affinity or keeps_blocks
+        chooses_rank = has_affinity and self.dp_ranks > 0
+        block_reuse = facts.section_values("kv_cache_config.block_reuse_config")
+        keeps_blocks = block_reuse.get("policy") == "per_conversation"
+        self.uses_conversations = chooses_rank or keeps_blocks

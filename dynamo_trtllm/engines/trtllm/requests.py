@@ -37,18 +37,21 @@ class TrtllmRequest:
         # ends in prefill, so no KV may wait for one.
         self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1
         max_tokens = 1 if self.exports_kv else self.max_tokens
-        # arguments of SamplingParams
+        # Arguments of SamplingParams.
         self.sampling = _sampling(sampling, model_limits, self.stop_ids, max_tokens)
         # Arguments of GuidedDecodingParams.
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.bias = sampling.logit_bias  # (token id, value); `bindings` converts it to a tensor
-        self.dp_rank = _dp_rank(request, model_limits)  # arguments of SchedulingParams
-        self.conversation_id = request.conversation_id if model_limits.conversations else None
+        # Arguments of SchedulingParams.
+        self.dp_rank = _dp_rank(request, model_limits)
+        self.conversation_id: str | None = None
+        if model_limits.uses_conversations:
+            self.conversation_id = request.conversation_id
         # Headers for spans of TensorRT-LLM, which it sends if its argument `otlp_traces_endpoint`
         # is set.
-        self.trace_headers = (
-            None if request.traceparent is None else {"traceparent": request.traceparent}
-        )
+        self.trace_headers: dict[str, str] | None = None
+        if request.traceparent is not None:
+            self.trace_headers = {"traceparent": request.traceparent}
         # Arguments that are plain values.
         self.keywords: dict[str, Any] = {
             "inputs": list(request.token_ids),
@@ -62,9 +65,9 @@ class TrtllmRequest:
 
 
 def _priority(priority: int) -> float:
-    """Convert a priority in the queue, of which lower values come first, to TensorRT-LLM's: 0.5 is
-    its default, and 1 comes first.
+    """Convert a priority in the queue to TensorRT-LLM's.
 
+    In the queue, lower values come first. To TensorRT-LLM, 0.5 is the default, and 1 comes first.
     The executor keeps it with 32 bits: 2**22 steps per unit stay distinct.
     """
     return min(1.0, max(0.0, 0.5 - priority / (1 << 22)))
@@ -82,9 +85,10 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
     if rank is None:
         return None
     if not 0 <= rank < model_limits.dp_ranks:
-        last = model_limits.dp_ranks - 1
-        what = f"0 to {last} are valid" if last >= 0 else "it runs without attention DP; omit it"
-        raise RequestRejected(f"this worker has no attention-DP rank {rank}: {what}", field=name)
+        advice = "it runs without attention DP; omit it"
+        if model_limits.dp_ranks > 0:
+            advice = f"0 to {model_limits.dp_ranks - 1} are valid"
+        raise RequestRejected(f"this worker has no attention-DP rank {rank}: {advice}", field=name)
     return {"attention_dp_rank": rank, "attention_dp_relax": request.relax_dp_rank}
 
 
@@ -97,22 +101,17 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
         limit=model_limits.prompt_limits[request.phase],
         priority_argument="scheduler_config.waiting_queue_policy",
     )
-    if (
-        request.sampling.min_tokens
-        and not request.sampling.ignore_eos
-        and not model_limits.min_tokens
-    ):
+    sampling = request.sampling
+    needs_min_tokens = sampling.min_tokens > 0 and not sampling.ignore_eos
+    if needs_min_tokens and not model_limits.has_min_tokens:
         # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and
         # 12166).
         raise RequestRejected(
             "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos",
             field="min_tokens",
         )
-    if (
-        request.sampling.guided is not None
-        and not is_plain(request.sampling.guided)
-        and not model_limits.structural_tags
-    ):
+    needs_tags = sampling.guided is not None and not is_plain(sampling.guided)
+    if needs_tags and not model_limits.has_structural_tags:
         raise RequestRejected(
             "structured output for part of the answer needs TensorRT-LLM 1.2 with"
             " guided_decoding_backend: xgrammar",
@@ -131,11 +130,11 @@ def _sampling(
         "ignore_eos": sampling.ignore_eos,
         "max_tokens": max_tokens,
         "stop_token_ids": sorted(stop_ids - {end_id}) or None,
-        # the frontend needs the stop token: Harmony ends tool calls with one
+        # The frontend needs the stop token: Harmony ends tool calls with one.
         "include_stop_str_in_output": True,
         "detokenize": False,
         "seed": sampling.seed,
-        # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative
+        # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative.
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.ignore_eos and stop_ids:
@@ -149,9 +148,10 @@ def _sampling(
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
     if sampling.temperature == 0:
-        # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
+        # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release.
         values["top_k"] = 1
-    else:  # all three are passed: without any of them TensorRT-LLM decodes greedily
+    else:
+        # All three are passed: without any of them TensorRT-LLM decodes greedily.
         values |= {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -185,12 +185,11 @@ def forbids_retries(value: str) -> bool:
 
 
 def check_retries(variable: Callable[[str], str]) -> None:
-    """Check that TensorRT-LLM expects repeated prefill calls, which frontends send after a failed
-    transfer.
+    """Check that TensorRT-LLM expects repeated prefill calls.
 
-    If the variable is on, a rank ends its process when a transfer is unfinished after twice its
-    timeout, and prefill calls must not be repeated (pull request 18163 of TensorRT-LLM; its
-    deadlines are in _torch/disaggregation/native/retirement.py).
+    Frontends send them after a failed transfer. If the variable is on, a rank ends its process when
+    a transfer is unfinished after twice its timeout, and prefill calls must not be repeated (pull
+    request 18163 of TensorRT-LLM; its deadlines are in _torch/disaggregation/native/retirement.py).
 
     Args:
         variable: returns an environment variable of the engine; "" if it is not set.

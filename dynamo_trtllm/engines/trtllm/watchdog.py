@@ -93,7 +93,7 @@ class HangDetector:
         # The next turn of the event loop sets it. None: no turn was requested.
         self._turn: threading.Event | None = None
         self._still_s = 0.0  # time since a turn of the event loop was requested
-        # the call and the last iteration, at the last look
+        # The call and the last iteration, at the last look.
         self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
         self._blocked_s = 0.0  # time since one of them has changed
 

@@ -75,7 +75,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._reported_failures: set[str] = set()  # those of them that a step has reported
         # The vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
-        self._posted: dict[str, float] = {}  # when, by request
+        self._posted: dict[str, float] = {}  # when the read of each request was posted
         # When reads that have ended were posted and seen to end, until their end is reported.
         self._times: dict[str, tuple[float, float]] = {}
         self._ended = EndedTransfers()  # transfers that no step has reported yet
@@ -186,9 +186,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             base: Any = super()
             ask = base.get_transfer_results if self._asks_for_results else base.get_finished
             self._look(partial(ask, set()))
-        well = self._well_received()
-        self._ended.received -= well
-        return {request_id: self._times.pop(request_id) for request_id in well}
+        well_received = self._well_received()
+        self._ended.received -= well_received
+        return {request_id: self._times.pop(request_id) for request_id in well_received}
 
     def put_back(self, request_id: str, times: tuple[float, float]) -> None:
         """Let the next step report a read that was taken."""
@@ -231,9 +231,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         """Return whether blocks stay for another engine, and the last output's parameters."""
         stays, params = super().request_finished_all_groups(request, block_ids)
         given = request.kv_transfer_params or {}
-        times = given.get(READ_TIMES)
-        if params is None and times:
-            params = {READ_TIMES: times}
+        read_times = given.get(READ_TIMES)
+        if params is None and read_times:
+            params = {READ_TIMES: read_times}
         return stays, params
 
     def get_num_new_matched_tokens(

@@ -85,8 +85,8 @@ def _received_in_time(requests: Any, half: Any) -> set[str]:
         if params is None or params.get(EXPIRES_AT, math.inf) <= now:
             half.put_back(request_id, times)
             continue
-        noted = params.get(READ_TIMES, [])
+        read_times = params.get(READ_TIMES, [])
         # The first one is when the blocks were allocated.
-        noted[1:] = (*times, time.monotonic())
+        read_times[1:] = (*times, time.monotonic())
         in_time.add(request_id)
     return in_time

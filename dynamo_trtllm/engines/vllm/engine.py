@@ -41,6 +41,8 @@ from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Instance, KvLayout, Limits, Role
 from dynamo_trtllm.support.network.addresses import LOOPBACK
 
+log = logging.getLogger(__name__)
+
 
 class StepStats:
     """The statistics of the last step of each rank. Used on the event loop only."""
@@ -58,17 +60,18 @@ class StepStats:
 
     def counts(self, ranks: int = 1) -> Counts:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
-        usable = max(0, self.blocks_per_rank - 1)  # one is vLLM's null block, which no request gets
-        waiting = 0
-        used = 0
+        # One block is vLLM's null block, which no request gets.
+        usable_blocks = max(0, self.blocks_per_rank - 1)
+        num_waiting = 0
+        used_blocks = 0
         for stats in self._last.values():
             # Skipped requests wait for KV or for a compiled grammar.
-            waiting += stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-            used += round(stats.kv_cache_usage * usable)
-        return Counts(waiting=waiting, kv_blocks_used=used, kv_blocks_total=usable * ranks)
+            num_waiting += stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            used_blocks += round(stats.kv_cache_usage * usable_blocks)
+        return Counts(
+            waiting=num_waiting, kv_blocks_used=used_blocks, kv_blocks_total=usable_blocks * ranks
+        )
 
-
-log = logging.getLogger(__name__)
 
 # From 0.29 on: the order of blocks, heads, layers, tokens and channels.
 KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"

@@ -145,6 +145,7 @@ class VllmEventConverter:
             yield BlocksCleared(dp_rank=rank)
         if number > cache.next_number:
             yield from self.catch_up(rank)
+        # What was caught up with may include this batch.
         if number >= cache.next_number:
             yield from self._advance(cache, number, rank, batch)
 
@@ -176,9 +177,10 @@ class VllmEventConverter:
                 yield from self._stored(cache, event, rank)
         if removed:
             yield BlocksRemoved(hashes=tuple(removed), dp_rank=rank)
-        self._check_group(cache, batch)
+        self._warn_if_unreported(cache, batch)
 
-    def _check_group(self, cache: _CacheOfRank, batch: VllmEventBatch) -> None:
+    def _warn_if_unreported(self, cache: _CacheOfRank, batch: VllmEventBatch) -> None:
+        """Warn once if there are blocks, but none of a group that is reported."""
         has_blocks = any(isinstance(event, VllmBlocksStored) for event in batch.events)
         if cache.group is None and has_blocks and not self._has_warned:
             self._has_warned = True
@@ -218,18 +220,19 @@ class VllmEventConverter:
             cache.group = event.group_idx
         if event.group_idx != cache.group:
             return
-        first_keys, *other_keys = event.extra_keys or [None]
+        # The keys of each block besides its tokens; None: it has none.
+        extra_keys: list[list[Any] | None] = event.extra_keys or []
         if event.parent_block_hash is not None:
             parent = _number(event.parent_block_hash)
             salt = cache.salts.get(parent)
         else:
             parent = None
-            salt = _salt_in(first_keys)
+            salt = _salt_in(extra_keys[0]) if extra_keys else None
+            if salt is not None:
+                extra_keys = extra_keys[1:]
         # Blocks with other keys depend on more than tokens and salt, for example on an image. They
         # are not reported.
-        is_first_only_salted = event.parent_block_hash is None and salt is not None
-        has_other_keys = any(other_keys) or (first_keys is not None and not is_first_only_salted)
-        if has_other_keys:
+        if any(extra_keys):
             return
         for number in hashes:
             cache.copies[number] = cache.copies.get(number, 0) + 1

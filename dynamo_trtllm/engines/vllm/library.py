@@ -200,8 +200,10 @@ class VllmCall:
         self._num_alternatives = request.sampling.logprobs
         self._first = converted.first
         # The log-probabilities of the first output token, which the prefill engine has generated.
-        self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
-        scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
+        self._first_logprobs: tuple[TokenLogprob, ...] = ()
+        if request.kv_params is not None:
+            self._first_logprobs = request.kv_params.first_logprobs
+        scores_prompt = request.sampling.prompt_logprobs is not None and not self._fetches_kv
         # The request, until the log-probabilities of its prompt are returned. None: they were
         # returned, or are not wanted.
         self._unscored = request if scores_prompt else None

@@ -1,7 +1,7 @@
-"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.add_request`, as
-plain values.
+"""Convert a request to the arguments of `AsyncLLM.add_request`, as plain values.
 
-Unsupported fields are rejected here, before the engine sees them.
+It may be one of prefill or of decode, or one that an aggregated worker serves alone. Unsupported
+fields are rejected here, before the engine sees them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class VllmRequest:
         self.prompt = list(request.token_ids)
         self.cache_salt = request.cache_salt
         self.priority = queue_priority(request, model_limits.info)
-        # of StructuredOutputsParams
+        # Arguments of StructuredOutputsParams.
         self.guided = None if sampling.guided is None else guided_params(sampling.guided)
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
         self.seed = sampling.seed  # the decode call must use the same seed
@@ -110,7 +110,7 @@ class VllmRequest:
             if not resamples_first_token(request):
                 self.prompt.append(fetched_kv.first_token)
                 self.first = (fetched_kv.first_token,)
-                max_tokens = max_tokens - 1
+                max_tokens -= 1
                 min_tokens = max(0, min_tokens - 1)
         # Arguments of SamplingParams.
         self.sampling = _sampling(
@@ -123,16 +123,16 @@ class VllmRequest:
 
 
 def resamples_first_token(request: GenerateRequest) -> bool:
-    """Return whether the decode engine samples the first token again, instead of getting it as part
-    of its prompt.
+    """Return whether the decode engine samples the first token again.
 
-    As part of the prompt the token costs no step. But penalties, grammars and seeds depend on which
-    tokens are output, so requests with those sample it again.
+    Otherwise it gets the token as part of its prompt, which costs no step. But penalties, grammars
+    and seeds depend on which tokens are output, so requests with those sample it again.
     """
     sampling = request.sampling
-    counted = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
-    seeded = sampling.seed is not None and sampling.temperature > 0
-    return counted or seeded or sampling.guided is not None
+    has_penalty = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+    uses_seed = sampling.seed is not None and sampling.temperature > 0
+    has_grammar = sampling.guided is not None
+    return has_penalty or uses_seed or has_grammar
 
 
 def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
@@ -145,11 +145,12 @@ def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
         limit=PromptLimit(context - 1, f"max_model_len {context}"),
         priority_argument="scheduling_policy",
     )
-    wanted = request.sampling.logprobs
-    if wanted is not None and -1 < model_limits.max_logprobs < wanted:
+    num_logprobs = request.sampling.logprobs
+    max_logprobs = model_limits.max_logprobs
+    has_limit = max_logprobs >= 0
+    if has_limit and num_logprobs is not None and num_logprobs > max_logprobs:
         raise RequestRejected(
-            f"logprobs {wanted} is more than max_logprobs {model_limits.max_logprobs} of this"
-            " worker",
+            f"logprobs {num_logprobs} is more than max_logprobs {max_logprobs} of this worker",
             field="logprobs",
         )
 

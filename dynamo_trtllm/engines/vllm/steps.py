@@ -112,12 +112,13 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
     scheduler.dynamo_was_late = is_late
     has_decodes = composition.decode_requests > 0
     has_prefills = composition.prefill_tokens > 0
+    is_empty = not has_decodes and not has_prefills
     is_decode_step = has_decodes and not has_prefills
     if is_late and is_decode_step and scheduler.dynamo_decode_s > 0:
         # The end of the step is not known. Assume that it took as long as the last one.
         scheduler.dynamo_last_s = min(now, start_s + scheduler.dynamo_decode_s)
         scheduler.dynamo_was_late = False
-    elif (has_decodes or has_prefills) and is_late == was_late:
+    elif not is_empty and is_late == was_late:
         scheduler.dynamo_sample = [now - start_s, *composition]
         scheduler.dynamo_last_sample = scheduler.dynamo_sample
         if is_decode_step:
@@ -173,28 +174,28 @@ def _composition(scheduler: Any, output: Any) -> _Composition:
     """
     counts = output.num_scheduled_tokens
     last: _Composition = scheduler.dynamo_composition
-    decoding = last.decode_requests
-    has_one_token_each = output.total_num_scheduled_tokens == len(counts) == decoding
+    num_decoding = last.decode_requests
+    has_one_token_each = output.total_num_scheduled_tokens == len(counts) == num_decoding
     if has_one_token_each and last.prefill_tokens == 0:
         has_changed = (
             output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids
         )
         if not has_changed:
-            return _Composition(decoding, last.context_tokens + decoding)
-    decoding = 0
-    context = 0
-    tokens = 0
-    pairs = 0.0
+            return _Composition(num_decoding, last.context_tokens + num_decoding)
+    num_decoding = 0
+    context_tokens = 0
+    prefill_tokens = 0
+    attention_pairs = 0.0
     for request_id, count in counts.items():
         request = scheduler.requests[request_id]
         before = request.num_computed_tokens - count
         if count == 1 or before >= request.num_prompt_tokens:
-            decoding += 1
-            context += before
+            num_decoding += 1
+            context_tokens += before
         else:
-            tokens += count
-            pairs += count * (before + count / 2)
-    return _Composition(decoding, context, tokens, pairs)
+            prefill_tokens += count
+            attention_pairs += count * (before + count / 2)
+    return _Composition(num_decoding, context_tokens, prefill_tokens, attention_pairs)
 
 
 def step_of(stats: Any) -> StepSample | None:

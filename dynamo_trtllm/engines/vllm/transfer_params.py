@@ -123,7 +123,7 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
     return parts
 
 
-_TRIES = 4
+_MAX_TRIES = 4
 _RETRY_INTERVAL_S = 0.25
 _GRACE_S = 1.0
 
@@ -142,7 +142,8 @@ class KvReleaser:
 
     def __init__(self, release: Release) -> None:
         self._release = release
-        self._wanted: dict[str, int] = {}  # id -> number of earlier attempts
+        # The calls whose KV is to be freed, with the number of earlier attempts.
+        self._wanted: dict[str, int] = {}
         self._wake = asyncio.Event()
         self._again: set[asyncio.TimerHandle] = set()
         self._task: asyncio.Task[None] | None = None
@@ -157,8 +158,8 @@ class KvReleaser:
         else:
             self._post(request_id, 0)
 
-    def _post(self, request_id: str, tried: int) -> None:
-        self._wanted[request_id] = tried
+    def _post(self, request_id: str, num_tries: int) -> None:
+        self._wanted[request_id] = num_tries
         self._wake.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="vllm-reclaim")
@@ -180,14 +181,15 @@ class KvReleaser:
                 )
                 continue
             freed = set(itertools.chain.from_iterable(released))
-            for request_id, tried in batch.items():
-                if request_id not in freed and tried + 1 < _TRIES:
-                    self._later(request_id, tried + 1)
+            for request_id, num_earlier_tries in batch.items():
+                num_tries = num_earlier_tries + 1
+                if request_id not in freed and num_tries < _MAX_TRIES:
+                    self._later(request_id, num_tries)
 
-    def _later(self, request_id: str, tried: int, wait_s: float = _RETRY_INTERVAL_S) -> None:
+    def _later(self, request_id: str, num_tries: int, wait_s: float = _RETRY_INTERVAL_S) -> None:
         def again() -> None:
             self._again.discard(handle)
-            self._post(request_id, tried)
+            self._post(request_id, num_tries)
 
         handle = asyncio.get_running_loop().call_later(wait_s, again)
         self._again.add(handle)

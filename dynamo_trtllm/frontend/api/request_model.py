@@ -486,21 +486,25 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
 
 
 def _field_path(path: Iterable[int | str]) -> str:
-    """Format a pydantic location without union tags: ("messages", 0, "user", "content") →
-    "messages[0].content".
+    """Format a pydantic location without union tags.
 
-    A union tag that could be mistaken for a field is written `<tag>`.
+    ("messages", 0, "user", "content") becomes "messages[0].content". A union tag that could be
+    mistaken for a field is written `<tag>`.
     """
     text = ""
-    after_index = False
+    is_after_index = False
     for part in path:
-        part = truncated(part) if isinstance(part, str) else part
         if isinstance(part, int):
             text += f"[{part}]"
+            is_after_index = True
+            continue
         # The role of a message is a union tag: ("messages", 0, "user", …).
-        elif not (after_index and part in _ROLES) and not part.startswith("<"):
-            text += f".{part}" if text else part
-        after_index = isinstance(part, int)
+        is_role = is_after_index and part in _ROLES
+        is_tag = is_role or part.startswith("<")
+        if not is_tag:
+            separator = "." if text else ""
+            text += f"{separator}{truncated(part)}"
+        is_after_index = False
     return text
 
 

@@ -176,6 +176,13 @@ class RequestActivity:
 def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
     """Return what is shown of a request that has ended."""
     answer = timeline.answer
+    finish = ""
+    prefill_ids = ""
+    decode_ids = ""
+    if answer is not None:
+        finish = answer.finish_reasons()
+        prefill_ids = answer.prefill_ids() or ""
+        decode_ids = answer.decode_ids() or ""
     first_s = timeline.first_s
     kv_bytes = 0
     kv_transfer_s = 0.0
@@ -194,12 +201,12 @@ def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
         endpoint=timeline.facts.endpoint,
         code=end.code,
         status=end.status,
-        finish=(answer.finish_reasons() if answer is not None else ""),
+        finish=finish,
         begun_at=timeline.facts.arrived_at,
         total_s=max(0.0, end.end_s - timeline.begun_s),
         first_token_s=None if first_s is None else max(0.0, first_s - timeline.begun_s),
-        prefill=(answer.prefill_ids() if answer is not None else None) or "",
-        decode=(answer.decode_ids() if answer is not None else None) or "",
+        prefill=prefill_ids,
+        decode=decode_ids,
         prompt_tokens=end.usage.prompt_tokens,
         cached_tokens=end.usage.cached_tokens,
         output_tokens=end.usage.completion_tokens,

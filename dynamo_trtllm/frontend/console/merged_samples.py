@@ -100,7 +100,9 @@ class MergedSamples:
         rows = self._latest()
         self._requests.clear()
         self._take_history(rows)
-        first_new_at = self._points[-1].at + 1 if self._points else 0.0
+        first_new_at = 0.0
+        if self._points:
+            first_new_at = self._points[-1].at + 1
         self._points.extend(point for point in points_of(rows) if point.at >= first_new_at)
 
     def add(self, sample: FrontendSample) -> None:
@@ -185,20 +187,22 @@ class MergedSamples:
             TTFT: _sums([sample.ttft_counts for sample in samples], len(_BOUNDS[TTFT]) + 1),
             GAPS: _sums([sample.gap_counts for sample in samples], len(_BOUNDS[GAPS]) + 1),
         }
-        requests = 0.0
-        failures = 0.0
-        tokens = 0.0
+        requests_per_s = 0.0
+        failures_per_s = 0.0
+        tokens_per_s = 0.0
         for sample in samples:
             for code, count in sample.codes.items():
-                requests += count / sample.interval_s
-                failures += count / sample.interval_s if is_failure(code) else 0.0
-            tokens += sum(progress.tokens for progress in sample.workers) / sample.interval_s
+                requests_per_s += count / sample.interval_s
+                if is_failure(code):
+                    failures_per_s += count / sample.interval_s
+            num_tokens = sum(progress.tokens for progress in sample.workers)
+            tokens_per_s += num_tokens / sample.interval_s
         last = [process.sample for process in self._processes.values()]
         return ConsolePoint(
             at=time.time(),
-            tokens_per_s=tokens,
-            requests_per_s=requests,
-            failures_per_s=failures,
+            tokens_per_s=tokens_per_s,
+            requests_per_s=requests_per_s,
+            failures_per_s=failures_per_s,
             inflight=sum(sample.inflight for sample in last),
             queued=sum(sample.queued for sample in last),
             ttft_p50_s=quantile(counts[TTFT], _BOUNDS[TTFT], 0.5),

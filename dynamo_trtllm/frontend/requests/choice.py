@@ -275,7 +275,7 @@ class Choice:
     def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
         """Add the output of the chunk. Return its tokens up to the end of the output.
 
-        A stop token that is hidden belongs to the output.
+        A hidden stop token is one of these tokens, but its text is not added.
         """
         ids = chunk.token_ids
         shown = ids
@@ -293,6 +293,7 @@ class Choice:
             self._add(step.deltas, deltas)
         if self._may_end_within_step:
             has_ended = self.finish is not None
+            # A single token belongs to the output as a whole.
             if has_ended and len(ids) > 1:
                 # `_num_used` counts the reasoning of this step again, up to the end of the output.
                 self._reasoning_tokens = reasoning_before
@@ -357,6 +358,7 @@ class Choice:
                 self._text_channel = channel
                 if self._stops is not None:
                     text, is_stopped = self._stops.push(delta.text)
+                    # The same object: no text is withheld, and none was.
                     if text is not delta.text:
                         delta = Delta(channel=channel, text=text, logprobs=delta.logprobs)
                     if is_stopped:

@@ -123,7 +123,10 @@ class CompletionBuilder:
         """Return the events before the first delta. Called once, right before it."""
         starts = [choice.start() for choice in self._choices]
         if self._usages is not None:
-            starts = list(map(_with_usage, starts, self._usages))
+            starts = [
+                _with_usage(events, usage)
+                for events, usage in zip(starts, self._usages, strict=True)
+            ]
         return b"".join(starts)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
@@ -280,7 +283,7 @@ class _TextChoice:
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
         # Most deltas have one text, and nothing beside it.
-        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
+        if len(delta.deltas) == 1 and not delta.deltas[0].logprobs and not delta.token_ids:
             before, after = self._around_delta
             return before + orjson.dumps(delta.deltas[0].text) + after
         text = "".join(part.text for part in delta.deltas)

@@ -309,7 +309,7 @@ class ConcurrencyLimiter:
         self._forget(waiting)
 
     def _forget(self, waiting: QueuedRequest) -> None:
-        """Count a request that has left the queue of its model no more. Drop an empty queue."""
+        """Stop counting a request that has left the queue of its model. Drop an empty queue."""
         model = waiting.claim.places.model
         if self._queues[model].is_empty:
             del self._queues[model]
@@ -322,12 +322,12 @@ class ConcurrencyLimiter:
         It is the newest request of the client that has the most waiting ones. Return None if that
         client would then have fewer than this one.
         """
-        largest = self._waiting.largest()  # a client
-        if largest is None:
+        largest_client = self._waiting.largest()
+        if largest_client is None:
             return None
-        if self._waiting.count(client) + 1 >= self._waiting.count(largest):
+        if self._waiting.count(client) + 1 >= self._waiting.count(largest_client):
             return None
-        return self._waiting.newest(largest)
+        return self._waiting.newest(largest_client)
 
     def _displace(self, client: str) -> None:
         """Reject a waiting request, so that one more of this client has a place in the queue.

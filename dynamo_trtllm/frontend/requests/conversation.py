@@ -57,7 +57,8 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
-    # The prompt is cut to so many of its last tokens. -1: as many as the context allows; None: all.
+    # The prompt is cut to this many of its last tokens. -1: as many as the context allows. None: it
+    # is not cut.
     truncate_prompt_tokens: int | None = None
     fits_context: bool = False  # max_tokens is lowered to what the prompt leaves of the context
     effort_given: bool = False  # the client set the conversation's reasoning_effort
@@ -78,6 +79,7 @@ def reject_unsupported(
             given = cache_salt
         else:
             given = getattr(options.sampling, unsupported, None)
+        # Both are None for a feature that is not a sampling value, and without a cache salt.
         if given != _DEFAULTS.get(unsupported):
             reject(options.name(unsupported), card)
 

@@ -29,7 +29,8 @@ def components(graph: Graph) -> Iterator[list[Any]]:
         unvisited: Any = root
         while True:
             if unvisited is not None:
-                number[unvisited] = lowest[unvisited] = len(number)
+                lowest[unvisited] = len(number)
+                number[unvisited] = len(number)
                 pending.append(unvisited)
                 pending_set.add(unvisited)
                 path.append((unvisited, iter(graph[unvisited])))

@@ -146,7 +146,8 @@ def _written_out(grammar: GrammarSyntax) -> int:
         name: [used for used in rule.uses if used in rules] for name, rule in rules.items()
     }
     sizes: dict[str, int] = {}
-    for group in components(graph):  # a rule comes after those that it names
+    # A rule comes after those that it names.
+    for group in components(graph):
         group_sizes = {}
         for name in group:
             total = rules[name].size
@@ -184,7 +185,8 @@ def _add_schema(schema: Any, usage: _Usage) -> None:
     usage.check(_LEVELS, longest_path(children, references))
     for multiple in multiples:
         usage.check("multipleOf", multiple.numerator)
-    if is_combined:  # a number may have to be a multiple of all of them
+    if is_combined:
+        # A number may have to be a multiple of all of them.
         usage.check("multipleOf", math.lcm(*(multiple.numerator for multiple in multiples)))
 
 
@@ -222,7 +224,8 @@ def _check_object(node: Mapping[str, Any], usage: _Usage) -> None:
     for name in _COUNT_KEYWORDS:
         bound = node.get(name)
         if isinstance(bound, int | float) and bound > LIMITS[_COUNT_LIMIT]:
-            usage.check(_COUNT_LIMIT, _HUGE if bound >= _HUGE else int(bound))
+            # Infinity is no integer.
+            usage.check(_COUNT_LIMIT, int(min(bound, _HUGE)))
 
 
 def _add_patterns(node: Mapping[str, Any], usage: _Usage) -> None:

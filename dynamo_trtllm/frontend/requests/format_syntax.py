@@ -91,18 +91,23 @@ def read_regex(text: str) -> RegexSyntax:
         elif char == ")" and len(sizes) > 1:
             last = sizes.pop()
             sizes[-1] += last
-        elif char in ("*", "+", "?", "|"):
-            if char != "|":
-                quantifiers += 1
+        elif char in ("*", "+", "?"):
+            quantifiers += 1
+        elif char == "|":
+            continue
         elif token.lastgroup == "repeat":
             quantifiers += 1
             times = max(_number(token["least"]), _number(token["most"]))
             sizes[-1] += last * max(0, times - 1)
             last = 0
+        elif token.lastgroup == "plain":
+            last = 1  # a quantifier repeats only the last character
+            sizes[-1] += len(char)
         else:
-            last = 1  # a quantifier repeats only the last character of a plain text
-            sizes[-1] += len(char) if token.lastgroup == "plain" else last
-    return RegexSyntax(depth, sum(sizes), quantifiers, is_verbose=_VERBOSE.search(text) is not None)
+            last = 1
+            sizes[-1] += last
+    is_verbose = _VERBOSE.search(text) is not None
+    return RegexSyntax(depth, sum(sizes), quantifiers, is_verbose=is_verbose)
 
 
 def _number(digits: str | None) -> int:

@@ -52,11 +52,14 @@ def text_logprobs(
     }
     for scored in logprobs:
         text = text_of(scored.token_id)
-        has_value = not math.isnan(scored.logprob)
-        top = {text_of(token_id): _finite(logprob) for token_id, logprob in scored.top}
+        value: float | None = None
+        top: dict[str, float] | None = None
+        if not math.isnan(scored.logprob):
+            value = _finite(scored.logprob)
+            top = {text_of(token_id): _finite(logprob) for token_id, logprob in scored.top}
         found["tokens"].append(text)
-        found["token_logprobs"].append(_finite(scored.logprob) if has_value else None)
-        found["top_logprobs"].append(top if has_value else None)
+        found["token_logprobs"].append(value)
+        found["top_logprobs"].append(top)
         found["text_offset"].append(offset)
         offset += len(text)
     return found, offset
@@ -76,9 +79,12 @@ def prompt_logprobs(
 
     found: list[dict[str, Any] | None] = []
     for scored in logprobs:
+        if math.isnan(scored.logprob):
+            found.append(None)
+            continue
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, start=1)}
         values = {scored.token_id: scored.logprob} | dict(scored.top)
-        entries = {
+        entries: dict[str, Any] = {
             str(token_id): {
                 "logprob": _finite(value),
                 "rank": ranks.get(token_id),
@@ -86,7 +92,7 @@ def prompt_logprobs(
             }
             for token_id, value in values.items()
         }
-        found.append(None if math.isnan(scored.logprob) else entries)
+        found.append(entries)
     return found
 
 

@@ -33,7 +33,7 @@ The flag says whether it also drops the unsent output.
 def _do_nothing(error: DynamoError, drops_output: bool) -> None: ...
 
 
-def scored_tokens(delta: ChoiceDelta) -> int:
+def memory_units(delta: ChoiceDelta) -> int:
     """Return the memory that a delta takes with its log-probabilities, in units of TOKEN_BYTES."""
     num_logprobs = len(delta.prompt_logprobs) + sum(
         len(scored.top) for scored in delta.prompt_logprobs

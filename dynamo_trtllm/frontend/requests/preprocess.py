@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -187,7 +186,7 @@ def prepare_conversation(
         guided=constraints.guided,
         stop_token_ids=_stop_token_ids(requested, renderer),
     )
-    # All choices have the same prompt, so the first one alone has its log-probabilities.
+    # All choices have the same prompt, so only the first one gets the prompt's log-probabilities.
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)
     per_choice = [_PromptedSampling(ids, sampling)]
     per_choice += [_PromptedSampling(ids, unscored)] * (options.n - 1)
@@ -220,10 +219,11 @@ def prepare_conversation(
 
 def _stop_token_ids(requested: Sampling, renderer: Renderer) -> tuple[int, ...]:
     """Return the stop tokens of the request, and those of the model's format if they count."""
-    stops = dict.fromkeys(requested.stop_token_ids)
+    stops = list(requested.stop_token_ids)
     if not requested.ignore_eos:
-        stops |= dict.fromkeys(renderer.stop_token_ids)
-    return tuple(stops)
+        stops += renderer.stop_token_ids
+    without_duplicates = dict.fromkeys(stops)
+    return tuple(without_duplicates)
 
 
 class ConversationPrompt(NamedTuple):
@@ -373,18 +373,20 @@ def _prompt_logprobs(
 
     None: no log-probabilities.
     """
-    wanted = {}
+    alternatives: dict[str, int] = {}  # by the field that wants them
     if body.prompt_logprobs is not None:
-        wanted["prompt_logprobs"] = body.prompt_logprobs
+        alternatives["prompt_logprobs"] = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        wanted["echo"] = body.logprobs
-    if not wanted:
+        alternatives["echo"] = body.logprobs
+    if not alternatives:
         return None
-    name, num_alternatives = max(wanted.items(), key=itemgetter(1))
+    # The engine returns as many as the more demanding field wants.
+    field = max(alternatives, key=lambda name: alternatives[name])
     if "prompt_logprobs" in served.card.unsupported_features:
-        reject(name, served.card, "its engine does not return log-probabilities of prompts")
-    _check_scored(sum(map(len, prompts)) * body.candidates, num_alternatives, name)
-    return num_alternatives
+        reject(field, served.card, "its engine does not return log-probabilities of prompts")
+    num_tokens = sum(map(len, prompts)) * body.candidates
+    _check_scored(num_tokens, alternatives[field], field)
+    return alternatives[field]
 
 
 def _check_scored(tokens: int, alternatives: int, name: str) -> None:

@@ -46,7 +46,7 @@ class RecentRate:
             self._since_s += counted_s - WINDOW_S
 
     def seconds_for(self, count: int) -> float | None:
-        """Return how long so many events take at this rate; None: there were none yet."""
+        """Return how long `count` events take at this rate; None: there were none yet."""
         if not self._count:
             return None
         return count * max(self._clock() - self._since_s, _LEAST_S) / self._count

@@ -47,7 +47,8 @@ class BodyBytes:
 
     number: int  # bodies are numbered in order of arrival
     client: str  # network address
-    # When the body began to arrive, plus the time for which it has waited for its share.
+    # Its rate is measured from this time: when it began to arrive, plus the time for which it has
+    # waited for its share.
     since_s: float
     in_use: int = 0  # bytes
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received

@@ -295,7 +295,7 @@ def extras_of(answer: Answer, timeline: RequestTimeline) -> Extras:
         now_s = time.monotonic()
         stats = _stats_of(choices, timeline, now_s)
         if len(choices) > 1:
-            # A choice without a token has no time of its last one.
+            # `last_s` is 0 while a choice has no token.
             stats["choices"] = [
                 _stats_of([choice], timeline, choice.timeline.last_s or now_s) for choice in choices
             ]
@@ -408,6 +408,7 @@ class IgnoredFieldReports:
             log.warning("request fields are ignored: %s (client %s)", ", ".join(new), client)
         for name in safe:
             self._metrics.field_ignored(name)
+            # Move it to the end: what was ignored longest ago is dropped first.
             self._logged.pop((client, name), None)
             self._logged[client, name] = None
         while len(self._logged) > _MAX_LOGGED:

@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.requests.output_budget import (
     COUNTED_TOKENS,
     TOKEN_BYTES,
     Output,
-    scored_tokens,
+    memory_units,
 )
 from dynamo_trtllm.frontend.requests.request_reports import extras_of
 from dynamo_trtllm.frontend.requests.timeline import RequestTimeline
@@ -168,7 +168,7 @@ class RunningChoices:
                 # ended.
                 if is_streamed:
                     # `deliver` has added the same number.
-                    num_sent = scored_tokens(item) if is_scored else item.tokens + 1
+                    num_sent = memory_units(item) if is_scored else item.tokens + 1
                     unsent.num_pending -= num_sent
                     if unsent.num_pending < unsent.num_counted - COUNTED_TOKENS:
                         unsent.count()
@@ -304,7 +304,7 @@ def _delivery(
         unsent.items.put_nowait(item)
         unsent.writes_at_once = False
         # `RunningChoices` subtracts the same. A call of a function would take longer.
-        unsent.num_pending += scored_tokens(item) if is_scored else item.tokens + 1
+        unsent.num_pending += memory_units(item) if is_scored else item.tokens + 1
         if unsent.num_pending > unsent.num_counted + COUNTED_TOKENS:
             unsent.count()
 
@@ -314,9 +314,9 @@ def _delivery(
 class KeepAlive:
     """Sends a ping each time a streamed response was silent for a while.
 
-    The response headers precede the first ping if nothing was sent before it.
-    A stream has one timer, which is not set anew for each event.
-    When it fires after an event, it waits for the rest of the silence.
+    The response headers precede the first ping if nothing was sent before it. A stream has one
+    timer, which is not set anew for each event. When it fires after an event, it waits for the rest
+    of the silence.
 
     Args:
         seconds: longest silence.

@@ -98,8 +98,7 @@ async def serve_request(
     if not body.stream:
         check_answer_size(plan)
     timeline.planned(plan)
-    rate_limit_headers = admission.charge_key(plan)
-    response.headers |= rate_limit_headers
+    response.headers |= admission.charge_key(plan)
 
     # Admit it: wait until all of its choices have permits, and places in the start window of the
     # model. Then create them.

@@ -98,7 +98,8 @@ class RequestTimeline:
             arrived_at=time.time(),
         )
         self.begun_s = request.arrived_s
-        self.body_received_s = request.arrived_s  # later, when the whole body was there
+        # When the whole body had arrived. Until then, when the head had.
+        self.body_received_s = request.arrived_s
         self.first_s: float | None = None  # when the first token of the request arrived
         # The spans before those of the choices.
         self.spans = [Span("receive", request.arrived_s)]
@@ -222,4 +223,6 @@ def seconds_by_phase(phases: PhaseSeconds) -> dict[str, float]:
     sums: dict[str, float] = {}
     for (_, phase), seconds in phases.items():
         sums[phase] = sums.get(phase, 0.0) + seconds
-    return {phase: sums[phase] for phase in PHASES if phase in sums} | sums
+    ordered = {phase: sums[phase] for phase in PHASES if phase in sums}
+    # Phases that PHASES lacks come last: a newer worker may report some.
+    return ordered | sums

@@ -158,12 +158,13 @@ class TokenCounters:
         return tokens
 
     def lift(self, counter: TokenCounter, least: float | None = None) -> None:
-        """Lift the counter of a client that had nothing waiting.
+        """Raise the counter of a client that had nothing waiting to those of clients that wait.
 
         Args:
             counter: of the client.
-            least: the least value of the clients that wait. None: none waits here. Those that wait
-                at other processes are taken instead, or the client whose request began last.
+            least: the least value of the clients that wait. None: no client waits here. Then the
+                value is that of the client whose request began last, or the least one of clients
+                that wait at other processes, if that is higher.
         """
         if least is None:
             least = max(self._last_begun.value, self._others_value)

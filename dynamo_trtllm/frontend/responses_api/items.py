@@ -31,8 +31,8 @@ from dynamo_trtllm.frontend.requests.logprobs import chat_logprobs
 from dynamo_trtllm.frontend.responses_api.response_store import item_id
 from dynamo_trtllm.frontend.responses_api.tool_items import (
     CALLS,
+    ITEM_PREFIXES,
     OUTPUTS,
-    PREFIXES,
     call_head,
     shell_action,
     tool_call,
@@ -49,7 +49,6 @@ Event: TypeAlias = dict[str, Any]
 
 COMMENTARY: Final = "commentary"  # the phase of messages before calls or before the final answer
 FINAL_ANSWER: Final = "final_answer"
-_PREFIXES: Final = {"message": "msg", "reasoning": "rs", **PREFIXES}
 _OutputItem: TypeAlias = FunctionOutputItem | CustomOutputItem | LocalShellOutputItem
 _CallItem: TypeAlias = FunctionCallItem | CustomCallItem | LocalShellCallItem
 
@@ -80,7 +79,7 @@ def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
     found = []
     for index, item in enumerate(items):
         if not item["id"]:
-            item = item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
+            item = item | {"id": item_id(ITEM_PREFIXES[item["type"]], response_id, "i", index)}
         found.append(item)
     return found
 
@@ -113,7 +112,8 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             # The call was cut off, so the client has not made it.
             continue
         is_assistant = kind not in OUTPUTS and item.get("role", "assistant") == "assistant"
-        if turn and not (is_assistant and _can_follow(item, turn[-1])):
+        continues_turn = bool(turn) and is_assistant and _can_follow(item, turn[-1])
+        if turn and not continues_turn:
             messages += _assistant(turn)
             turn = []
         if is_assistant:
@@ -252,7 +252,7 @@ class _Item:
     def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
         item_type = call.get("type", kind.head["type"])
-        self._id = item_id(_PREFIXES[item_type], response_id, "o", index)
+        self._id = item_id(ITEM_PREFIXES[item_type], response_id, "o", index)
         self._index = index
         self._call = call
         self._texts: list[str] = []

@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.responses_api.key_value_store import KeyValueStore, StoreLimits
+from dynamo_trtllm.frontend.responses_api.tool_items import ITEM_PREFIXES
 from dynamo_trtllm.protocol.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -37,7 +38,8 @@ MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one re
 PREFIX: Final = "resp_"
 FRONTEND_ID_CHARS: Final = 8
 _RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
-_ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
+_ITEM_PREFIX: Final = "|".join(ITEM_PREFIXES.values())
+_ITEM: Final = re.compile(rf"(?:{_ITEM_PREFIX})_([0-9a-f]{{40}})[io][0-9a-f]{{4,}}")
 
 
 def is_response_id(text: str) -> bool:

@@ -21,7 +21,10 @@ Item = dict[str, Any]
 
 CALLS: Final = ("function_call", "custom_tool_call", "local_shell_call")
 OUTPUTS: Final = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-PREFIXES: Final = {
+# What the ids of items begin with, by type.
+ITEM_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
     "custom_tool_call": "ctc",

@@ -308,8 +308,8 @@ class ClusterView:
             return view
         shares: dict[int, Shares] = {}
         for instance_id in view.shares:
-            own = self._instances[instance_id].shares
-            shares[instance_id] = self._shares.get(instance_id, own)
+            registered = self._instances[instance_id].shares
+            shares[instance_id] = self._shares.get(instance_id, registered)
         return view if shares == view.shares else view.with_shares(shares)
 
     def remove(self, instance_id: int) -> None:

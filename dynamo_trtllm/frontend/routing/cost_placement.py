@@ -61,6 +61,7 @@ class Costs(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
+        """Return the costs of a role. `ranked`: its candidates, sorted by cost."""
         best = ranked[0]
         if selected is not best:
             return cls(selected.cost, best.cost)
@@ -307,6 +308,7 @@ class Placement:
                 # An elastic instance of the view may have no share in this role.
                 if has_key and (not view.shares or by_id[instance_id] in instances):
                     chosen[instance_id] = by_id[instance_id]
+        # Some may be drawn twice. Then fewer are compared.
         for _ in range(limit - len(chosen)):
             index = int(self._random() * len(instances))
             instance = instances[index]

@@ -36,7 +36,7 @@ _MAX_UNANSWERED = 3  # requests after which the worker's blocks are forgotten
 class PrefixFeed:
     """Updates `known` from the instances of `view`.
 
-    If it reads events, those of the namespace update it, too.
+    If `known` reads events, the KV events of the namespace update it, too.
     """
 
     known: ClusterPrefixes
@@ -51,7 +51,7 @@ class PrefixFeed:
         # The resyncs of workers that are not in sync, by instance id.
         self._resyncs: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
-        self._wake = asyncio.Event()  # a worker is in sync, or no longer
+        self._wake = asyncio.Event()  # set when a worker gets in sync, or out of sync
         self._num_unreadable = 0  # messages
 
     async def run(self) -> None:

@@ -253,15 +253,19 @@ class PrefixOverlaps(msgspec.Struct):
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
         """Return how many of the blocks have not expired. The others are removed later."""
         hashes = match.hashes
-        first = len(hashes) - depth  # index of the last block that the instance has
-        if expires.get(hashes[first], math.inf) > self.now:
+        # The last block of the prompt comes first in `hashes`, and this one is the last block that
+        # the instance has.
+        index = len(hashes) - depth
+        if expires.get(hashes[index], math.inf) > self.now:
             return depth
 
+        # The instance publishes no KV events: otherwise, its blocks would not expire. So each of
+        # its blocks has a time.
         def is_unexpired(prefix: int) -> bool:
             return expires.get(prefix, 0.0) > self.now
 
         # The first blocks of a prompt are in later prompts as well, and expire last.
-        return len(hashes) - bisect_left(hashes, True, first, key=is_unexpired)
+        return len(hashes) - bisect_left(hashes, True, index, key=is_unexpired)
 
     def deepest(self, role: Role, limit: int) -> list[int]:
         """Return the instances of a role with the longest overlaps, the longest one first.

@@ -91,6 +91,7 @@ def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> boo
     """Return True if `pairs_of` contains the pair."""
     prefill, decode = pair
     if prefill is None:
+        # `excluding` returns the same tuple if the instance is not in it.
         is_aggregated = excluding(view.aggregated, (decode,)) is not view.aggregated
         return is_aggregated or decode in view.shares
     if not view.has_pair(pair):

@@ -73,7 +73,7 @@ class FirstTokenTimes:
     """
 
     def __init__(self) -> None:
-        self._mean_s: float | None = None  # None: there was none yet
+        self._mean_s: float | None = None  # None: no choice was counted yet
         self._deviation_s = 0.0
 
     def note(self, seconds: float) -> None:
@@ -479,7 +479,9 @@ class StartWindow:
             worker = self._view.instance(worker_id)
             part = 0  # of a worker that has left
             if worker is not None:
-                count = num_elastic.get(worker_id) or num_workers.get(worker.role, 0)
+                count = num_elastic.get(worker_id)
+                if count is None:
+                    count = num_workers.get(worker.role, 0)
                 part = limit // max(1, count)
             elif not cost_here:
                 # The worker has left, and no choice waits for its end.
@@ -489,7 +491,9 @@ class StartWindow:
 
 
 def _elastic_counts(view: ModelView) -> Mapping[int, int]:
-    """Return for each elastic instance the number of workers of its role; of two, the larger one.
+    """Return for each elastic instance the number of workers of its role.
+
+    If it has shares of both roles, the larger number counts.
 
     Args:
         view: the workers, in the roles in which they have a share.

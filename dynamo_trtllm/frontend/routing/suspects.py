@@ -440,7 +440,9 @@ class Suspects:
         Reject similar ones if it is probably the cause. Return whether they are rejected.
         """
         now = self._clock()
-        is_rejected = is_certain or self._given_up.get(key, now) > now
+        given_up_until = self._given_up.get(key)
+        is_repeated = given_up_until is not None and given_up_until > now
+        is_rejected = is_certain or is_repeated
         self._remember(self._given_up, key, now)
         if is_rejected:
             self._remember(self._rejected, key, now)

@@ -40,7 +40,7 @@ class _Limit(NamedTuple):
 
     num_choices: int
     tokens: int = 0  # of the prompts of these choices
-    block_tokens: int = 1  # a prompt takes whole blocks of so many tokens
+    block_tokens: int = 1  # a prompt takes whole blocks of this size
     num_prompts: int = 1  # that the workers can take even if they have more tokens
 
     def cost(self, prompt_tokens: int) -> int:
@@ -48,8 +48,10 @@ class _Limit(NamedTuple):
 
         It is the larger one of two parts: that of one choice, and that of the tokens of its prompt.
         """
-        # Rounded down: so many choices fit exactly.
-        cost = max(1, WINDOW // self.num_choices) if self.num_choices else 0
+        cost = 0
+        if self.num_choices:
+            # Rounded down, so that `num_choices` of them fit.
+            cost = max(1, WINDOW // self.num_choices)
         if not self.tokens:
             return cost
         tokens = ceil_div(prompt_tokens, self.block_tokens) * self.block_tokens
@@ -99,6 +101,7 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
     prefill = view.prefill
     decode = view.decode
     if not has_pairs:
+        # Whole requests run on aggregated workers, and without these on decode workers.
         prefill = view.aggregated or view.decode
         decode = prefill
     elif uses_all_paths:

@@ -197,6 +197,7 @@ class WorkerSelector:
         selected_two = [instance for instance in (decode, prefill) if instance.can_aggregate]
         closed = _closed(selected_two, breakers)
         if closed:
+            # The first one that is not to be avoided. False sorts before True.
             instance = min(closed, key=lambda instance: instance.id == avoid)
             return selection.aggregated(instance)
         others = _aggregating(view)
@@ -399,6 +400,7 @@ def _select_prefill(
         # prefill instance for itself.
         prefills = excluding(prefills, (decode.id,))
     if avoid is not None:
+        # If it is the only one, it is used.
         prefills = excluding(prefills, (avoid,)) or prefills
     if usable.shares:
         return _weighted(usable, prefills, Role.PREFILL, round_robin_index)
@@ -507,7 +509,7 @@ class FieldSupport(NamedTuple):
     # Instances that do not support the priority or the data-parallel rank of the request, and would
     # ignore it.
     incapable: frozenset[int]
-    # A field of the client's request without which it could run. "": it can run with all of them.
+    # A field that the client must leave out so that its request can run. "": there is none.
     rejected_field: str
 
 
@@ -550,7 +552,7 @@ def _rejected_field(view: ModelView, lacking: Mapping[int, Set[str]]) -> str:
     """
     if not view.is_complete or view.excluding(frozenset(lacking)).is_complete:
         return ""
-    # No field can be left in if the request could not run then.
+    # Begin with all fields left out. Put each back with which the request can still run.
     left_out = sorted({field for fields in lacking.values() for field in fields})
     for field in tuple(left_out):
         others = [other for other in left_out if other != field]

@@ -117,8 +117,8 @@ class HarmonyParser:
     one.
 
     Args:
-        texts: for each channel, the output of a step by the only token of the step. There is none
-            for control tokens.
+        texts: a cache for each channel: token id -> output of a step with only this token. It is
+            None for control tokens.
         forced_ids: ids that follow the prompt. They are not output.
         is_reasoning_split: if False, reasoning is final text.
         is_call_split: if False, the arguments of calls are text of their message's channel.
@@ -137,16 +137,16 @@ class HarmonyParser:
         self._reasoning_position = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        # The output of a step with one token that continues the current body, by that token.
+        # The cache of the channel of the current body. None: the next token is in no such body.
         self._step_of_token: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []
         self._blanks = 0  # number of blanks in the header
-        self._calls = 0
+        self._num_calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # How many tokens at the start of the header were forced, so are not output. While the
-        # forced ids are parsed here, these are all tokens of the header.
+        # How many tokens at the start of the header were forced, so are not output. While only the
+        # forced ids are parsed, no token of a header is output: this is at least the number of all.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
@@ -223,8 +223,8 @@ class HarmonyParser:
             return False
         if self._header[0] >= FIRST_SPECIAL:
             return True
-        # A token has at least one byte, so the text of these tokens is longer than `_RECIPIENT`. It
-        # begins with `_RECIPIENT`: otherwise, an earlier call would have returned False.
+        # A token has at least one byte. So the tokens before the newest one have the bytes of
+        # `_RECIPIENT` at least, and an earlier call has found that they begin with it.
         if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
@@ -238,11 +238,11 @@ class HarmonyParser:
         self._clear_header()
         if self._is_call_split and header.call is not None:
             self._position = _Position.ARGUMENTS
-            self._out.begin_call(self._calls, header.call)
+            self._out.begin_call(self._num_calls, header.call)
             self._is_text_call = header.is_text_call
             if self._is_text_call:
-                self._out.add_arguments(self._calls, text_input.OPENING)
-            self._calls += 1
+                self._out.add_arguments(self._num_calls, text_input.OPENING)
+            self._num_calls += 1
         elif header.is_reasoning:
             self._position = self._reasoning_position
         else:
@@ -273,7 +273,7 @@ class HarmonyParser:
         }
         sender_words = words.get(START, [])
         channel_words = words.get(CHANNEL, [])
-        content_type = words.get(CONSTRAIN, [])
+        type_words = words.get(CONSTRAIN, [])
         role = ASSISTANT
         if sender_words and self._header[0] == START:
             role = sender_words.pop(0)
@@ -289,11 +289,11 @@ class HarmonyParser:
         # Only recipients may follow the role, and the channel comes before a recipient.
         if not all(map(_is_recipient, sender_words)) or _is_recipient(channel):
             return None
-        if len(recipients) > 1 or len(others) > 1 or len(content_type) > 1:
+        if len(recipients) > 1 or len(others) > 1 or len(type_words) > 1:
             return None
         # Each of the three has at most one word.
         recipient = next(iter(recipients), "")
-        type_name = next(iter(content_type), "") or next(iter(others), "")
+        type_name = next(iter(type_words), "") or next(iter(others), "")
         return Header(role, channel, recipient, type_name)
 
     def _is_cut_header(self) -> bool:
@@ -342,7 +342,7 @@ class HarmonyParser:
         self._put(self._decoder.decode(b"", final=True))
         self._decoder.reset()
         if self._is_text_call:
-            self._out.add_arguments(self._calls - 1, text_input.CLOSING)
+            self._out.add_arguments(self._num_calls - 1, text_input.CLOSING)
             self._is_text_call = False
 
     def _put(self, text: str) -> None:
@@ -351,4 +351,4 @@ class HarmonyParser:
             self._out.add(channel, text)
         elif self._position is _Position.ARGUMENTS:
             arguments = text_input.escaped(text) if self._is_text_call else text
-            self._out.add_arguments(self._calls - 1, arguments)
+            self._out.add_arguments(self._num_calls - 1, arguments)

@@ -46,7 +46,7 @@ _LINGER_S = 2.0
 @dataclass(slots=True, kw_only=True)
 class _NixlPublished:
     slot: int  # number of the validity slot
-    in_region: bool  # the memory is part of a registered region
+    in_region: bool  # the memory is part of a registered region, or has no bytes
     # NIXL's handle of memory that is registered for this transfer only.
     registered: Any | None = None
     checksum: OfferChecksum | None = None
@@ -63,7 +63,7 @@ class NixlBackend:
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
-        # Nothing calls it: UCX serves every reader that has the offer.
+        # Part of `TransferBackend`. It checks no reader: UCX serves all that have the offer.
         self.guard = TransferGuard()
         self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
@@ -141,9 +141,8 @@ class NixlBackend:
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, ready)
         registered = self._bindings.region_of(nonempty)
-        self._published[transfer_id] = _NixlPublished(
-            slot=slot, in_region=registered is not None or not nonempty
-        )
+        needs_registration = bool(nonempty) and registered is None
+        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=not needs_registration)
         if not nonempty:
             memory = b""
         elif registered is not None:

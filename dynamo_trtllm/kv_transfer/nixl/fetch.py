@@ -50,9 +50,10 @@ class RemoteAgent:
     """A connected agent of a prefill worker."""
 
     name: str
-    known: set[bytes] = field(default_factory=set)  # memory metadata that was loaded
-    fetches: int = 0
-    broken: bool = False
+    # The metadata of memories that was loaded.
+    known_memories: set[bytes] = field(default_factory=set)
+    num_fetches: int = 0
+    is_broken: bool = False
 
 
 class RemoteAgents:
@@ -69,15 +70,15 @@ class RemoteAgents:
     def is_connected(self, offer: NixlOffer) -> bool:
         """Return whether `connected` needs no connection and no metadata for this offer."""
         peer = self._connected.get(offer.agent)
-        return peer is not None and (not offer.memory or offer.memory in peer.known)
+        return peer is not None and (not offer.memory or offer.memory in peer.known_memories)
 
     def is_full(self, offer: NixlOffer) -> bool:
         """Return whether a fetch has to wait until the other fetches from its agent have ended."""
         with self._lock:
             peer = self._connected.get(offer.agent)
-            if peer is None or not offer.memory or offer.memory in peer.known:
+            if peer is None or not offer.memory or offer.memory in peer.known_memories:
                 return False
-            return len(peer.known) >= 2 * MAX_KNOWN_MEMORIES
+            return len(peer.known_memories) >= 2 * MAX_KNOWN_MEMORIES
 
     @contextlib.contextmanager
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
@@ -93,27 +94,28 @@ class RemoteAgents:
                 self._bindings.validity_agent.add_remote_agent(offer.validity_agent)
                 peer = RemoteAgent(offer.agent)
                 self._connected[offer.agent] = peer
-            if offer.memory and offer.memory not in peer.known:
+            if offer.memory and offer.memory not in peer.known_memories:
                 # NIXL adds this memory to what it knows of the agent.
                 agent.add_remote_agent(offer.memory)
-                peer.known.add(offer.memory)
-            peer.fetches += 1
+                peer.known_memories.add(offer.memory)
+            peer.num_fetches += 1
         try:
             yield peer
         except self._bindings.errors:
-            peer.broken = True
+            peer.is_broken = True
             raise
         finally:
             with self._lock:
-                peer.fetches -= 1
-                is_full = len(peer.known) >= MAX_KNOWN_MEMORIES
-                if peer.broken or (is_full and peer.fetches == 0):
+                peer.num_fetches -= 1
+                is_full = len(peer.known_memories) >= MAX_KNOWN_MEMORIES
+                is_worn_out = is_full and peer.num_fetches == 0
+                if peer.is_broken or is_worn_out:
                     self._remove(peer)
 
     def disconnect(self, peer: RemoteAgent) -> None:
         """Close the connection to an agent, which also aborts all reads over it."""
         with self._lock:
-            peer.broken = True
+            peer.is_broken = True
             self._remove(peer)
 
     def _remove(self, peer: RemoteAgent) -> None:
@@ -212,7 +214,7 @@ class Fetch:
                     yield 0.0
                     continue
                 # The reads of all ready regions have begun: look whether more are ready by now.
-                is_caught_up = num_begun == self._ready < num_regions
+                is_caught_up = num_begun == self._ready and self._ready < num_regions
                 if is_caught_up and (yield from self._more_is_ready()):
                     continue
                 yield self._waited_s()
@@ -253,7 +255,7 @@ class Fetch:
     def _check_state(self, state: str) -> bool:
         """Raise TransferFailed if a transfer has failed. Return whether it is done."""
         if state not in ("DONE", "PROC"):
-            self._peer.broken = True
+            self._peer.is_broken = True
             raise TransferFailed(
                 f"a NIXL transfer with agent {self._peer.name} ended in state {state}"
             )

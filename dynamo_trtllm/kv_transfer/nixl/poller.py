@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 MAX_CONCURRENT_FETCHES = 16  # more would delay each fetch and speed up none
-_SPIN_S = 0.0005  # poll without sleeping for so long (128 MiB take 0.35 ms over NVLink)
+_SPIN_S = 0.0005  # poll without sleeping for this long (128 MiB take 0.35 ms over NVLink)
 # After that, sleep this share of the time since the last progress.
 _SLEEP_SHARE = 1 / 16
 MAX_SLEEP_S = 0.001

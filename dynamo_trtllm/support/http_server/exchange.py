@@ -42,7 +42,7 @@ class HttpRequest:
     is_probe = False  # the request asks for the health of this process
     sender: object = None  # who has sent the request, if the guard of the server has found out
     has_client_certificate = False  # of a CA that the server trusts
-    large_head_bytes = 0  # size of the head, if that counts in `LargeHeads`
+    large_head_bytes = 0  # size of the head. 0: it is small, so `LargeHeads` does not count it
 
     def __init__(
         self, method: str, path: str, query: str, headers: Headers, client: str, on_read: _Notify
@@ -146,7 +146,8 @@ class HttpResponse:
     status = 0  # HTTP status, once it was sent
     is_writable = False  # events were started, and the client is connected and keeps up
     deadline = 0.0  # seconds since the epoch; until then a client may read slowly
-    cancels_handler = False  # if the client disconnects before the response has ended
+    # True: if the client disconnects before the response has ended, the handler is cancelled.
+    cancels_handler = False
     # Is called when the server shuts down while this response is being sent. A response without an
     # end of its own must then end.
     on_drain: Callable[[], None] | None = None
@@ -249,7 +250,7 @@ class HttpResponse:
         self.is_writable = not (self._is_paused or self._is_lost)
 
     def write(self, events: bytes) -> None:
-        """Send events, not empty, at the turn's end.
+        """Send events at the end of the event loop's turn. `events` is not empty.
 
         Called while `is_writable`, or right after `start_events`.
         """
@@ -334,11 +335,11 @@ class HttpResponse:
             headers["Connection"] = "close"
         lines = [_STATUS_LINES[status]]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines.append("\r\n")
-        head = "\r\n".join(lines)
-        # Each line ends with one line break. A value with another one would add a header. Some
-        # proxies and clients take a carriage return alone as one.
-        if not head.count("\n") == head.count("\r") == len(lines):
+        head = "\r\n".join(lines) + "\r\n\r\n"
+        # Each line ends with one line break, and an empty line follows. A value with another one
+        # would add a header. Some proxies and clients take a carriage return alone as one.
+        num_breaks = len(lines) + 1
+        if head.count("\n") != num_breaks or head.count("\r") != num_breaks:
             raise ValueError("a value of a response header contains a line break")
         self._unsent.append(head.encode("latin-1"))
         # Only now: after an error above, `fail` can still send another response.

@@ -189,7 +189,10 @@ class RequestParser:
         )
         self._events.on_head(head)
         self.awaits_head = False
-        self.received_bytes = self._parsed_bytes = self._body_bytes = self._data_bytes = 0
+        self.received_bytes = 0
+        self._parsed_bytes = 0
+        self._body_bytes = 0
+        self._data_bytes = 0
         self._url = b""
         self._headers = Headers()  # the request has the others
 

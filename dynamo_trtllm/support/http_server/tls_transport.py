@@ -90,7 +90,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._connection.connection_lost(exc)
         # Otherwise, this transport and its connection would keep each other, and the large state of
         # TLS, in memory until the next garbage collection.
-        self._is_shut = self._discards = True
+        self._is_shut = True
+        self._discards = True
         del self._connection, self._tls
 
     def pause_writing(self) -> None:
@@ -281,7 +282,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         """End a connection that does not begin with TLS. Most of them are HTTP."""
         log.debug("client %s does not use TLS", self.network)
         self._end_handshake("not_tls")
-        self._is_shut = self._discards = True
+        self._is_shut = True
+        self._discards = True
         self._raw.write(_NOT_TLS)
         self._raw.close()
 
@@ -292,5 +294,6 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             is_certificate = isinstance(exc, ssl.SSLCertVerificationError)
             self._end_handshake("client_certificate" if is_certificate else "failed")
         self._flush()
-        self._is_shut = self._discards = True
+        self._is_shut = True
+        self._discards = True
         self._raw.close()

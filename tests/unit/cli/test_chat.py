@@ -178,7 +178,7 @@ def test_run_failed_answer_is_one_line_and_forgotten() -> None:
     talk.chat.run(["a", "b"])
     assert talk.out.getvalue() == "Fo\nx\n"
     assert "error: no worker\n" in talk.notes.getvalue()
-    assert talk.chat.failures == 1
+    assert talk.chat.num_failures == 1
     assert server.requests[1]["messages"] == [{"role": "user", "content": "b"}]
 
 
@@ -192,7 +192,7 @@ def test_run_interrupted_ends_only_the_answer() -> None:
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "Fo"},
     ]
-    assert talk.chat.failures == 0
+    assert talk.chat.num_failures == 0
 
 
 @pytest.mark.parametrize(

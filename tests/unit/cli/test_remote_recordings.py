@@ -21,6 +21,8 @@ from dynamo_trtllm.observability import recorder
 from dynamo_trtllm.observability.recorder import RECORDER, SLOT, RecordedEvent, id_hash
 from dynamo_trtllm.observability.recording_queries import RecordingQueries
 from dynamo_trtllm.observability.recording_server import (
+    NUM_LATEST,
+    KeySelector,
     RecordingPart,
     RecordingQuery,
     Selection,
@@ -148,6 +150,25 @@ async def test_inquiry_converts_times_of_a_machine_ahead(monkeypatch: pytest.Mon
     assert abs(sent.entries[0].ns - recorded_ns) <= sent.clock_error_s * 1e9 + 1
 
 
+async def test_inquiry_reads_the_end_of_an_answer_without_events() -> None:
+    transport = InprocTransport()
+    part = RecordingPart(7, "gpu", 20, packed_header(), is_last=False)
+    slots = SLOT.pack(9, 10, 5, E.RECEIVED, 0, 0, 0, 0, b"", 9)
+    with_slots = msgspec.structs.replace(part, slots=slots)
+    end = msgspec.structs.replace(part, is_last=True, oldest_ns=10, num_overwritten=8)
+
+    def answer(data: bytes, _: str) -> None:
+        inbox = decode(data, RecordingQuery).inbox
+        for sent in (part, with_slots, end):
+            transport.publish(inbox, encode(sent))
+
+    await transport.subscribe(recordings_subject(NS), answer)
+    inquiry = RecordingQueries(transport, NS, {}, SOON_S, settle_s=0.01)
+    await inquiry.ask(RecordingQuery("", Selection.ALL))
+    (found,) = inquiry.processes()
+    assert (found.num_overwritten, found.oldest_ns) == (8, 10)
+
+
 async def test_inquiry_reports_damaged_answers_without_control_codes() -> None:
     transport = InprocTransport()
     part = RecordingPart(7, "gpu\x1b[2J", 1, packed_header(), is_last=True)
@@ -206,3 +227,22 @@ def test_explain_has_the_credentials_of_the_launched_deployment() -> None:
     assert (config.namespace, config.nats_server) == ("n", "nats://127.0.0.1:2")
     files = (config.etcd_credentials_file, config.nats_credentials_file)
     assert [config.file_of_role(file) for file in files] == 2 * [Path("/tmp/d/tool.credentials")]
+
+
+def test_latest_requests_without_an_id_are_limited() -> None:
+    selector = KeySelector(RecordingQuery("", Selection.LATEST))
+    keys = range(1, NUM_LATEST + 11)
+    for key in keys:
+        no_client_id = 0
+        selector.add_event(key, RecordedEvent.RECEIVED, key, no_client_id)
+    assert selector.keys() == set(keys[-NUM_LATEST:])
+
+
+def test_open_requests_without_an_id_exclude_ended_ones() -> None:
+    selector = KeySelector(RecordingQuery("", Selection.OPEN))
+    ended = 1
+    running = 2
+    selector.add_event(ended, RecordedEvent.RECEIVED, 1, 0)
+    selector.add_event(running, RecordedEvent.RECEIVED, 2, 0)
+    selector.add_event(ended, RecordedEvent.FINISHED, 3, 0)
+    assert selector.keys() == {running}

@@ -122,7 +122,7 @@ def test_reserve_without_free_blocks_changes_nothing() -> None:
     first = pool.begin(range(100, 108))
     assert first is not None
     assert pool.begin([*range(8), *range(50, 59)]) is None
-    assert pool.manager.used == 2
+    assert pool.manager.num_used == 2
     pool.manager.free(first)
     assert pool.begin([*range(8), *range(50, 58)]) is not None
 
@@ -133,11 +133,11 @@ def test_reserve_takes_freed_blocks_again() -> None:
     second = BlockTable()
     assert manager.reserve(first, None, None, 3)
     numbers = first.numbers
-    assert (len(numbers), manager.used) == (3, 3)
+    assert (len(numbers), manager.num_used) == (3, 3)
     manager.free(first)
     manager.free(first)
     assert manager.reserve(second, None, None, 3)
-    assert (second.numbers, manager.used) == (numbers, 3)
+    assert (second.numbers, manager.num_used) == (numbers, 3)
 
 
 def test_reserve_without_prefix_cache_reuses_nothing() -> None:
@@ -148,7 +148,7 @@ def test_reserve_without_prefix_cache_reuses_nothing() -> None:
         manager.store(table, token_ids(range(9)), None)
         assert table.chain == []
         manager.free(table)
-    assert manager.used == 0
+    assert manager.num_used == 0
 
 
 @pytest.mark.parametrize("change", ["store", "free"])
@@ -193,9 +193,9 @@ def test_forget_in_use_frees_after_the_last_use() -> None:
     assert pool.run(range(9)) == 0
     assert first.uncached_blocks() == first.numbers[2:]
     pool.manager.free(first)
-    assert pool.manager.used == 3
+    assert pool.manager.num_used == 3
     pool.manager.free(second)
-    assert pool.manager.used == 0
+    assert pool.manager.num_used == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -226,7 +226,7 @@ def test_cache_used_at_random_loses_no_block(seed: int) -> None:
         cached = {block.number for table in tables for block in table.chain}
         assert len(set(own)) == len(own)
         assert not cached & set(own)
-        assert pool.manager.used == len(own) + len(cached)
+        assert pool.manager.num_used == len(own) + len(cached)
     for *_, table in running.values():
         pool.manager.free(table)
-    assert pool.manager.used == 0
+    assert pool.manager.num_used == 0

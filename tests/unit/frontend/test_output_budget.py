@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.requests import output_budget, send_answer
 from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
-from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, scored_tokens
+from dynamo_trtllm.frontend.requests.output_budget import TOKEN_BYTES, OutputBudget, memory_units
 from dynamo_trtllm.frontend.tokenization.output import Channel, Delta
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.messages import Chunk, TokenLogprob, token_ids
@@ -131,7 +131,7 @@ def test_exceeded_total_ends_the_largest_answer(monkeypatch: pytest.MonkeyPatch)
     assert (budget.in_use, budget.outputs) == (0, set())
 
 
-def test_scored_tokens_count_each_alternative() -> None:
+def test_each_alternative_counts_for_the_memory() -> None:
     top = tuple((token, -1.0) for token in range(20))
     logprobs = (TokenLogprob(1, -1.0, top),)
     scored_delta = ChoiceDelta(
@@ -139,8 +139,7 @@ def test_scored_tokens_count_each_alternative() -> None:
     )
     of_prompt = ChoiceDelta(prompt_logprobs=logprobs)
     assert (
-        scored_tokens(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),)))
-        == 2
+        memory_units(ChoiceDelta(tokens=1, deltas=(Delta(channel=Channel.CONTENT, text="a"),))) == 2
     )
-    assert scored_tokens(scored_delta) * TOKEN_BYTES > 2000
-    assert scored_tokens(of_prompt) * TOKEN_BYTES > 2000
+    assert memory_units(scored_delta) * TOKEN_BYTES > 2000
+    assert memory_units(of_prompt) * TOKEN_BYTES > 2000

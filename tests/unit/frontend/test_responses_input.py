@@ -127,6 +127,18 @@ async def test_item_reference_then_the_item_of_a_kept_response() -> None:
     assert shown == ["hi", "kept words", "more"]
 
 
+async def test_item_reference_to_a_custom_call_then_the_call() -> None:
+    served = front(stop("x"))
+    called = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "a"}
+    result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "patched"}
+    first = await made(served, input=[called, result])
+    listed = (await ask(served, "GET", f"{PATH}/{first['id']}/input_items?order=asc")).json()
+    references = [{"type": "item_reference", "id": item["id"]} for item in listed["data"]]
+    await made(served, input=[*references, {"role": "user", "content": "more"}])
+    shown = served.catalog.renderer.conversations[1].messages
+    assert [message.role for message in shown] == ["assistant", "tool", "user"]
+
+
 async def test_item_reference_unknown_is_404_or_400() -> None:
     served = front(stop("x"))
     first = await made(served)

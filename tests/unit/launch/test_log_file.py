@@ -98,3 +98,24 @@ def test_file_that_cannot_be_replaced_stays_bounded(path: Path) -> None:
             add("w", f"{number:03}")
             wait_until(lambda: os.path.getsize(path) <= 40)
     assert path.stat().st_size <= 40
+
+
+def test_reader_reads_what_was_added_just_before_the_next_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(b"w | 0\n")
+    look = LogReader._has_new_file
+    late_lines = [b"w | 1\n"]
+
+    def add_and_look(reader: LogReader) -> bool:
+        """The writer ends the file after the reader has read it, and before it looks."""
+        while late_lines:
+            with path.open("ab") as file:
+                file.write(late_lines.pop())
+            path.replace(older(path))
+            path.write_bytes(b"w | 2\n")
+        return look(reader)
+
+    monkeypatch.setattr(LogReader, "_has_new_file", add_and_look)
+    with LogReader(path) as reader:
+        assert texts(reader) == ["0", "1", "2"]

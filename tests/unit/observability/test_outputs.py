@@ -332,6 +332,22 @@ log.info("closed")
     assert written.endswith(b"INFO w x: closed\n")
 
 
+def test_a_failed_start_can_be_repeated() -> None:
+    code = """
+from unittest import mock
+failed = outputs.Outputs()
+with mock.patch("mmap.mmap", side_effect=OSError("no memory")):
+    failed.start("w", "text")
+assert not failed.originals
+failed.start("w", "text")
+assert failed.originals
+"""
+    with program(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        _, written = process.communicate(timeout=SOON_S)
+        assert process.returncode == 0, written
+    assert b"no relay started: no memory" in written
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_dropped_line_notice_is_like_a_log_line(log_format: str) -> None:
     line = relay_line("w", log_format, "3 lines").decode()

@@ -273,7 +273,7 @@ async def test_catch_up_joins_tokens_with_and_without_logprobs() -> None:
     arrivals = behind(Frame(1, 0, 4), Frame(1, 1, scored), Frame(1, 2, 6))
     arrivals.catch_up()
     assert await arrivals.get() == Chunk(token_ids=token_ids([4, 5, 6]), logprobs=(logprob,))
-    assert arrivals.received == 3
+    assert arrivals.num_received == 3
     arrivals.feed(Frame(1, 3, 7))
     assert list((await arrivals.get()).token_ids) == [7]
 

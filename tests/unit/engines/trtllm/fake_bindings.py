@@ -118,10 +118,10 @@ def make(
         role=role,
         info=info_of(context_length=1000, vocab_size=100),
         prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
-        structural_tags=True,
-        min_tokens=True,
+        has_structural_tags=True,
+        has_min_tokens=True,
         dp_ranks=0,
-        conversations=False,
+        uses_conversations=False,
     )
     llm = Llm()
     settled = FakeBindings(*fields)

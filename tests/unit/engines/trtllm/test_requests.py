@@ -43,10 +43,10 @@ def rules(**changes: Any) -> Any:
     values = {
         "role": Role.PREFILL,
         "prompt_limits": {phase: PromptLimit(40, f"limit of {phase}") for phase in Phase},
-        "structural_tags": True,
-        "min_tokens": True,
+        "has_structural_tags": True,
+        "has_min_tokens": True,
         "dp_ranks": 0,
-        "conversations": False,
+        "uses_conversations": False,
     }
     own = {"vocab_size": 201088, "eos_token_ids": (RETURN, CALL, EOS)}
     own |= {
@@ -132,12 +132,12 @@ def test_stops_without_eos_are_foreign_only() -> None:
 @pytest.mark.parametrize("stop_token_ids", [(), (7,)])
 def test_min_tokens_without_eos_is_omitted(stop_token_ids: tuple[int, ...]) -> None:
     request = ask(ignore_eos=True, min_tokens=3, stop_token_ids=stop_token_ids)
-    assert "min_tokens" not in TrtllmRequest(request, rules(min_tokens=False)).sampling
+    assert "min_tokens" not in TrtllmRequest(request, rules(has_min_tokens=False)).sampling
 
 
 def test_min_tokens_ignored_by_sampler_is_rejected() -> None:
     with pytest.raises(RequestRejected) as caught:
-        TrtllmRequest(ask(min_tokens=3), rules(min_tokens=False))
+        TrtllmRequest(ask(min_tokens=3), rules(has_min_tokens=False))
     assert caught.value.field == "min_tokens"
 
 
@@ -268,7 +268,7 @@ def guided(*alternatives: OutputFormat, after: str = "", **changes: Any) -> dict
 
 
 def test_guided_when_a_schema_is_all_then_the_json_guide_is_used() -> None:
-    assert guided(OutputFormat(json_schema=SCHEMA), structural_tags=False) == {"json": SCHEMA}
+    assert guided(OutputFormat(json_schema=SCHEMA), has_structural_tags=False) == {"json": SCHEMA}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_guided_when_a_schema_is_all_then_the_json_guide_is_used() -> None:
 )
 def test_guided_regex_or_grammar_uses_its_own_field(kind: str, content: dict[str, str]) -> None:
     form = OutputFormat(json_schema="", **{kind: "a+"})
-    assert guided(form, structural_tags=False) == {kind: "a+"}
+    assert guided(form, has_structural_tags=False) == {kind: "a+"}
     found = json.loads(guided(form, after="<|message|>")["structural_tag"])["format"]
     assert found["tags"] == [{"begin": "<|message|>", "content": content, "end": ""}]
 
@@ -314,7 +314,7 @@ def test_guided_when_several_forms_then_one_of_them() -> None:
 
 def test_guided_without_tag_support_is_rejected_with_fix() -> None:
     with pytest.raises(RequestRejected, match="xgrammar"):
-        guided(OutputFormat(json_schema=SCHEMA), after="x", structural_tags=False)
+        guided(OutputFormat(json_schema=SCHEMA), after="x", has_structural_tags=False)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_min_tokens_is_supported_when_end_id_is_held_back(
     found = model_limits.TrtllmModelLimits(
         facts_of(version, **values), info_of(), is_since_1_2=True
     )
-    assert found.min_tokens is works
+    assert found.has_min_tokens is works
 
 
 def test_values_when_made_then_workers_of_text_are_not_there() -> None:
@@ -352,7 +352,7 @@ def test_conversations_in_arguments_are_passed_on(
 ) -> None:
     facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
     assert (
-        model_limits.TrtllmModelLimits(facts, info_of(), is_since_1_2=True).conversations
+        model_limits.TrtllmModelLimits(facts, info_of(), is_since_1_2=True).uses_conversations
         is conversations
     )
 
