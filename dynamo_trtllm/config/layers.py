@@ -201,6 +201,14 @@ class _StrictLoader(yaml.SafeLoader):
         # The extents of complete nodes, by id() of the node. The document keeps the nodes alive.
         self._extents: dict[int, _Extent] = {}
 
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        # PyYAML looks up to 1,024 characters ahead for the end of a key. That takes time in
+        # proportion to their number and to the open brackets among them.
+        if self.flow_level >= MAX_YAML_DEPTH:
+            problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+        super().fetch_flow_collection_start(token_class)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1

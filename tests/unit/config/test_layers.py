@@ -150,6 +150,7 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
         (bomb("NAME: &NAME {<<: [ALIASES]}\n"), ":5: more than 10000 values"),
         ("a: &a\n  b: [*a]\n", ":2: an alias refers to a value that contains it"),
         ("a: " + "[" * 100_000, ":1: more than 64 levels"),
+        ("a: b\n" + "[{" * 500, ":2: more than 64 levels"),
         (
             "a:\n" + "".join(f"  - &n{n} [{f'*n{n - 1}' if n else ''}]\n" for n in range(70)),
             ":66: more than 64 levels",
