@@ -1,9 +1,9 @@
 """Choose how many prompt tokens a step of an elastic engine may have while streams run.
 
 A step with a long prompt is a gap in all streams of the engine, and one with few prompt tokens
-takes hardly less time per step: on an H200 with vLLM 0.26, a step with 1,024 takes 75 ms, one with
-341 takes 36, and one with 8,192 takes 171. So the size depends on the engine and on its streams. It
-is steered by the measured times of such steps.
+takes nearly as long: in a fit to vLLM 0.26 on an H200, a step with 341 takes 36 ms, one with 1,024
+takes 75, and one with 8,192 takes 171. So the best size depends on the engine and on its streams.
+It is steered by the measured times of such steps.
 """
 
 from __future__ import annotations

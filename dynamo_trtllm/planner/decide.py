@@ -29,8 +29,8 @@ NO_ELASTIC_WORKERS: Final = (
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
 # Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
-# until they have ended. In a fit to vLLM on an H200, steps with streams compute prompts at a sixth
-# of the speed of others (see `engines.chunk_size`). 0.25 is between both.
+# until they have ended. With vLLM on an H200, a prompt takes 2.6 times as long beside streams (see
+# `engines.chunk_size`).
 DRAINING: Final = Shares(0.25, 0.0)
 # A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
 # fraction.

@@ -18,7 +18,11 @@ from dynamo_trtllm.protocol.number_types import Count
 Features: TypeAlias = Sequence[float]
 
 MIXED_STEP_S: Final = 0.045
-"""The time that a step of an elastic engine with prompt tokens takes while streams run."""
+"""The time that a step of an elastic engine with prompt tokens takes while streams run.
+
+A token may wait for two of these steps, because vLLM launches the next one before it sends the
+tokens of the last one. Two stay below 100 ms, the usual limit of gaps.
+"""
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
