@@ -137,8 +137,8 @@ PLANTS = (
         "min_tokens",
         "the PyTorch sampler of every release obeys it",
         f"{_TRTLLM}.model_limits",
-        "self.min_tokens = not has_torch_sampler(facts.args) or",
-        "self.min_tokens = True or",
+        "has_old_sampler = not has_torch_sampler(facts.args)",
+        "has_old_sampler = True",
         f"{_FIELD}[1.2.1]",
     ),
     Plant(

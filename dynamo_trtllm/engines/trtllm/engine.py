@@ -158,10 +158,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
+        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
-        if not hasattr(self._llm, "_collective_rpc") or not self._memory_tags():
+        if not has_names:
             return "this TensorRT-LLM can't sleep"
         return ""
 
