@@ -27,7 +27,7 @@ class FrontendQueue(NamedTuple):
         )
 
 
-class _Received(NamedTuple):
+class _TimedReport(NamedTuple):
     report: FrontendUsage
     received_s: float
 
@@ -36,11 +36,11 @@ class FrontendQueues:
     """The queues of all frontends of a namespace."""
 
     def __init__(self) -> None:
-        self._received: dict[int, _Received] = {}  # the last report, by id of the process
+        self._received: dict[int, _TimedReport] = {}  # the last report, by id of the process
 
     def on_report(self, report: FrontendUsage, now: float) -> None:
         """Take the report of a process. `now`: seconds of a monotonic clock."""
-        self._received[report.process] = _Received(report, now)
+        self._received[report.process] = _TimedReport(report, now)
 
     def of_model(self, model: str, now: float) -> FrontendQueue:
         """Return what waits for a model at all processes together."""

@@ -25,11 +25,7 @@ from dynamo_trtllm.engines.waiting_requests import (
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.protocol.clocks import SYSTEM_CLOCKS
-from dynamo_trtllm.protocol.cost_model import (
-    StepSample,
-    decode_features,
-    prefill_features,
-)
+from dynamo_trtllm.protocol.cost_model import StepSample, decode_features, prefill_features
 from dynamo_trtllm.protocol.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.protocol.kv_events import OnKvEvents
 from dynamo_trtllm.protocol.messages import Chunk, FinishReason, Phase, token_ids
