@@ -268,10 +268,15 @@ class Comparison:
     def _frontend(self, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the settings of the frontend. The launcher starts a planner if limits are set."""
         args = self._args
-        if all(worker["disaggregation_mode"] != ELASTIC for worker in workers):
-            return {"router-mode": args.router_mode}
-        limits = {"slo-ttft-ms": args.slo_ttft_ms, "slo-itl-ms": args.slo_itl_ms}
-        return {"router-mode": "slo", **limits}
+        is_elastic = any(worker["disaggregation_mode"] == ELASTIC for worker in workers)
+        mode = "slo" if is_elastic else args.router_mode
+        if mode != "slo":
+            return {"router-mode": mode}
+        return {
+            "router-mode": mode,
+            "slo-ttft-ms": args.slo_ttft_ms,
+            "slo-itl-ms": args.slo_itl_ms,
+        }
 
     async def _loads(self, word: str, deployment: GpuDeployment, gpus: int) -> None:
         """Run the warm-up and all loads, and write the results."""
