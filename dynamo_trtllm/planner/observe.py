@@ -262,8 +262,8 @@ class Observer:
             work = report.work(instance.role)
             streams = work.decode_requests
             if not own_shares.prefill:
-                # All calls that wait here are decode calls, which become streams once the batch
-                # and the KV cache have space.
+                # Calls that wait here are decode calls, but for those from before its shares
+                # changed. They become streams once the batch and the KV cache have space.
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens

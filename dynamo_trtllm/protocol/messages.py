@@ -445,7 +445,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     context_tokens: Count  # tokens of the context of the requests in the batch
     cost: CostModel | None = None  # only broadcasts have it
     # Of a prefill or elastic worker: the requests that generate tokens, and the tokens of their
-    # context. Older workers do not report them. In other roles, all of `running` generate.
+    # context. Older workers do not report them. Those of other roles report all in `running`.
     num_generating: Count = 0
     generating_tokens: Count = 0
     # The prompts that were computed since the worker has started, and their tokens that were not in

@@ -97,7 +97,7 @@ def test_demo_model_writes_three_sentences_when_asked(check: ModuleType, speaker
     (turn,) = speaker.answer([check.Case(name="explain", conversation=check.ask(check.EXPLAIN))])
     assert turn.answer.count(".") == 3
     assert turn.answer.endswith(".")
-    assert turn.num_tokens <= 200
+    assert turn.tokens <= 200
 
 
 @pytest.mark.long

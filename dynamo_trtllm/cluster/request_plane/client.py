@@ -152,8 +152,8 @@ class PlaneClient:
         self._inbox[number] = receiver
         if subject not in self._running:
             self._running[subject] = {}
-            # `_num_ended_frames` never falls. So `_num_received` never returns a number of this
-            # worker that it has returned before, even if all its streams have ended in between.
+            # `_num_ended_frames` never falls. So the number that `_num_received` returns for this
+            # worker never goes back, even if all its streams have ended in between.
             self._ended_frames[subject] = self._num_ended_frames
         self._running[subject][number] = receiver
         left_s = request.deadline - time.time()

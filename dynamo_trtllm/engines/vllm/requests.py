@@ -1,7 +1,7 @@
 """Convert a request to the arguments of `AsyncLLM.add_request`, as plain values.
 
-It may be one of prefill or of decode, or one that an aggregated worker serves alone. Unsupported
-fields are rejected here, before the engine sees them.
+It may be one of prefill or of decode, or one that a worker serves alone. Unsupported fields are
+rejected here, before the engine sees them.
 """
 
 from __future__ import annotations

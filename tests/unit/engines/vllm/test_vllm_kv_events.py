@@ -165,6 +165,10 @@ def test_read_omits_blocks_that_tokens_cannot_find(event: dict[str, Any]) -> Non
     assert reader.read(1, batch(event)) == []
 
 
+def test_empty_keys_of_a_block_are_none() -> None:
+    assert Reader().read(0, batch(stored(1, extra_keys=[[]]))) != []
+
+
 def test_read_when_no_layer_has_full_attention_then_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
