@@ -23,8 +23,8 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
 # Clients that send many requests of a high priority could keep those of all others waiting. When a
 # request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
-# In this turn, the first late request of the client whose turn it is (see `_Flow`) goes first, if it
-# is overdue.
+# In this turn, the first late request of the client whose turn it is (see `_Flow`) goes first, if
+# it is overdue.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # No wait is predicted before this many choices have begun while others waited.
