@@ -35,12 +35,21 @@ class ChunkSize:
         self._max_tokens = max_tokens
         self.tokens = max(self._least_tokens, max_tokens // _FIRST_DIVISOR)
 
-    def measured(self, seconds: float, prompt_tokens: int) -> None:
-        """Take the time of a step with streams, and how many prompt tokens it had."""
+    def measured(self, seconds: float, prompt_tokens: int, planned_tokens: int) -> None:
+        """Take the time of a step with streams.
+
+        Args:
+            seconds: the time.
+            prompt_tokens: how many it had.
+            planned_tokens: how many it might have had. Later steps may be planned already.
+        """
         factor = _LARGEST_FACTOR
         if seconds > 0:
             factor = max(_LEAST_FACTOR, min(_LARGEST_FACTOR, MIXED_STEP_S / seconds))
-        # A step that was not full says nothing about larger ones.
-        if factor < 1 or prompt_tokens >= self.tokens:
-            tokens = math.ceil(factor * self.tokens)
-            self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))
+        tokens = self.tokens
+        if factor < 1:
+            tokens = min(tokens, math.ceil(factor * planned_tokens))
+        elif prompt_tokens >= planned_tokens:
+            # A step that was not full says nothing about larger ones.
+            tokens = max(tokens, math.ceil(factor * planned_tokens))
+        self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))

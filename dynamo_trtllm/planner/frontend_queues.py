@@ -16,7 +16,7 @@ class FrontendQueue(NamedTuple):
     """The choices of requests for one model that are at no worker yet."""
 
     choices: int = 0
-    tokens: int = 0  # of their prompts
+    tokens: int = 0  # of their prompts, as far as they have to be computed
     # The decode workers have no place for them. Otherwise the prefill workers have none.
     waits_for_decode: bool = False
 
@@ -45,12 +45,13 @@ class FrontendQueues:
     def of_model(self, model: str, now: float) -> FrontendQueue:
         """Return what waits for a model at all processes together."""
         usages = [report.models[model] for report in self._reports(now) if model in report.models]
-        # What is at workers, as parts of what these can take: see `ModelUsage.taken`.
-        prefill, start, run = (sum(usage.taken[limit] for usage in usages) for limit in range(3))
+        # Those of most choices decide. Processes differ only while a limit is nearly reached.
+        at_decode = sum(usage.queued_choices for usage in usages if usage.waits_for_decode)
+        at_prefill = sum(usage.queued_choices for usage in usages if not usage.waits_for_decode)
         return FrontendQueue(
-            choices=sum(usage.queued_choices for usage in usages),
+            choices=at_decode + at_prefill,
             tokens=sum(usage.queued_tokens for usage in usages),
-            waits_for_decode=run > max(prefill, start),
+            waits_for_decode=at_decode > at_prefill,
         )
 
     def _reports(self, now: float) -> Iterable[FrontendUsage]:

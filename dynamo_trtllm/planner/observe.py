@@ -24,6 +24,7 @@ WINDOW_S: Final = 10.0  # rates are means over this time
 # Rates over a shorter time would be chance. Until this time has passed since the start, what has
 # arrived is divided by it, and the growth of streams is 0.
 MIN_WINDOW_S: Final = 2.0
+_MAX_PAUSE_S: Final = 2.0  # between two samples of the queues at frontends
 GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
 
 
@@ -150,6 +151,9 @@ class QueueWindow:
         self._samples.append((now, tokens))
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_S:
             self._samples.popleft()
+        # A planner that has not led for a while has no samples of that time.
+        if self._samples[0][0] < now - WINDOW_S - _MAX_PAUSE_S:
+            self._samples.popleft()
         _, tokens_before = self._samples[0]
         return tokens - tokens_before
 
@@ -200,7 +204,7 @@ class Observer:
         for instance in self._view.instances():
             if instance.role is not Role.AGGREGATED:
                 pools[PoolKey(instance.card.name, pairing_key(instance))].append(instance)
-        num_workers = Counter(key.model for key, instances in pools.items() for _ in instances)
+        num_workers = Counter(instance.card.name for instance in self._view.instances())
         elastic = {
             key: instances
             for key, instances in pools.items()

@@ -214,7 +214,9 @@ class Predictor:
         return num_steps * self._prompt_step_s(step_tokens, 0.0)
 
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
-        """Return the prompt steps of each worker. None: no prompt was computed lately.
+        """Return the prompt steps of each worker. None: the size of a prompt is not known.
+
+        No prompt was computed lately then, and none waits at frontends.
 
         Prompts that arrive during a step are computed together in the next one. So a longer step
         makes the next one longer: its tokens and its time are found by iteration.
@@ -272,7 +274,7 @@ class Predictor:
         waiting_s = self._waiting_s(num_workers, streams)
         steps = self._prompt_steps(num_workers, streams)
         if steps is None:
-            # No prompt was computed lately, so the size of one is not known. Some may wait.
+            # The size of a prompt is not known. Some may wait at workers.
             return waiting_s
         # The part of the time that the queue can use without growing.
         stable_busy = min(steps.full_busy, _MAX_BUSY)

@@ -417,12 +417,18 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         last_tokens = min(max_tokens, new_tokens)
         attention_pairs = last_tokens * (cached_tokens + new_tokens - last_tokens / 2)
         seconds = prefill_step_s(fit, requests, context, tokens, attention_pairs)
+        return seconds + self._unfitted_decode_s(fit, requests, context)
+
+    def _unfitted_decode_s(self, fit: Fit, requests: float, context_tokens: float) -> float:
+        """Return what streams add to a step with prompts, if its fit does not say it.
+
+        Then the worker has never decoded in such a step, or the fit is that of another worker. The
+        sum is rather too high: it counts twice what both steps have in common.
+        """
         request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
-        if requests and not request_s and not context_s and self.decode is not None:
-            # The worker has never decoded in such a step, or the fit is that of another worker.
-            # The sum is rather too high: it counts twice what both steps have in common.
-            seconds += decode_step_s(self.decode, requests, context)
-        return seconds
+        if not requests or request_s or context_s or self.decode is None:
+            return 0.0
+        return decode_step_s(self.decode, requests, context_tokens)
 
     def _max_step_tokens(self, work: EngineWork) -> int:
         """Return how many prompt tokens a step has at most. 0: not known."""
@@ -443,7 +449,8 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         least = least_chunk_tokens(self.step_tokens)
         if fit is None:
             return least
-        left_s = MIXED_STEP_S - prefill_step_s(fit, requests, context_tokens, 0)
+        base_s = prefill_step_s(fit, requests, context_tokens, 0)
+        left_s = MIXED_STEP_S - base_s - self._unfitted_decode_s(fit, requests, context_tokens)
         if left_s <= 0:
             return least
         slopes = fit.coefficients[PREFILL_SEGMENTS.start : PREFILL_SEGMENTS.stop]

@@ -24,8 +24,12 @@ class ModelUsage(msgspec.Struct, frozen=True, array_like=True):
     tokens: dict[str, _Tokens]
     # A client below its share has begun requests: those of others are computed in shorter steps.
     has_below: bool = False
-    queued_choices: Number = 0  # that wait at the process, and are at no worker
-    queued_tokens: Number = 0  # of their prompts
+    # Choices of requests that wait at the process until workers can begin them, and those tokens of
+    # their prompts that are probably in no prefix cache.
+    queued_choices: Number = 0
+    queued_tokens: Number = 0
+    # They wait for a place at decode workers. Otherwise they wait for prefill workers.
+    waits_for_decode: bool = False
 
 
 class KeyTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -291,7 +291,8 @@ class MockScheduler:
                 planned_s = begun_s + step_s
                 begun_s = max(planned_s, now - step_s)
                 if prompts and decoding:
-                    self._chunk_size.measured(step_s, sum(prompts.values()))
+                    chunk = self._chunk_size.tokens
+                    self._chunk_size.measured(step_s, sum(prompts.values()), chunk)
                 self._step(now - last_s, prompts, decoding)
                 last_s = now
         finally:

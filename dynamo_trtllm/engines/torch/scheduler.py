@@ -359,7 +359,8 @@ class Scheduler:
         seconds = time.monotonic() - begun_s
         self.load.measured(output.batch, seconds, is_awaited=is_awaited)
         if decoding and chunks:
-            self._chunk_size.measured(seconds, sum(chunk.num_tokens for chunk in chunks))
+            prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
+            self._chunk_size.measured(seconds, prompt_tokens, self._chunk_size.tokens)
 
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""

@@ -2,7 +2,7 @@
 
 vLLM gives the tokens of a step to its requests in the order of their admission, and a long prompt
 may take all of them: running streams then wait for long steps, and a decode call whose KV has
-arrived does not begin. Before each step, the scheduler reads how many tokens the step may have
+arrived does not begin. Before each step, its scheduler reads how many tokens the step may have
 (`max_num_scheduled_tokens`), and how many of them one prompt may have
 (`long_prefill_token_threshold`). So both can follow what the engine has to do.
 
@@ -12,10 +12,11 @@ vLLM loads this module in the process of its scheduler.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import Any, Final
 
 from dynamo_trtllm.engines.chunk_size import ChunkSize
-from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.engines.vllm.steps import MeasuredStep
 
 # In `kv_connector_extra_config`: whether the engine is elastic.
 IS_ELASTIC: Final = "dynamo_is_elastic"
@@ -49,62 +50,120 @@ class _StepLimits:
         self._scheduler = scheduler
         self._max_tokens = int(scheduler.max_num_scheduled_tokens)
         self._chunk_size = ChunkSize(self._max_tokens)
-        self._last_sample: Any = None
+        self._last_step: MeasuredStep | None = None
 
     def set_for_next_step(self) -> None:
         """Set the limits by what the engine has to do now."""
-        scheduler = self._scheduler
         self._learn()
-        max_tokens = self._max_tokens
-        prompt_tokens = 0  # no limit
-        requests = scheduler.requests.values()
-        num_streams = sum(map(_is_stream, requests))
-        if num_streams:
-            num_running_streams = sum(map(_is_stream, scheduler.running))
-            if num_running_streams < num_streams:
-                # A decode call may have its KV in this step. It comes after the prompts that wait
-                # before it, so all prompts together leave tokens for it.
-                num_prompts = sum(map(_is_prompt, requests))
-                prompt_tokens = self._share(num_prompts)
-            else:
-                # Prompts that run share the tokens. Others begin in the order of their arrival,
-                # once there are tokens left: if each began with a few, all would end late.
-                num_prompts = max(1, len(scheduler.running) - num_running_streams)
-                prompt_tokens = self._share(num_prompts)
-                stream_tokens = num_streams * (1 + scheduler.num_spec_tokens)
-                max_tokens = min(max_tokens, num_prompts * prompt_tokens + stream_tokens)
-        scheduler.max_num_scheduled_tokens = max_tokens
-        scheduler.scheduler_config.long_prefill_token_threshold = prompt_tokens
+        scheduler = self._scheduler
+        streams: list[Any] = []
+        others: list[Any] = []
+        for request in scheduler.running:
+            (streams if _is_stream(request) else others).append(request)
+        decode_calls = self._waiting_decode_calls()
+        has_prompts = bool(others) or len(scheduler.requests) > len(streams) + len(decode_calls)
+        if has_prompts and (streams or decode_calls):
+            # Streams come before prompts, which take all that is left.
+            scheduler.running[:] = streams + others
+            prompts = [request for request in others if _is_prompt(request)]
+            self._limit(streams, prompts, decode_calls)
+        else:
+            self._set(prompt_tokens=0, step_tokens=self._max_tokens, planned_tokens=0)
 
-    def _share(self, num_prompts: int) -> int:
-        """Return how many tokens of a step each of some prompts may have."""
-        return max(1, self._chunk_size.tokens // max(1, num_prompts))
+    def _limit(self, streams: list[Any], prompts: list[Any], decode_calls: list[Any]) -> None:
+        """Let the step have one chunk of prompts, beside the tokens of streams.
+
+        Args:
+            streams: those that run.
+            prompts: those that run.
+            decode_calls: those that wait.
+        """
+        stream_tokens = sum(map(_tokens_of_stream, streams))
+        beginning = [call for call in decode_calls if self._may_begin(call)]
+        planned_tokens = self._chunk_size.tokens
+        share = planned_tokens
+        if beginning and prompts:
+            # The prompts that run come before these calls, and leave tokens for them. Otherwise the
+            # first prompt takes all: if all of them went on together, all would end late.
+            share = max(1, planned_tokens // len(prompts))
+            planned_tokens = share * len(prompts)
+        self._put_first(beginning)
+        step_tokens = planned_tokens + stream_tokens + len(beginning)
+        self._set(share, min(self._max_tokens, step_tokens), planned_tokens)
+
+    def _set(self, prompt_tokens: int, step_tokens: int, planned_tokens: int) -> None:
+        scheduler = self._scheduler
+        scheduler.scheduler_config.long_prefill_token_threshold = prompt_tokens
+        scheduler.max_num_scheduled_tokens = step_tokens
+        scheduler.dynamo_planned_tokens = planned_tokens
+
+    def _waiting_decode_calls(self) -> list[Any]:
+        """Return the decode calls that wait for a step, or for their KV."""
+        scheduler = self._scheduler
+        if len(scheduler.requests) == len(scheduler.running):
+            return []
+        # The queues in which they wait have other names in other releases.
+        running = {request.request_id for request in scheduler.running}
+        return [
+            request
+            for id_, request in scheduler.requests.items()
+            if id_ not in running and _is_stream(request)
+        ]
+
+    def _may_begin(self, decode_call: Any) -> bool:
+        """Return whether the next step may do something for a decode call that waits.
+
+        It does not if the read of its KV is under way.
+        """
+        name = getattr(decode_call.status, "name", "")
+        is_reading = name == "WAITING_FOR_REMOTE_KVS"
+        has_arrived = decode_call.request_id in self._scheduler.finished_recving_kv_req_ids
+        return has_arrived or not is_reading
+
+    def _put_first(self, decode_calls: list[Any]) -> None:
+        """Put decode calls before the prompts that wait. vLLM begins their reads then.
+
+        The order by priority stays.
+        """
+        waiting = self._scheduler.waiting
+        if not isinstance(waiting, deque) or not decode_calls:
+            return
+        ids = {call.request_id for call in decode_calls}
+        ordered = sorted(waiting, key=lambda request: request.request_id not in ids)
+        waiting.clear()
+        waiting.extend(ordered)
 
     def _learn(self) -> None:
         """Take the time of the last step, if it had prompt tokens beside streams."""
-        sample = self._scheduler.dynamo_last_sample
-        if sample is None or sample is self._last_sample:
+        step: MeasuredStep | None = self._scheduler.dynamo_last_step
+        if step is None or step is self._last_step:
             return
-        self._last_sample = sample
-        step = StepSample(*sample)
-        if step.prefill_tokens and step.decode_requests:
-            self._chunk_size.measured(step.seconds, step.prefill_tokens)
+        self._last_step = step
+        sample = step.sample
+        if step.planned_tokens and sample.prefill_tokens and sample.decode_requests:
+            self._chunk_size.measured(sample.seconds, sample.prefill_tokens, step.planned_tokens)
 
 
 def _limits_of(scheduler: Any) -> _StepLimits | None:
-    """Return the limits of an elastic engine; None: the engine is not elastic."""
+    """Return the limits of an elastic engine; None: it is not elastic, or needs larger chunks."""
     if not hasattr(scheduler, "dynamo_step_limits"):
         transfer = scheduler.vllm_config.kv_transfer_config
         extra = {} if transfer is None else transfer.kv_connector_extra_config
         is_elastic = bool(extra.get(IS_ELASTIC))
-        scheduler.dynamo_step_limits = _StepLimits(scheduler) if is_elastic else None
+        # Chunks of some models with Mamba layers have to be whole blocks, which are long.
+        has_whole_blocks = getattr(scheduler, "need_mamba_block_aligned_split", False)
+        has_limits = is_elastic and not has_whole_blocks
+        scheduler.dynamo_step_limits = _StepLimits(scheduler) if has_limits else None
     limits: _StepLimits | None = scheduler.dynamo_step_limits
     return limits
 
 
 def _is_prompt(request: Any) -> bool:
-    """Return whether a request waits for its prompt to be computed."""
-    is_computed = request.num_computed_tokens >= request.num_prompt_tokens
+    """Return whether a request waits for its prompt to be computed.
+
+    That of a preempted stream has its output, too.
+    """
+    is_computed = request.num_computed_tokens >= request.num_tokens
     return not is_computed and not _is_stream(request)
 
 
@@ -117,6 +176,12 @@ def _is_stream(request: Any) -> bool:
     params = request.kv_transfer_params or {}
     if params.get("do_remote_decode"):
         return False
-    if request.num_computed_tokens >= request.num_prompt_tokens - 1:
+    if request.num_computed_tokens >= request.num_tokens - 1:
         return True
     return bool(params.get("do_remote_prefill"))
+
+
+def _tokens_of_stream(request: Any) -> int:
+    """Return how many tokens of a step a running stream takes."""
+    wanted = request.num_tokens_with_spec + request.num_output_placeholders
+    return max(0, int(wanted) - int(request.num_computed_tokens))

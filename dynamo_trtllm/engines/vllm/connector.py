@@ -258,7 +258,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
 retained_windows.install()
 late_reads.install()
-early_notice.install()
 _Scheduler: Any = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
 measure_steps(_Scheduler)
 follow_streams(_Scheduler)
+# Last, so that a step is planned when the scheduler knows which reads have ended.
+early_notice.install()

@@ -33,6 +33,14 @@ class _Composition(NamedTuple):
 class _BegunStep(NamedTuple):
     begun_s: float
     composition: _Composition
+    planned_tokens: int = 0  # how many prompt tokens it might have had; 0: there is no limit
+
+
+class MeasuredStep(NamedTuple):
+    """A step, and how many prompt tokens it might have had (0: there is no limit)."""
+
+    sample: StepSample
+    planned_tokens: int
 
 
 _NOTHING = _Composition()
@@ -62,7 +70,8 @@ def measure_steps(scheduler: Any) -> None:
     # The composition of the step that was scheduled last.
     scheduler.dynamo_composition = _NOTHING
     scheduler.dynamo_sample = None  # a step that is not sent yet
-    scheduler.dynamo_last_sample = None  # the same, also after it was sent
+    scheduler.dynamo_last_step = None  # a `MeasuredStep`
+    scheduler.dynamo_planned_tokens = 0  # of the next step, see `MeasuredStep`
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
     scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
 
@@ -71,7 +80,8 @@ def measure_steps(scheduler: Any) -> None:
         begun_s = time.monotonic()
         output = schedule(self, *args, **keywords)
         self.dynamo_composition = _composition(self, output)
-        setattr(output, _BEGUN, _BegunStep(begun_s, self.dynamo_composition))
+        begun = _BegunStep(begun_s, self.dynamo_composition, self.dynamo_planned_tokens)
+        setattr(output, _BEGUN, begun)
         return output
 
     @functools.wraps(update)
@@ -120,7 +130,8 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
         scheduler.dynamo_was_late = False
     elif not is_empty and is_late == was_late:
         scheduler.dynamo_sample = [now - start_s, *composition]
-        scheduler.dynamo_last_sample = scheduler.dynamo_sample
+        sample = StepSample(*scheduler.dynamo_sample)
+        scheduler.dynamo_last_step = MeasuredStep(sample, begun.planned_tokens)
         if is_decode_step:
             scheduler.dynamo_decode_s = now - start_s
 

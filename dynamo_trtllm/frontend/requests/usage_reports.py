@@ -20,9 +20,12 @@ from dynamo_trtllm.access.key_usage import UsageTable
 from dynamo_trtllm.access.other_frontends import REPORT_AGE_S
 from dynamo_trtllm.cluster.request_plane.plane import RequestPlane
 from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
-from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
+from dynamo_trtllm.frontend.requests.concurrency_limiter import (
+    ConcurrencyLimiter,
+    QueuedChoices,
+)
 from dynamo_trtllm.frontend.requests.token_counters import MAX_REPORTED
-from dynamo_trtllm.frontend.routing.start_window import StartWindow
+from dynamo_trtllm.frontend.routing.start_window import Stage, StartWindow
 from dynamo_trtllm.frontend.routing.worker_capacity import WINDOW, ChoiceCosts
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.frontend_usage import (
@@ -159,13 +162,17 @@ def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
     counters.update()
     prefill, start, run = (usage.total for usage in window.usages)
     queued = permits.queued_choices(window.model)
+    if window.full_stage is None:
+        # They wait for permits of this frontend, and workers have space.
+        queued = QueuedChoices()
     return ModelUsage(
         taken=(prefill, start, run),
         waiting=dict(islice(permits.weights(window.model).items(), MAX_REPORTED)),
         tokens=counters.take_unreported(),
         has_below=counters.has_below,
         queued_choices=queued.choices,
-        queued_tokens=queued.prompt_tokens,
+        queued_tokens=window.computed_tokens(queued.prompt_tokens),
+        waits_for_decode=window.full_stage is Stage.RUN,
     )
 
 

@@ -365,6 +365,8 @@ class StartWindow:
         # begins only when these have filled their workers.
         self.starting: list[RequestPlaces] = []
         self.usages = (_LimitUsage(), _LimitUsage(), _LimitUsage())  # one per limit
+        # The limit for which the last choice that asked has to wait; None: it might start.
+        self.full_stage: Stage | None = None
         self._view = view
         # Sums over recent prompts: all tokens, and those that were in a prefix cache.
         self._prompt_tokens = 0.0
@@ -390,14 +392,17 @@ class StartWindow:
         worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
         costs = FREE
         if worker_capacity is not None:
-            cached_fraction = self._cached_tokens / max(1.0, self._prompt_tokens)
-            new_tokens = int(prompt_tokens * (1.0 - cached_fraction))
-            costs = worker_capacity.costs(prompt_tokens, new_tokens)
+            costs = worker_capacity.costs(prompt_tokens, self.computed_tokens(prompt_tokens))
         late_at_s = math.inf
         if self._ttft_s < math.inf:
             limit_s = self._ttft_s if ttft_s is None else ttft_s
             late_at_s = self.clock() + limit_s - self.first_tokens.expected_s
         return RequestPlaces(self, costs, num_choices, rank, late_at_s)
+
+    def computed_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens of prompts are probably in no prefix cache."""
+        cached_fraction = self._cached_tokens / max(1.0, self._prompt_tokens)
+        return int(prompt_tokens * (1.0 - cached_fraction))
 
     def note_cached(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of a prompt were in a prefix cache."""
@@ -442,7 +447,9 @@ class StartWindow:
             # The total is compared first, because it needs no loop over the workers.
             if usage.total + counted_cost > limit:
                 if self._limited_cost(usage, limit) + counted_cost > limit:
+                    self.full_stage = stage
                     return False
+        self.full_stage = None
         return True
 
     def is_reserved(self) -> bool:

@@ -40,6 +40,7 @@ from tests.kit.waiting import SOON_S
 
 MODEL = "mock"
 NUM_BLOCKS = 1024
+MODEL_NAME = make_instance(1).card.name
 PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE = range(1, 5)
 PHASES = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE}
 
@@ -148,6 +149,7 @@ async def test_prompts_at_workers_are_limited_to_two_steps(
     frontend = Frontend(limits)
     started = await frontend.send_until_one_waits("a", prompt_tokens=prompt_tokens)
     assert started == expected
+    assert frontend.windows.window(MODEL_NAME).full_stage in (Stage.PREFILL, Stage.START)
     await frontend.end()
     assert not frontend.limiter.queued
     await frontend.close()
@@ -254,8 +256,10 @@ async def test_decoding_choices_are_limited_to_slots_and_few_more() -> None:
     assert not frontend.limiter.queued
     await frontend.send("a", 1)
     assert frontend.limiter.queued == 1
+    assert frontend.windows.window(MODEL_NAME).full_stage is Stage.RUN
     await frontend.end()
     assert not frontend.limiter.queued
+    assert frontend.windows.window(MODEL_NAME).full_stage is None
     await frontend.close()
 
 

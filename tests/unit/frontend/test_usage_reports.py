@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.requests.admission import AdmissionLimits
 from dynamo_trtllm.frontend.requests.token_counters import BELOW_TOKENS, Client
 from dynamo_trtllm.frontend.requests.usage_reports import UsageReports, shares
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
+from dynamo_trtllm.frontend.routing.start_window import Stage
 from dynamo_trtllm.frontend.routing.worker_capacity import WINDOW
 from dynamo_trtllm.protocol.errors import RateLimitExceeded
 from dynamo_trtllm.protocol.frontend_usage import FrontendUsage, ModelUsage
@@ -142,8 +143,19 @@ async def test_reports_have_what_waits_at_the_process() -> None:
     process = Process(Clock())
     for client, tokens in (("a", 10), ("a", 20), ("b", 300)):
         await process.send(client, tokens)
+    # Workers have space, and the choices wait for permits of this frontend.
+    usage = process.usage_reports.report().models[MODEL]
+    assert (usage.queued_choices, usage.queued_tokens) == (0, 0)
+    process.window.full_stage = Stage.PREFILL
     usage = process.usage_reports.report().models[MODEL]
     assert (usage.queued_choices, usage.queued_tokens) == (2, 320)
+    assert not usage.waits_for_decode
+    # A fourth of recent prompts was cached.
+    process.window.note_cached(100, 25)
+    process.window.full_stage = Stage.RUN
+    usage = process.usage_reports.report().models[MODEL]
+    assert (usage.queued_choices, usage.queued_tokens) == (2, 240)
+    assert usage.waits_for_decode
     await left(*process.tasks)
     assert MODEL not in process.usage_reports.report().models
 

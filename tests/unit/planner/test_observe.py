@@ -75,8 +75,8 @@ def test_prompts_that_wait_have_come_too() -> None:
     assert watched.at(10.0).prompts_per_s == 4.0
 
 
-def usage(process: int, *, taken: tuple[int, int, int] = (9, 9, 1), **fields: Any) -> FrontendUsage:
-    of_model = ModelUsage(taken=taken, waiting={}, tokens={}, **fields)
+def usage(process: int, **fields: Any) -> FrontendUsage:
+    of_model = ModelUsage(taken=(9, 9, 9), waiting={}, tokens={}, **fields)
     return FrontendUsage(process, 1, {MODEL: of_model}, {})
 
 
@@ -94,9 +94,9 @@ def test_queues_of_all_frontend_processes_are_added() -> None:
 
 def test_full_decode_workers_let_choices_wait_at_frontends() -> None:
     watched = Watched()
-    watched.observer.on_usage(usage(1, taken=(2, 3, 9), queued_choices=3), 10.0)
+    watched.observer.on_usage(usage(1, queued_choices=3, waits_for_decode=True), 10.0)
     assert watched.at(10.0).queue.waits_for_decode
-    watched.observer.on_usage(usage(2, taken=(8, 8, 1), queued_choices=3), 10.0)
+    watched.observer.on_usage(usage(2, queued_choices=3), 10.0)
     assert not watched.at(10.0).queue.waits_for_decode
 
 
@@ -112,12 +112,25 @@ def test_prompts_that_wait_at_frontends_have_come_too() -> None:
     assert observation.prompts_per_s == pytest.approx(2.0)
 
 
+def test_queue_from_before_a_pause_has_not_changed_since() -> None:
+    """A planner that did not lead has seen nothing meanwhile."""
+    watched = Watched()
+    watched.observer.on_report(report(1, 1), 0.0)
+    watched.observer.on_usage(usage(1, queued_choices=10, queued_tokens=50_000), 1.0)
+    assert watched.at(1.0).prompts_per_s == 0
+    watched.observer.on_report(report(1, 2), 99.0)
+    watched.observer.on_usage(usage(1, queued_choices=60, queued_tokens=300_000), 100.0)
+    assert watched.at(100.0).prompts_per_s == 0
+
+
 def test_pools_of_a_model_divide_its_queue() -> None:
     watched = Watched()
     for number in (3, 4, 5, 6):
         other = msgspec.structs.replace(elastic_instance(number), kv_compat={"release": "other"})
         watched.view.add(other)
-    watched.observer.on_usage(usage(1, queued_choices=6, queued_tokens=6000), 10.0)
+    for number in (7, 8):
+        watched.view.add(make_instance(number, role=Role.AGGREGATED))
+    watched.observer.on_usage(usage(1, queued_choices=8, queued_tokens=8000), 10.0)
     queues = [one.queue for one in watched.observer.observations(10.0).values()]
     assert sorted(queues) == [FrontendQueue(2, 2000), FrontendQueue(4, 4000)]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.vllm.chunk_threshold import IS_ELASTIC, follow_streams
+from dynamo_trtllm.engines.vllm.steps import MeasuredStep
+from dynamo_trtllm.protocol.cost_model import StepSample
 
 MAX_TOKENS = 16384
 FIRST_CHUNK = MAX_TOKENS // 16
@@ -21,130 +24,206 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits(0, MAX_TOKENS)
 
 
-def scheduler_of(extra: dict[str, Any] | None) -> Any:
-    """Return a scheduler with the attributes of vLLM's that are used, and its limits of steps."""
+class Scheduler:
+    """A scheduler with the attributes of vLLM's that are used."""
 
-    class Scheduler:
-        def __init__(self) -> None:
-            self.requests: dict[str, Any] = {}
-            self.running: list[Any] = []
-            self.num_spec_tokens = 0
-            self.max_num_scheduled_tokens = MAX_TOKENS
-            self.dynamo_last_sample: list[float] | None = None
-            self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
-            transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
-            self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    def __init__(self, extra: dict[str, Any] | None) -> None:
+        self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        self.waiting: deque[Any] = deque()
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.max_num_scheduled_tokens = MAX_TOKENS
+        self.dynamo_last_step: MeasuredStep | None = None
+        self.dynamo_planned_tokens = 0
+        self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
+        transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+        self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
 
-        def schedule(self) -> Limits:
-            threshold = self.scheduler_config.long_prefill_token_threshold
-            return Limits(threshold, self.max_num_scheduled_tokens)
+    def schedule(self) -> Limits:
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        return Limits(threshold, self.max_num_scheduled_tokens)
 
-        def add(self, name: str, computed: int, prompt: int, **params: Any) -> None:
-            self.requests[name] = SimpleNamespace(
-                num_computed_tokens=computed,
-                num_prompt_tokens=prompt,
-                kv_transfer_params=params or None,
-            )
+    def add(
+        self, name: str, computed: int, tokens: int, status: str = "WAITING", **params: Any
+    ) -> None:
+        """Add a request that waits. `tokens`: of its prompt, and of its output so far."""
+        request = SimpleNamespace(
+            request_id=name,
+            status=SimpleNamespace(name=status),
+            num_computed_tokens=computed,
+            num_tokens=tokens,
+            num_tokens_with_spec=tokens,
+            num_output_placeholders=0,
+            kv_transfer_params=params or None,
+        )
+        self.requests[name] = request
+        if status == "WAITING":
+            self.waiting.append(request)
 
-        def run(self, name: str, computed: int, prompt: int, **params: Any) -> None:
-            self.add(name, computed, prompt, **params)
-            self.running.append(self.requests[name])
+    def run(self, name: str, computed: int, tokens: int, **params: Any) -> None:
+        """Add a request that runs."""
+        self.add(name, computed, tokens, status="RUNNING", **params)
+        self.running.append(self.requests[name])
 
-        def measured(self, seconds: float, prompt_tokens: int) -> None:
-            self.dynamo_last_sample = [seconds, 1, 100, prompt_tokens, 0.0]
+    def measured(self, seconds: float, prompt_tokens: int, planned: int | None = None) -> None:
+        planned = self.dynamo_planned_tokens if planned is None else planned
+        self.dynamo_last_step = MeasuredStep(
+            StepSample(seconds, 1, 100, prompt_tokens, 0.0), planned
+        )
 
-    follow_streams(Scheduler)
-    follow_streams(Scheduler)
-    return Scheduler()
+
+follow_streams(Scheduler)
+follow_streams(Scheduler)
+
+
+def elastic() -> Scheduler:
+    return Scheduler({IS_ELASTIC: True})
 
 
 def test_limits_follow_streams() -> None:
-    scheduler = scheduler_of({IS_ELASTIC: True})
+    scheduler = elastic()
     scheduler.run("prompt", 0, 9000)
     assert scheduler.schedule() == NO_LIMITS
-    scheduler.run("stream", 101, 100)
+    scheduler.run("stream", 100, 101)
     assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 1)
+    # It takes its token before the prompt takes what is left.
+    assert [request.request_id for request in scheduler.running] == ["stream", "prompt"]
     scheduler.requests.pop("stream")
-    scheduler.running.pop()
+    scheduler.running.pop(0)
+    assert scheduler.schedule() == NO_LIMITS
+
+
+def test_streams_alone_have_no_limit() -> None:
+    scheduler = elastic()
+    for name in "abc":
+        scheduler.run(name, 100, 101)
     assert scheduler.schedule() == NO_LIMITS
 
 
 def test_chunk_is_steered_by_the_times_of_steps() -> None:
     """Steps have more tokens until they take 45 ms, and fewer if they take longer."""
-    scheduler = scheduler_of({IS_ELASTIC: True})
-    scheduler.run("prompt", 0, 900_000)
-    scheduler.run("stream", 101, 100)
-    chunk = scheduler.schedule().prompt_tokens
-    for _ in range(40):
-        scheduler.measured(0.01 + chunk * 0.0001, chunk)
-        chunk = scheduler.schedule().prompt_tokens
-    assert abs(chunk - 350) < 35
-    for _ in range(40):
-        scheduler.measured(0.01 + chunk * 0.00001, chunk)
-        chunk = scheduler.schedule().prompt_tokens
-    assert abs(chunk - 3500) < 350
-    # However long steps take, prompts go on.
-    for _ in range(40):
-        scheduler.measured(1.0, chunk)
-        chunk = scheduler.schedule().prompt_tokens
-    assert chunk == MAX_TOKENS // 64
+    for num_prompts in (1, 3):
+        scheduler = elastic()
+        scheduler.run("stream", 100, 101)
+        for number in range(num_prompts):
+            scheduler.run(f"prompt-{number}", 0, 900_000)
+        scheduler.schedule()
+        for base_s, token_s, wanted in ((0.01, 1e-4, 350), (0.01, 1e-5, 3500), (1.0, 0.0, 256)):
+            for _ in range(60):
+                tokens = scheduler.dynamo_planned_tokens
+                scheduler.measured(base_s + token_s * tokens, tokens)
+                scheduler.schedule()
+            assert abs(scheduler.dynamo_planned_tokens - wanted) <= 0.1 * wanted
 
 
 def test_steps_without_both_kinds_of_tokens_do_not_steer() -> None:
-    scheduler = scheduler_of({IS_ELASTIC: True})
+    scheduler = elastic()
     scheduler.run("prompt", 0, 9000)
-    scheduler.run("stream", 101, 100)
-    for sample in ([1.0, 0, 0, 8192, 0.0], [1.0, 4, 400, 0, 0.0], [0.001, 1, 100, 7, 0.0]):
-        scheduler.dynamo_last_sample = sample
+    scheduler.run("stream", 100, 101)
+    for sample in (
+        StepSample(1.0, 0, 0, 8192),
+        StepSample(1.0, 4, 400),
+        StepSample(0.001, 1, 1, 7),
+    ):
+        scheduler.dynamo_last_step = MeasuredStep(sample, FIRST_CHUNK)
         assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
-    # One sample counts once.
-    scheduler.measured(0.1, FIRST_CHUNK)
+    scheduler.measured(1.0, 8192, planned=0)  # a step without a limit
+    assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
+    # One step counts once.
+    scheduler.measured(0.09, FIRST_CHUNK)
     assert [scheduler.schedule().prompt_tokens for _ in range(3)] == [FIRST_CHUNK // 2] * 3
 
 
-def test_prompts_that_run_share_the_chunk() -> None:
-    scheduler = scheduler_of({IS_ELASTIC: True})
-    scheduler.run("stream", 101, 100)
+def test_prompts_go_on_one_after_the_other() -> None:
+    scheduler = elastic()
+    scheduler.run("stream", 100, 101)
     for name in "abc":
         scheduler.run(name, 0, 9000)
     scheduler.add("waiting", 0, 9000)
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 1)
+
+
+def test_prompts_leave_tokens_for_decode_calls_that_may_begin() -> None:
+    scheduler = elastic()
+    scheduler.run("stream", 100, 101)
+    for name in "abc":
+        scheduler.run(name, 0, 9000)
+    scheduler.add("reading", 0, 500, "WAITING_FOR_REMOTE_KVS", do_remote_prefill=True)
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 1)
+    scheduler.finished_recving_kv_req_ids.add("reading")
     share = FIRST_CHUNK // 3
-    assert scheduler.schedule() == (share, 3 * share + 1)
+    assert scheduler.schedule() == (share, 3 * share + 2)
+
+
+def test_decode_calls_come_before_prompts_that_wait() -> None:
+    """vLLM begins the read of KV in the order in which requests wait."""
+    scheduler = elastic()
+    scheduler.run("stream", 100, 101)
+    for name in "ab":
+        scheduler.add(name, 0, 9000)
+    scheduler.add("call", 0, 500, do_remote_prefill=True)
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 2)
+    assert [request.request_id for request in scheduler.waiting] == ["call", "a", "b"]
 
 
 def test_decode_call_that_waits_for_a_step_is_a_stream() -> None:
-    scheduler = scheduler_of({IS_ELASTIC: True})
+    scheduler = elastic()
     scheduler.add("prompt", 0, 9000, do_remote_decode=True)
     assert scheduler.schedule() == NO_LIMITS
-    scheduler.add("fetching", 0, 500, do_remote_prefill=True)
+    scheduler.add("reading", 0, 500, "WAITING_FOR_REMOTE_KVS", do_remote_prefill=True)
     assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
     # Its KV has arrived, and vLLM computes the last token again.
-    scheduler.add("fetching", 499, 500, do_remote_prefill=False)
+    scheduler.add("reading", 499, 500, do_remote_prefill=False)
     assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
-
-
-def test_prompts_leave_tokens_for_a_decode_call_behind_them() -> None:
-    """vLLM gives tokens to requests that wait in the order of their arrival."""
-    scheduler = scheduler_of({IS_ELASTIC: True})
-    scheduler.run("stream", 101, 100)
-    scheduler.run("prompt", 0, 9000)
-    for name in "abc":
-        scheduler.add(name, 0, 9000)
-    scheduler.add("fetching", 0, 500, do_remote_prefill=True)
-    assert scheduler.schedule() == (FIRST_CHUNK // 4, MAX_TOKENS)
 
 
 def test_prefill_call_whose_kv_awaits_its_transfer_is_no_stream() -> None:
     """vLLM keeps it among the requests until its KV is fetched."""
-    scheduler = scheduler_of({IS_ELASTIC: True})
-    scheduler.add("computed", 9000, 9000, do_remote_decode=True)
+    scheduler = elastic()
+    scheduler.add("computed", 9000, 9000, "FINISHED", do_remote_decode=True)
     scheduler.run("prompt", 0, 9000, do_remote_decode=True)
     assert scheduler.schedule() == NO_LIMITS
 
 
+def test_prompt_that_is_computed_takes_no_share() -> None:
+    """With asynchronous scheduling, a prefill call runs for one more step."""
+    scheduler = elastic()
+    scheduler.run("stream", 100, 101)
+    scheduler.run("computed", 9000, 9000, do_remote_decode=True)
+    scheduler.run("prompt", 0, 9000, do_remote_decode=True)
+    scheduler.add("call", 0, 500, do_remote_prefill=True)
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 2)
+
+
+def test_preempted_stream_is_a_prompt_until_it_is_computed_again() -> None:
+    scheduler = elastic()
+    scheduler.run("resumed", 500, 3500)
+    scheduler.run("stream", 100, 101)
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 1)
+    assert scheduler.running[0].request_id == "stream"
+
+
+def test_tokens_of_speculation_count() -> None:
+    scheduler = elastic()
+    scheduler.run("prompt", 0, 9000)
+    scheduler.run("stream", 100, 101)
+    scheduler.requests["stream"].num_tokens_with_spec = 104
+    assert scheduler.schedule() == (FIRST_CHUNK, FIRST_CHUNK + 4)
+
+
 def test_engines_of_other_roles_keep_their_limits() -> None:
     for extra in ({IS_ELASTIC: False}, {}, None):
-        scheduler = scheduler_of(extra)
+        scheduler = Scheduler(extra)
         scheduler.scheduler_config.long_prefill_token_threshold = 77
-        scheduler.run("stream", 101, 100)
+        scheduler.run("prompt", 0, 9000)
+        scheduler.run("stream", 100, 101)
         assert scheduler.schedule() == (77, MAX_TOKENS)
+
+
+def test_models_with_whole_blocks_keep_their_limits() -> None:
+    """A chunk of less than a block would be none."""
+    scheduler = elastic()
+    scheduler.need_mamba_block_aligned_split = True  # type: ignore[attr-defined]
+    scheduler.run("prompt", 0, 9000)
+    scheduler.run("stream", 100, 101)
+    assert scheduler.schedule() == NO_LIMITS
