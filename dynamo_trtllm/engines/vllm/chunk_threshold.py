@@ -59,7 +59,10 @@ class _StepLimits:
         streams: list[Any] = []
         others: list[Any] = []
         for request in scheduler.running:
-            (streams if _is_stream(request) else others).append(request)
+            if _is_stream(request):
+                streams.append(request)
+            else:
+                others.append(request)
         decode_calls = self._waiting_decode_calls()
         has_prompts = bool(others) or len(scheduler.requests) > len(streams) + len(decode_calls)
         if has_prompts and (streams or decode_calls):
@@ -74,9 +77,9 @@ class _StepLimits:
         """Let the step have one chunk of prompts, beside the tokens of streams.
 
         Args:
-            streams: those that run.
-            prompts: those that run.
-            decode_calls: those that wait.
+            streams: the running requests that generate tokens.
+            prompts: the running requests whose prompt is not computed yet.
+            decode_calls: the decode calls that do not run yet.
         """
         stream_tokens = sum(map(_tokens_of_stream, streams))
         beginning = [call for call in decode_calls if self._may_begin(call)]
