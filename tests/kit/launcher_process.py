@@ -104,13 +104,20 @@ class LauncherProcess:
         return pid
 
     def wait_process(self, word: str) -> None:
-        """Wait until one of its processes has `word` in its command line."""
+        """Wait until one of its processes has `word` in its command line.
+
+        A process that was forked and runs no other program yet has the command line of the
+        launcher, and does not count.
+        """
         deadline = time.monotonic() + WAIT_S
-        while not any(
-            word in command for pid, command in self.pids().items() if pid != self.process.pid
-        ):
+        while not self._has_child(word):
             assert time.monotonic() < deadline, f"no process has {word!r} in its command line"
             time.sleep(0.05)
+
+    def _has_child(self, word: str) -> bool:
+        commands = self.pids()
+        own = commands.pop(self.process.pid, "")
+        return any(word in command and command != own for command in commands.values())
 
     def wait_gone(self, limit_s: float) -> None:
         """Wait until no process of this launch runs."""
