@@ -188,11 +188,10 @@ def timeline(request: RequestRecording) -> str:
 
 def _latest(requests: Sequence[RequestRecording]) -> str:
     """Return a table of the latest requests."""
-    latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MAX_SHOWN:]
+    latest = sorted(requests, key=lambda request: request.began_epoch_ns)[-_MAX_SHOWN:]
     rows = [("request", "began", "processes", "outcome")]
     for request in latest:
-        first = request.steps[0]
-        ago_s = time.time() - first.process.epoch_s(first.entry.ns)
+        ago_s = time.time() - request.began_epoch_ns / 1e9
         titles = ", ".join(process.title for process in request.processes())
         rows.append((request.id, f"{ago_s:.1f} s ago", titles, outcome(request)))
     return format_table(rows)
