@@ -98,13 +98,14 @@ class StartPlace:
         request: the places of its request, where the choice counts already.
     """
 
-    __slots__ = ("_has_token", "_request", "_stage", "_worker_id")
+    __slots__ = ("_begun_s", "_has_token", "_request", "_stage", "_worker_id")
 
     def __init__(self, request: RequestPlaces) -> None:
         self._request: RequestPlaces | None = request  # None: it has left
         self._stage = Stage.PREFILL
         self._worker_id: int | None = None  # of the worker that is called
         self._has_token = False
+        self._begun_s = request.group_begun_s
 
     @property
     def share(self) -> ClientShare:
@@ -134,7 +135,7 @@ class StartPlace:
         """Note the first token of the choice."""
         request = self._request
         if request is not None and not self._has_token:
-            request.window.first_tokens.note(request.window.clock() - request.begun_s)
+            request.window.first_tokens.note(request.window.clock() - self._begun_s)
         self._has_token = True
         self._move(Stage.RUN, self._worker_id)
 
@@ -190,8 +191,8 @@ class RequestPlaces:
         "_num_reserved",
         "_places",
         "_waiting",
-        "begun_s",
         "costs",
+        "group_begun_s",
         "late_at_s",
         "rank",
         "share",
@@ -208,7 +209,7 @@ class RequestPlaces:
     ) -> None:
         self.window = window
         self.late_at_s = late_at_s
-        self.begun_s = 0.0
+        self.group_begun_s = 0.0  # when the last group could start
         self.costs = costs
         self.rank = rank
         self.share = ClientShare.EVEN  # known when the request begins
@@ -237,7 +238,6 @@ class RequestPlaces:
     def begin(self, share: ClientShare) -> None:
         """Reserve the places of the first group. `share`: what the client has got."""
         self.share = share
-        self.begun_s = self.window.clock()
         self._reserve()
         if self._num_left:
             self.window.starting.append(self)
@@ -319,6 +319,7 @@ class RequestPlaces:
         return self.workers_have_capacity() and self.window.has_capacity(self.costs, self.share)
 
     def _reserve(self) -> None:
+        self.group_begun_s = self.window.clock()
         group = min(GROUP, self._num_left)
         self._num_left -= group
         self._num_reserved += group
