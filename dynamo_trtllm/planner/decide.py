@@ -79,7 +79,8 @@ class DecisionOutcome(StrEnum):
     """What was decided. The values are labels of a metric."""
 
     CHANGE = "change"
-    DRAINED = "drained"  # workers that turn to prefill have no streams any more
+    # Workers that turn to prefill have no streams any more, or no other one computes prompts.
+    DRAINED = "drained"
     FITS = "fits"
     NOTHING_BETTER = "nothing_better"
     WAITING = "waiting"
@@ -180,7 +181,7 @@ def decide(
             decision,
             outcome=DecisionOutcome.DRAINED,
             changes=drained,
-            reason=f"the streams of {len(drained)} workers for prefill have ended",
+            reason=_drained_reason(workers, drained),
         )
     return decision, history
 
@@ -382,6 +383,14 @@ def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
     has_others = any(worker.shares.prefill > DRAINING.prefill for worker in workers)
     new_shares = _prefill_shares(draining, has_others=has_others)
     return {worker.id: shares for worker, shares in new_shares.items() if shares != DRAINING}
+
+
+def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares]) -> str:
+    has_streams = any(worker.streams for worker in workers if worker.id in drained)
+    if has_streams:
+        # `_prefill_shares` has chosen a single worker, although its streams run.
+        return "no other worker computes prompts; the one with the fewest streams takes them all"
+    return f"the streams of {len(drained)} workers for prefill have ended"
 
 
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
