@@ -199,10 +199,13 @@ class AccessControl:
         if is_local and other_host is None:
             return
         try:
-            if is_local and not _key_of(request):
+            # A browser sends its certificate with the requests of every page, and a page may send
+            # any key. So only a key that is checked shows that the client is no page.
+            if is_local and not (self.needs_api_key and _key_of(request)):
+                or_key = ", or send an API key" if self.needs_api_key else ""
                 raise PermissionDenied(
                     f"the header Host is {other_host!r}, which may be the name of a web page's"
-                    " server; call this worker by an IP address or as localhost, or send an API key"
+                    f" server; call this worker by an IP address or as localhost{or_key}"
                 )
             self._check_certificate(request)
             if not self.needs_api_key and not self._needs_certificate:
