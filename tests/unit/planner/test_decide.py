@@ -310,7 +310,9 @@ def test_decisions_are_equal_for_equal_observations() -> None:
 
 def test_streams_that_are_absent_at_a_moment_count() -> None:
     """A worker with few requests has none at many moments."""
-    idle = [worker(number)._replace(mean_streams=0.5, mean_context=500.0) for number in range(4)]
+    idle = [
+        worker(number)._replace(mean_streams=0.5, mean_context_tokens=500.0) for number in range(4)
+    ]
     decision = settled(observed(idle, prompts_per_s=1.0))
     assert "decode is short" in decision.reason
 
