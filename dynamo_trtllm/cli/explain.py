@@ -93,6 +93,7 @@ def _deployment(config: ExplainConfig) -> LaunchRecord | None:
     if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
         return None
     record = running_deployment(config.deployment_name, "with --deployment-name")
+    # While the servers of the deployment start, it has no address yet.
     return record if record is not None and record.nats else None
 
 
@@ -149,6 +150,7 @@ def _read(config: ExplainConfig) -> Recordings:
     if record is not None and config.request is None:
         neighbors = [other for other in running_deployments() if other.pid != record.pid]
         recordings = of_deployment(recordings, record, neighbors)
+    # If files of this machine can't be read, `main` names them, and this is no error.
     if not recordings.processes and not recordings.unanswered and not local.problems:
         others = "".join(f"; {problem}" for problem in recordings.problems)
         raise NotExplained(
