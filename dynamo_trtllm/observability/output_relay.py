@@ -163,6 +163,7 @@ class RelayedOutput:
             about them.
         """
         with self._changed:
+            # While lines are dropped, their report follows the backlog.
             if not self._chunks and self._is_dropping:
                 self._is_dropping = False
                 return self._report()
@@ -171,8 +172,7 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # The lines of failed writes are reported when there is more to write. While lines
-                # are dropped, the report follows the backlog, see above.
+                # Lines of failed writes are reported before the next data.
                 if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
