@@ -26,7 +26,7 @@ from dynamo_trtllm.support.network.addresses import is_loopback
 
 # Orchestrators ask these, and have no key. They reveal nothing but the state of this process.
 PUBLIC_PATHS: Final = frozenset({"/live", "/ready"})
-# The pages of the console and of the API ask for a key, which their data need.
+# These pages need no key: the user types one there, with which they get their data.
 CONSOLE_PAGE: Final = "/"
 DOCS_PAGE: Final = "/docs"
 CONSOLE_FILES: Final = "/console/files/"
@@ -64,7 +64,7 @@ class Tenant:
             )
 
     def scoped(self, name: str) -> str:
-        """Return a name that stands for `name` of this key, and that no other key has."""
+        """Return a hash of key and name, so that the same name of two keys gives two results."""
         return hashlib.sha256(f"{self.key.name}\0{name}".encode()).hexdigest()[:32]
 
     def priority(self, requested: int | None) -> int:
@@ -119,8 +119,8 @@ class AccessControl:
         self._from_settings: dict[bytes, Tenant] = {}
         for key in config.api_key:
             digest = digest_of(key)
-            # Stored responses belong to the name. So it is not the place in the list, which may
-            # change.
+            # Stored responses are found by this name, so it must not depend on the key's place in
+            # the list, which may change.
             name = f"api-key-{digest.hex()[:8]}"
             named = ApiKey(name=name, sha256=digest.hex(), scope="all")
             self._from_settings[digest] = Tenant(named, None)
@@ -195,14 +195,17 @@ class AccessControl:
         if request.path in PUBLIC_PATHS or self._allows_anonymous:
             return
         is_local = is_loopback(request.client)
-        other_host = page_host(request)
-        if is_local and other_host is None:
+        possible_page_host = page_host(request)
+        if is_local and possible_page_host is None:
             return
         try:
-            if is_local and not _key_of(request):
+            # A browser sends its certificate with the requests of every page, and a page may send
+            # any key. So only a key that is checked shows that the client is no page.
+            if is_local and not (self.needs_api_key and _key_of(request)):
+                or_key = ", or send an API key" if self.needs_api_key else ""
                 raise PermissionDenied(
-                    f"the header Host is {other_host!r}, which may be the name of a web page's"
-                    " server; call this worker by an IP address or as localhost, or send an API key"
+                    f"the header Host is {possible_page_host!r}, which may be the name of a web"
+                    f" page's server; call this worker by an IP address or as localhost{or_key}"
                 )
             self._check_certificate(request)
             if not self.needs_api_key and not self._needs_certificate:

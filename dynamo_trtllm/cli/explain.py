@@ -93,6 +93,7 @@ def _deployment(config: ExplainConfig) -> LaunchRecord | None:
     if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
         return None
     record = running_deployment(config.deployment_name, "with --deployment-name")
+    # While the servers of the deployment start, it has no address yet.
     return record if record is not None and record.nats else None
 
 
@@ -149,6 +150,7 @@ def _read(config: ExplainConfig) -> Recordings:
     if record is not None and config.request is None:
         neighbors = [other for other in running_deployments() if other.pid != record.pid]
         recordings = of_deployment(recordings, record, neighbors)
+    # If files of this machine can't be read, `main` names them, and this is no error.
     if not recordings.processes and not recordings.unanswered and not local.problems:
         others = "".join(f"; {problem}" for problem in recordings.problems)
         raise NotExplained(
@@ -188,11 +190,10 @@ def timeline(request: RequestRecording) -> str:
 
 def _latest(requests: Sequence[RequestRecording]) -> str:
     """Return a table of the latest requests."""
-    latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MAX_SHOWN:]
+    latest = sorted(requests, key=lambda request: request.began_epoch_ns)[-_MAX_SHOWN:]
     rows = [("request", "began", "processes", "outcome")]
     for request in latest:
-        first = request.steps[0]
-        ago_s = time.time() - first.process.epoch_s(first.entry.ns)
+        ago_s = time.time() - request.began_epoch_ns / 1e9
         titles = ", ".join(process.title for process in request.processes())
         rows.append((request.id, f"{ago_s:.1f} s ago", titles, outcome(request)))
     return format_table(rows)

@@ -93,9 +93,9 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
     # The id of a block by the id of the block before it (-1: it is the first one) and its hash.
     block_ids: dict[tuple[int, int], int] = {}
     first_ns: int | None = None
-    for request in sorted(requests, key=lambda request: request.steps[0].entry.ns):
+    for request in sorted(requests, key=lambda request: request.began_epoch_ns):
         ends = _ends(request)
-        arrived_ns = request.steps[0].entry.ns
+        arrived_ns = request.began_epoch_ns
         for step in request.steps:
             prompt = step.entry
             if prompt.event != RecordedEvent.TOKENIZED or prompt.choice not in ends:

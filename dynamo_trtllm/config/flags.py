@@ -161,9 +161,9 @@ class _Given(NamedTuple):
 
 
 class _Store(argparse.Action):
-    """Stores the last value of each flag of a field.
+    """Stores, for each name of a flag, the last value that was given under it.
 
-    It rejects flags of one field that have different values.
+    It rejects different values under two names.
     """
 
     def __call__(
@@ -258,7 +258,7 @@ def build_parser(model: type[Config], prog: str, description: str = "") -> Comma
         for flag in in_group:
             action = _add(group, flag, model.model_fields[flag.field])
             if flag.choices or flag.kind is Path:
-                parser.values[action] = flag.choices
+                parser.values[action] = flag.choices  # for the completion of a shell
     return parser
 
 
@@ -330,16 +330,16 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
     read: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
         match getattr(given, flag.field, None):
-            case bool(value):
+            case bool(value):  # from `_Switch`
                 read[flag.field] = (value, f"flag {flag.names[0]}")
-            case list(texts):
+            case list(texts):  # from `_Append`
                 source = f"flag {flag.names[0]}"
                 values: list[str] = []
                 for text in texts:
                     values.extend(flag.convert(text, source))
                 read[flag.field] = (tuple(values), source)
-            case dict(typed):
-                # The flags of a field have the same value, so the last one stands for all.
+            case dict(typed):  # from `_Store`, by name of the flag
+                # All names have the same value, so the last one stands for all.
                 name = list(typed)[-1]
                 source = f"flag {name}"
                 read[flag.field] = (flag.convert(typed[name].value, source), source)

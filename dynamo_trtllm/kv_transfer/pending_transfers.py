@@ -201,7 +201,7 @@ class KvTransfers(PendingTransfers):
         clocks: Clocks = SYSTEM_CLOCKS,
     ) -> None:
         identity = TransferIdentity(
-            engine, instance_id, config.model_name, layout, {}, transport=backend.name
+            engine, instance_id, config.model_name, layout, kv_compat={}, transport=backend.name
         )
         super().__init__(identity, ttl_s=config.kv_transfer_ttl_s, clocks=clocks)
         self.backend = backend
@@ -280,8 +280,8 @@ class KvTransfers(PendingTransfers):
         )
         deadline = first_deadline(kv_params, request.deadline, self._timeout_s, self._epoch())
         if deadline.left_s <= 0:
-            # TransferTimeout would blame the pair. But the read has not begun: this worker had no
-            # space in time.
+            # A frontend counts a TransferTimeout against the pair of workers. The pair is not at
+            # fault: the read has not begun, because this worker had no space in time.
             if deadline.error is TransferTimeout:
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for"
@@ -311,6 +311,8 @@ class KvTransfers(PendingTransfers):
             await self.backend.unpublish(transfer_id)
         except DynamoError as exc:
             log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
+        except Exception:  # a bug in the backend must not keep `aclose` from closing it
+            log.exception("KV transfer %s: unpublishing failed", transfer_id)
         finally:
             on_unpublished()
 

@@ -104,8 +104,8 @@ class ProcessOutput:
     def starting(self) -> Iterator[None]:
         """On a terminal, show live lines and hide routine output.
 
-        It lasts until `end_start` or the end of the context. If the context ends with an exception
-        before, the hidden lines are written.
+        It lasts until `end_start` or the end of the context. If an exception ends the context
+        before `end_start`, the hidden lines are written.
         """
         if self.has_terminal and not self._is_json and is_installed("rich"):
             from rich.console import Console as Terminal
@@ -117,8 +117,7 @@ class ProcessOutput:
         try:
             yield
         except BaseException:
-            had_panel = self.end_start()
-            if had_panel and panel is not None:
+            if panel is not None and self.end_start():
                 for name, text in panel.routine_lines:
                     self._show(name, text, is_whole=True)
             raise
@@ -349,7 +348,7 @@ async def next_line(reader: asyncio.StreamReader) -> str | None:
     except asyncio.IncompleteReadError as exc:
         line = exc.partial
     except asyncio.LimitOverrunError as exc:
-        line = await reader.read(exc.consumed + 1)
+        line = await reader.read(exc.consumed + 1)  # + 1: the newline, if it has arrived
     if not line:
         return None
     return line.decode(errors="replace").removesuffix("\n").rstrip("\r")

@@ -163,6 +163,7 @@ class RelayedOutput:
             about them.
         """
         with self._changed:
+            # While lines are dropped, their report follows the backlog.
             if not self._chunks and self._is_dropping:
                 self._is_dropping = False
                 return self._report()
@@ -171,8 +172,7 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # The lines of failed writes are reported when there is more to write. While lines
-                # are dropped, the report follows the backlog, see above.
+                # Lines of failed writes are reported before the next data.
                 if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
@@ -265,7 +265,9 @@ class Relay:
     """
 
     def __init__(self, pipes: dict[int, RelayedOutput], control: socket.socket) -> None:
+        # Writer threads read it, too: from `run` on, it does not change.
         self._pipes = pipes
+        self._open_pipes: set[int] = set()
         self._control = control
         self._control_files = [control.fileno()]
         self._lock = threading.Lock()
@@ -274,14 +276,15 @@ class Relay:
     def run(self) -> None:
         """Run until the process and its children close the pipes, and at most FLUSH_S longer."""
         outputs = list(self._pipes.values())
+        self._open_pipes.update(self._pipes)
         writers = [threading.Thread(target=output.run, daemon=True) for output in outputs]
         for writer in writers:
             writer.start()
-        while self._pipes:
-            files = [*self._pipes, *self._control_files]
+        while self._open_pipes:
+            files = [*self._open_pipes, *self._control_files]
             ready, _, _ = select.select(files, [], [])
             for file in ready:
-                if file in self._pipes:
+                if file in self._open_pipes:
                     self._read(file)
                 else:
                     self._receive()
@@ -292,8 +295,11 @@ class Relay:
             writer.join(max(0.0, deadline_s - time.monotonic()))
 
     def answer_flush(self) -> None:
-        """Answer a request to flush, if there is one and all output is written."""
-        outputs = list(self._pipes.values())
+        """Answer a request to flush, if there is one and all output is written.
+
+        The output of a pipe that has ended counts, too.
+        """
+        outputs = self._pipes.values()
         with self._lock:
             is_written = all(output.is_idle or output.is_closed for output in outputs)
             if self._is_flushing and is_written:
@@ -307,7 +313,7 @@ class Relay:
         if data:
             self._pipes[file].add(data)
         else:
-            del self._pipes[file]
+            self._open_pipes.remove(file)
 
     def _receive(self) -> None:
         """Receive a request to flush.
@@ -321,7 +327,7 @@ class Relay:
             self._control_files.clear()
             return
         for _ in range(_READS_PER_FLUSH):
-            ready, _, _ = select.select(list(self._pipes), [], [], 0)
+            ready, _, _ = select.select(list(self._open_pipes), [], [], 0)
             for file in ready:
                 self._read(file)
             if not ready:
@@ -379,7 +385,7 @@ def main(argv: Sequence[str]) -> None:
         text = f"an output can't be written: {reason}; its lines are dropped"
         line = relay_line(process_name, log_format, text)
         for output in pipes.values():
-            if output is not pipes.get(failed_pipe):
+            if output is not pipes[failed_pipe]:
                 output.add(line)
 
     pipes: dict[int, RelayedOutput] = {}

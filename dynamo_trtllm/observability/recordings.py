@@ -153,7 +153,11 @@ class ProcessRecording:
 
     def epoch_s(self, ns: int) -> float:
         """Return the time of an event in seconds since the epoch."""
-        return (self.header.epoch_ns + ns - self.header.monotonic_ns) / 1e9
+        return self.epoch_ns(ns) / 1e9
+
+    def epoch_ns(self, ns: int) -> int:
+        """Return the time of an event in nanoseconds since the epoch."""
+        return self.header.epoch_ns + ns - self.header.monotonic_ns
 
 
 class Step(NamedTuple):
@@ -173,6 +177,12 @@ class RequestRecording:
     @property
     def id(self) -> str:
         return f"{self.key:016x}"
+
+    @property
+    def began_epoch_ns(self) -> int:
+        """The time of the first event, since the epoch. It orders requests of several boots."""
+        first = self.steps[0]
+        return first.process.epoch_ns(first.entry.ns)
 
     @property
     def finished(self) -> Step | None:

@@ -28,9 +28,9 @@ NO_ELASTIC_WORKERS: Final = (
 )
 PREFILL_ONLY: Final = Shares(1.0, 0.0)
 DECODE_ONLY: Final = Shares(0.0, 1.0)
-# Of a worker that turns to prefill while streams run there: it gets no new ones, and fewer prompts
-# until they have ended. With vLLM on an H200, a prompt takes 2.6 times as long beside streams (see
-# `engines.chunk_size`).
+# The shares of a worker that turns to prefill while streams run there. It gets no new streams, and
+# fewer prompts until its streams have ended. With vLLM on an H200, a prompt takes 2.6 times as long
+# beside streams (see `engines.chunk_size`).
 DRAINING: Final = Shares(0.25, 0.0)
 # A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
 # fraction.
@@ -53,7 +53,7 @@ class WorkerState(NamedTuple):
     is_fresh: bool  # it has reported its load lately
     # Means of the last seconds: a worker with few requests has no stream at many moments.
     mean_streams: float = 0.0
-    mean_context: float = 0.0  # of all its streams, in tokens
+    mean_context_tokens: float = 0.0  # of all its streams, in tokens
     more_streams_per_s: float = 0.0  # in the last seconds; negative: they become fewer
 
     @property
@@ -79,7 +79,8 @@ class DecisionOutcome(StrEnum):
     """What was decided. The values are labels of a metric."""
 
     CHANGE = "change"
-    DRAINED = "drained"  # workers that turn to prefill have no streams any more
+    # Workers that turn to prefill have no streams any more, or no other one computes prompts.
+    DRAINED = "drained"
     FITS = "fits"
     NOTHING_BETTER = "nothing_better"
     WAITING = "waiting"
@@ -150,8 +151,8 @@ def decide(
 
     Args:
         observation: what is known of the workers.
-        limits: the limits. If an idle worker needs more than MAX_PART of one, twice its time is
-            taken in place of it. If it needs more than all of it, the decision names the limit.
+        limits: the limits. If an idle worker alone needs more than MAX_PART of a limit, twice its
+            time replaces the limit. If it needs more than the limit, the decision names the limit.
         history: of the decision before; at the start `History()`.
 
     Returns:
@@ -180,7 +181,7 @@ def decide(
             decision,
             outcome=DecisionOutcome.DRAINED,
             changes=drained,
-            reason=f"the streams of {len(drained)} workers for prefill have ended",
+            reason=_drained_reason(workers, drained),
         )
     return decision, history
 
@@ -237,7 +238,9 @@ def _demand(observation: Observation, workers: Sequence[WorkerState]) -> Demand:
     """Return the work of all workers, with the streams that there will be in AHEAD_S."""
     queued_tokens = sum(worker.queued_tokens for worker in workers)
     streams = sum(worker.lasting_streams for worker in workers)
-    context_tokens = sum(max(worker.context_tokens, worker.mean_context) for worker in workers)
+    context_tokens = sum(
+        max(worker.context_tokens, worker.mean_context_tokens) for worker in workers
+    )
     more_streams = AHEAD_S * max(0.0, sum(worker.more_streams_per_s for worker in workers))
     if observation.queue.waits_for_decode:
         more_streams += observation.queue.choices
@@ -264,6 +267,7 @@ def _compare(
     predictor: Predictor,
 ) -> Decision:
     """Return the decision, without regard to those before it."""
+    # Workers that get both kinds of calls count for both.
     has_both_kinds = present.num_prefill > 0 and present.num_decode > 0
     before = predictor.predict(present) if has_both_kinds else None
     wanted = predictor.wanted()
@@ -307,7 +311,7 @@ def _compare(
 
 
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
-    """Yield the numbers of workers that shares can make.
+    """Yield each way to divide the elastic workers, as the numbers of all workers by their calls.
 
     Splits come first, those with few decode workers before others. The last item is that all
     elastic workers get both kinds of calls.
@@ -326,7 +330,7 @@ def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
 
 
 class _Candidate(NamedTuple):
-    """Numbers of workers that shares can make, and what is predicted for them."""
+    """One way to divide the workers, and the times that are predicted for it."""
 
     counts: RoleCounts
     after: PredictedTimes
@@ -382,6 +386,14 @@ def _drained(workers: Sequence[WorkerState]) -> dict[int, Shares]:
     has_others = any(worker.shares.prefill > DRAINING.prefill for worker in workers)
     new_shares = _prefill_shares(draining, has_others=has_others)
     return {worker.id: shares for worker, shares in new_shares.items() if shares != DRAINING}
+
+
+def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares]) -> str:
+    has_streams = any(worker.streams for worker in workers if worker.id in drained)
+    if has_streams:
+        # `_prefill_shares` has chosen a single worker, although its streams run.
+        return "no other worker computes prompts; the one with the fewest streams takes them all"
+    return f"the streams of {len(drained)} workers for prefill have ended"
 
 
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:

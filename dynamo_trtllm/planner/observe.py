@@ -282,7 +282,7 @@ class Observer:
             queued_tokens=queued,
             is_fresh=is_fresh(load, now),
             mean_streams=means.streams,
-            mean_context=means.context_tokens,
+            mean_context_tokens=means.context_tokens,
             more_streams_per_s=means.more_streams_per_s,
         )
 

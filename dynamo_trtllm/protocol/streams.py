@@ -79,7 +79,7 @@ class StreamHandle(Protocol):
     def stop(self) -> bool:
         """Ask the source to end the stream soon.
 
-        Its terminal event follows: an error, or KV that was computed by then.
+        Its terminal event follows: an error, or the chunk that offers the KV computed by then.
 
         Return False if the source can't do this, or need not do it because `cancel` frees its KV.
         The caller then calls `cancel`.
@@ -329,12 +329,11 @@ class TaskStream(Stream):
             task = asyncio.current_task()
             event = unexpected_error(exc, task.get_name() if task else "-")
         # The end of the stream would cancel `self._task`, but the work of this task is done.
-        task = self._task
         self._task = None
         try:
-            # The stream has ended, and `_close` has cancelled the task and left `_free` to it. But
-            # the work was done before it noticed.
-            if task is not None and self.has_ended:
+            # If the stream was cancelled while the work ended, `_close` has left `_free` to this
+            # task.
+            if self.has_ended:
                 self._free()
             if event is not None:
                 self.emit(event)

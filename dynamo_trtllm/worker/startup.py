@@ -158,16 +158,15 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
         names[field] = name
         if name not in known:
             flag = f"--dyn-{field.replace('_', '-')}"
-            writes = "the Harmony format" if renderer == "harmony" else "a chat template"
+            format_name = "the Harmony format" if renderer == "harmony" else "a chat template"
             raise ConfigError(
-                f"{flag} {chosen} does not fit this model, which uses {writes}; choose one of"
+                f"{flag} {chosen} does not fit this model, which uses {format_name}; choose one of"
                 f" {', '.join(known)}, or leave the flag out",
                 field=f"dyn_{field}",
             )
     return names
 
 
-_NUMBERS = re.compile(r"[\d.]+")  # the changing part of a stage's text
 _PEER_ROLES = {
     Role.PREFILL: (Role.DECODE, Role.ELASTIC),
     Role.DECODE: (Role.PREFILL, Role.ELASTIC),
@@ -231,6 +230,9 @@ def format_finding(finding: Finding) -> str:
     )
 
 
+_NUMBERS = re.compile(r"[\d.]+")  # in the progress of an engine: they change within a stage
+
+
 async def start_engine(engine: Engine, health: Health, timing: WorkerTiming = TIMING) -> EngineInfo:
     """Start an engine, with its progress in `health.reason` and in the log.
 
@@ -287,12 +289,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk:
+def file_chunk(files_by_sha256: Mapping[str, Path], sha256: str, offset: int) -> FileChunk:
     """Return a part of one of the card's files.
 
     Raises InvalidRequest if the worker has no such file.
     """
-    path = files.get(sha256)
+    path = files_by_sha256.get(sha256)
     if path is None:
         raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
     total_bytes = path.stat().st_size

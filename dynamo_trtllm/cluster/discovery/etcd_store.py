@@ -200,7 +200,7 @@ class EtcdStore:
             finally:
                 call.cancel()
         if reply is grpc.aio.EOF:
-            raise self.connection.unreachable(None, "etcd ended the keep-alive stream")
+            raise self.connection.unreachable(index=None, reason="etcd ended the keep-alive stream")
         return bool(reply.TTL > 0)
 
     async def revoke(self, lease: Lease) -> None:
@@ -224,6 +224,8 @@ class EtcdStore:
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
         """Yield the changes from a revision on, in batches.
 
+        `from_revision` is the one after the revision that was read.
+
         The first batch is empty and shows that the watch runs.
 
         The generator ends if etcd cancels the watch, as after a compaction, or if etcd's revision
@@ -243,7 +245,7 @@ class EtcdStore:
                     reply = await call.read()
                     if reply is grpc.aio.EOF or reply.canceled:
                         break
-                    # etcd has lost data if it does not know the revision that was read before.
+                    # etcd has lost data if its revision is older than the one that was read.
                     if reply.header.revision + 1 < from_revision:
                         break
                     yield [_change(event) for event in reply.events]

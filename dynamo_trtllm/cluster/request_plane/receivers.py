@@ -65,8 +65,8 @@ class StreamReceiver(TaskStream):
         self._on_end = on_end
         self._send_cancel = send_cancel
         self._next_number = 0
-        # How many pings were sent, to all workers, before this stream was acknowledged. None: it is
-        # not acknowledged.
+        # The number of the last ping before this stream was acknowledged; 0: there was none. Pings
+        # are numbered over all workers. None: it is not acknowledged.
         self.last_ping_before_ack: int | None = None
         self.waiting: list[Frame] = []  # received, not yet fed
 
@@ -115,7 +115,7 @@ class StreamReceiver(TaskStream):
         """Feed the tokens of the frames before `next_number`, if there are any."""
         if next_number == self._next_number:
             return
-        # The merged frame has the number of the last of its frames. `feed` expects this number.
+        # The merged frame has the number of the last of its frames, so let `feed` expect this one.
         number = next_number - 1
         self._next_number = number
         chunk = Chunk(token_ids=ids, logprobs=tuple(logprobs))
@@ -165,7 +165,7 @@ class StreamReceiver(TaskStream):
                 has sent the last frame.
         """
         if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
-            return  # the worker may have replied before it received the OpenStream
+            return  # this ping is older than the acknowledgment: its reply may lack the stream
         if self.waiting:
             # The waiting frames are not fed here, because thousands of streams may have some. A gap
             # in their numbers is noticed when they are fed. The next reply is compared again.
@@ -193,7 +193,8 @@ class StreamReceiver(TaskStream):
     def _close(self, last: StreamEvent | None) -> None:
         super()._close(last)
         on_end = self._on_end
-        # Break a reference cycle: the callback refers to this stream's timer.
+        # Break a reference cycle: the callback refers to a timer of the client, and the timer to
+        # this stream.
         self._on_end = _nothing
         on_end()
         if not isinstance(last, Chunk):
@@ -229,8 +230,8 @@ class StreamDemux(dict[int, StreamReceiver]):
     become one chunk. This delays no token, because the client would get all of them in one write
     anyway. In one iteration of the event loop, frames are passed on for PASSING_S seconds, and
     further ones wait. Waiting streams are fed one by one, in the order in which they began to wait.
-    For each of them, one stream whose first frame waits is fed, because first frames decide the
-    time to first token.
+    Those whose first frame waits take turns with the others, because first frames decide the time
+    to first token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -285,7 +286,7 @@ class StreamDemux(dict[int, StreamReceiver]):
         rest = iter(frames)
         try:
             for _ in range(0, len(frames), FRAMES_PER_CHECK):
-                # Frames behind waiting ones wait, too.
+                # `_feed_waiting` is scheduled while frames wait. Frames behind these wait, too.
                 if self._is_scheduled or self._is_time_over():
                     self._defer(rest)
                     self._schedule()

@@ -41,6 +41,7 @@ def checksum(memory: Tensor) -> int:
         words = _row_sums(words)
         if len(words) == 1:
             return int(words.item())
+        # Sum the sums of the rows in the same way, until one is left.
         words = words.view(torch.int32)
 
 
@@ -122,7 +123,7 @@ class TransferBuffer:
     Args:
         pool: the KV pool.
         num_bytes: the size of the buffer.
-        is_divided: one half is for KV to fetch from this engine, and the other one for KV that it
+        is_divided: one half is for KV that others fetch, the other for KV that this engine
             fetches. Two elastic engines could otherwise wait for each other's buffer for ever.
     """
 
@@ -233,7 +234,8 @@ class TransferBuffer:
     def _first_gap(self, num_bytes: int, part: _BufferPart) -> int | None:
         """Return the offset of the first free range of a part that fits.
 
-        With the first one, memory that was never used stays unmapped.
+        The first one keeps allocations together. So the memory behind them stays unused, and the
+        system does not map it.
         """
         begin = part.begin
         for used in self._used:

@@ -92,7 +92,7 @@ class TrtllmLibrary:
     kv_timeout_s: float = math.inf
     # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     runtime: str | None = None
-    transfer_hint: str = ""
+    transfer_hint: str = ""  # see `Library.transfer_hint`
     probe: EndpointProbe = field(default_factory=EndpointProbe)
     # Calls of the library that are made on the event loop.
     calls: BlockingCalls = field(default_factory=BlockingCalls)
@@ -105,7 +105,8 @@ class TrtllmLibrary:
         # Attention-DP ranks have KV blocks of their own.
         num_kv_ranks = self.model_limits.dp_ranks or 1
         self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), num_kv_ranks)
-        # all KV blocks may belong to transfers
+        # If all KV blocks belong to transfers, the executor makes no step. That may last until the
+        # transfers expire, so only twice this time counts as a stall.
         self._stall_s = max(_STALL_S, 2 * self.kv_transfer_ttl_s)
 
     @property
@@ -182,12 +183,12 @@ class TrtllmLibrary:
         return size_change(self.block_tokens, self._stats_poller.kv_cache)
 
     def _log_stall(self) -> None:
-        """Log what a report of a stalled executor needs, and what is lost when this process ends
-        (issue 16300).
+        """Log what an issue about a stall needs (as TensorRT-LLM's 16300), before it is lost with
+        this process.
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
-            log.error(text)  # a value in a message would be shortened further
+            log.error(text)  # as an argument of `error`, it would be cut to `VALUE_CHARS`
         log_thread_stacks(log)
 
     def _is_healthy(self) -> bool:
@@ -305,6 +306,7 @@ class TrtllmCall:
             if results is None:
                 break
         if result.outputs[0].finish_reason is None:
+            # As for other ends that the library does not explain: no worker continues the request.
             raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
 
     def read(self, result: Any) -> tuple[Chunk, str | None]:
@@ -381,9 +383,9 @@ class TrtllmCall:
                 field="cache_transceiver_config.backend",
             )
         bindings = self._library.bindings
-        # Ids are 64-bit integers, the state is bytes. Not sent: request_type (each call sets its
-        # own), logits (never requested), schedule_style (context first is the default) and
-        # ctx_usage (the frontend counts tokens).
+        # Ids are 64-bit integers, the state is bytes. `disagg_fields` has no logits (never
+        # requested), schedule_style (context first is the default) and ctx_usage (the frontend
+        # counts tokens). request_type is left out here: each call sets its own.
         values = {
             name: getattr(params, name)
             for name in sorted(bindings.disagg_fields - {"request_type"})
@@ -411,9 +413,10 @@ class TrtllmCall:
 
         A context-only call keeps its KV only if it continues in decode.
 
-        An abort of it would do nothing: when the final result is out, no release knows the request
-        by the id of the abort (`BaseWorker.abort_request` in executor/base_worker.py, main at
-        00043967; executor/worker.py before 1.2). Only kv_transfer_timeout_ms frees such KV.
+        An abort of it would do nothing: once the final result is out, no version of TensorRT-LLM
+        finds the request by the id that an abort has (`BaseWorker.abort_request` in
+        executor/base_worker.py, main at 00043967; executor/worker.py before 1.2). Only
+        kv_transfer_timeout_ms frees such KV.
         """
         finish = None if self._result is None else self._result.outputs[0].finish_reason
         continues_in_decode = finish in ("length", "not_finished")

@@ -25,8 +25,8 @@ IS_ELASTIC: Final = "dynamo_is_elastic"
 def follow_streams(scheduler: Any) -> None:
     """Let a class of schedulers of vLLM set these limits before each step.
 
-    Its steps are measured, see `steps.measure_steps`. Nothing changes for engines that are not
-    elastic. Repeated calls are allowed.
+    Call `steps.measure_steps` with the class, too: the limits follow the times of its steps.
+    Nothing changes for engines that are not elastic. Repeated calls are allowed.
     """
     schedule = scheduler.schedule
     if getattr(schedule, "dynamo_follows_streams", False):
@@ -64,13 +64,15 @@ class _StepLimits:
             else:
                 others.append(request)
         decode_calls = self._waiting_decode_calls()
-        has_prompts = bool(others) or len(scheduler.requests) > len(streams) + len(decode_calls)
+        num_waiting = len(scheduler.requests) - len(scheduler.running)
+        has_prompts = bool(others) or num_waiting > len(decode_calls)
         if has_prompts and (streams or decode_calls):
             # Streams come before prompts, which take all that is left.
             scheduler.running[:] = streams + others
             prompts = [request for request in others if _is_prompt(request)]
             self._limit(streams, prompts, decode_calls)
         else:
+            # 0: one prompt may have all tokens of the step, and no chunk is planned.
             self._set(prompt_tokens=0, step_tokens=self._max_tokens, planned_tokens=0)
 
     def _limit(self, streams: list[Any], prompts: list[Any], decode_calls: list[Any]) -> None:
@@ -84,10 +86,11 @@ class _StepLimits:
         stream_tokens = sum(map(_tokens_of_stream, streams))
         beginning = [call for call in decode_calls if self._may_begin(call)]
         planned_tokens = self._chunk_size.tokens
+        # The first prompt may take the whole chunk: if prompts shared it, all would end late.
         share = planned_tokens
         if beginning and prompts:
-            # The prompts that run come before these calls, and leave tokens for them. Otherwise the
-            # first prompt takes all: if all of them went on together, all would end late.
+            # Prompts that run come before the decode calls that begin. So all of them go on, and
+            # none can take the tokens that are left for these calls.
             share = max(1, planned_tokens // len(prompts))
             planned_tokens = share * len(prompts)
         self._put_first(beginning)
@@ -126,7 +129,7 @@ class _StepLimits:
     def _put_first(self, decode_calls: list[Any]) -> None:
         """Put decode calls before the prompts that wait. vLLM begins their reads then.
 
-        The order by priority stays.
+        A queue that is no deque is ordered by priority, and stays as it is.
         """
         waiting = self._scheduler.waiting
         if not isinstance(waiting, deque) or not decode_calls:
@@ -164,21 +167,19 @@ def _limits_of(scheduler: Any) -> _StepLimits | None:
 def _is_prompt(request: Any) -> bool:
     """Return whether a request waits for its prompt to be computed.
 
-    That of a preempted stream has its output, too.
+    This is also so for a preempted stream: its prompt and its output are computed again.
     """
     is_computed = request.num_computed_tokens >= request.num_tokens
     return not is_computed and not _is_stream(request)
 
 
 def _is_stream(request: Any) -> bool:
-    """Return whether a request generates tokens, or will when it has fetched the KV of its prompt.
-
-    vLLM computes the last token of a fetched prompt again. A prefill call generates no more tokens,
-    but stays among the requests until its KV is fetched.
-    """
+    """Return whether a request generates tokens, or will once the KV of its prompt is fetched."""
     params = request.kv_transfer_params or {}
+    # A prefill call stays among the requests until its KV is fetched, although it has its token.
     if params.get("do_remote_decode"):
         return False
+    # vLLM computes the last token of a fetched prompt again.
     if request.num_computed_tokens >= request.num_tokens - 1:
         return True
     return bool(params.get("do_remote_prefill"))

@@ -80,12 +80,13 @@ class MergedSamples:
     _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)  # by worker
     _requests: deque[RequestRow] = field(init=False)
     _points: deque[ConsolePoint] = field(init=False)
-    _codes: deque[Mapping[str, int]] = field(init=False)  # of the points of the last minute
+    # Requests by outcome, of each point of the last minute.
+    _code_counts: deque[Mapping[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._requests = deque(maxlen=_MAX_REQUESTS)
         self._points = deque(maxlen=MAX_POINTS)
-        self._codes = deque(maxlen=_MINUTE)
+        self._code_counts = deque(maxlen=_MINUTE)
 
     def open_console(self) -> None:
         """Begin with the latest requests of this process.
@@ -94,7 +95,7 @@ class MergedSamples:
         """
         self._processes.clear()
         self._new.clear()
-        self._codes.clear()
+        self._code_counts.clear()
         self._times = RecentTimes()
         self._slow_since_s.clear()
         rows = self._latest()
@@ -146,13 +147,13 @@ class MergedSamples:
                 rows += sample.requests
         for row in rows:
             self._times.add_request(row, with_tokens=False)
-        self._codes.append(codes)
+        self._code_counts.append(codes)
         self._requests.extend(rows)
         point = self._point(samples, rows)
         self._points.append(point)
         # The requests that a new process had before are older than some that readers have, so the
         # readers get the whole list.
-        has_history = any(sample.number <= 1 for sample in samples)
+        has_history = any(sample.number == 1 for sample in samples)
         shown = list(self._requests) if has_history else rows
         return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
 
@@ -220,7 +221,7 @@ class MergedSamples:
         frontends = self._frontend_rows()
         not_ready = list(dict.fromkeys(self._models.not_ready_reasons()))
         codes: Counter[str] = Counter()
-        for counted in self._codes:
+        for counted in self._code_counts:
             codes.update(counted)
         reasons: list[HealthReason] = [
             *health_reasons.of_models(not_ready),
@@ -278,9 +279,12 @@ class MergedSamples:
     def _worker_rows(self, instances: Sequence[Instance]) -> list[ConsoleWorker]:
         slow = self._slow_workers(instances)
         now_s = self._clock()
-        self._slow_since_s = {one: self._slow_since_s.get(one, now_s) for one in slow}
+        self._slow_since_s = {id_: self._slow_since_s.get(id_, now_s) for id_ in slow}
         order = list(Role)
-        in_order = sorted(instances, key=lambda one: (one.card.name, order.index(one.role), one.id))
+        in_order = sorted(
+            instances,
+            key=lambda instance: (instance.card.name, order.index(instance.role), instance.id),
+        )
         rows = [
             self._worker_row(
                 instance,
@@ -302,15 +306,16 @@ class MergedSamples:
             groups.setdefault((instance.card.name, instance.role), []).append(instance.id)
         for (_, role), ids in groups.items():
             if role is not Role.PREFILL:
-                tokens = _known({one: self._times.token_s(one) for one in ids})
-                for one, ratio in slow_ratios(tokens).items():
-                    slow[one] = _Slowness(ratio, is_of_prompts=False)
+                token_times_s = _known({id_: self._times.token_s(id_) for id_ in ids})
+                for id_, ratio in slow_ratios(token_times_s).items():
+                    slow[id_] = _Slowness(ratio, is_of_prompts=False)
             if role is not Role.DECODE:
-                prompts = _known({one: self._times.prompt_token_s(one) for one in ids})
-                # Times per prompt token are far below the least difference of times per token.
-                for one, ratio in slow_ratios(prompts, least_s=0.0).items():
-                    if one not in slow or ratio > slow[one].ratio:
-                        slow[one] = _Slowness(ratio, is_of_prompts=True)
+                prompt_times_s = _known({id_: self._times.prompt_token_s(id_) for id_ in ids})
+                # The default least difference is for times per generated token. Times per prompt
+                # token are far below it.
+                for id_, ratio in slow_ratios(prompt_times_s, least_s=0.0).items():
+                    if id_ not in slow or ratio > slow[id_].ratio:
+                        slow[id_] = _Slowness(ratio, is_of_prompts=True)
         return slow
 
     def _worker_row(

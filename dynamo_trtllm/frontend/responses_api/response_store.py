@@ -221,6 +221,7 @@ class ResponseStore:
         write = self._writes.get(response_id)
         if write is not None:
             await asyncio.wait({write.task})  # a write that ends later would restore it
+        # If that write has failed, nothing is stored: this raises ResponseNotFound.
         await self.get(response_id, owner)
         await self.store.delete(response_id)
 

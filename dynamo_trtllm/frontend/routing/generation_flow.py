@@ -75,8 +75,8 @@ class _Attempt:
     request: GenerateRequest
     tried: frozenset[int]  # decode instances that were called
     num_sent_before: int  # tokens that were sent to the client before this attempt
-    # Earlier calls of this request may have ended workers (see `suspects`). So many tokens of this
-    # call show that it does not: it has settled. 0: it has settled, or the request is no suspect.
+    # With this many tokens, the call shows that it does not crash its worker: it has settled (see
+    # `suspects`). 0: it has settled, or the request is no suspect.
     tokens_to_settle: int
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
@@ -144,6 +144,7 @@ class GenerationFlow:
         self._timeline = timeline
         self._options = options
         self._fixed_selection = selection
+        self._is_probe = selection is not None
         self._attempt: _Attempt | None = None
         # The attempt has begun and settled, so its tokens only have to be passed on.
         self._passes_tokens = False
@@ -156,10 +157,10 @@ class GenerationFlow:
         # Failures that do not use up retries and migrations: another request ended the worker.
         self._num_explained = 0
         self._num_rounds = 0  # how often all instances were tried again
-        self._num_past_rounds = 0  # those before the current attempt
+        self._rounds_at_attempt = 0  # `_num_rounds` when the current attempt began
         # The wait for other workers has timed out, and no attempt or round has begun since.
         self._wait_timed_out = False
-        # It has probably ended its last worker: see `suspects`.
+        # This request has probably crashed its last worker: see `suspects`.
         self.is_prime_suspect = False
         # As a prime suspect, it waits for workers that run no other suspect.
         self.awaits_trial = False
@@ -254,10 +255,10 @@ class GenerationFlow:
         return self._end(self._error or selected)
 
     def _wait_limit_s(self) -> float | None:
-        """Return how long to wait for other workers; None: not at all.
+        """Return how long after the begin of the attempt to wait for workers; None: do not wait.
 
         All instances may have failed because of the network. Each pause before they are tried again
-        is twice the one before; their sum is `hold_s`. If none is left, the wait is what is left.
+        is twice the one before; their sum is `hold_s`. If none has failed, wait for the rest of it.
         """
         retries = self._options.retries
         hold_s = self._options.hold_s
@@ -265,15 +266,15 @@ class GenerationFlow:
             return hold_s
         if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
-        if not self._excluded and not self._num_past_rounds:
-            return hold_s
+        if not self._excluded and not self._rounds_at_attempt:
+            return hold_s  # what follows has the same result, but divides by 0 without retries
         if self._excluded and self._num_rounds >= retries:
             return None
         # The pauses are 1, 2, 4, … 2**(retries-1) times the shortest one.
         shortest_s: float = hold_s / (2**retries - 1)
         if self._excluded:
             return shortest_s * 2.0**self._num_rounds
-        return hold_s - shortest_s * (2.0**self._num_past_rounds - 1)
+        return hold_s - shortest_s * (2.0**self._rounds_at_attempt - 1)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class GenerationFlow:
         request = self._remaining()
         self._num_attempts += 1
         self._wait_timed_out = False
-        self._num_past_rounds = self._num_rounds
+        self._rounds_at_attempt = self._num_rounds
         self._timeline.reset_calls()
         attempt = _Attempt(
             prefill,
@@ -357,7 +358,7 @@ class GenerationFlow:
             # The first chunk shows that the KV has arrived.
             attempt.has_begun = True
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
-            if self._fixed_selection is None:
+            if not self._is_probe:
                 self._driver.record_transfer(attempt.pair)
         self._passes_tokens = not attempt.tokens_to_settle
         return chunk if chunk.finish_reason is None else self._end(chunk)
@@ -402,16 +403,15 @@ class GenerationFlow:
             return self._attempt_failed(attempt, error)
         if isinstance(error, PAIR_FAILURES):
             self._driver.record_transfer(attempt.pair, error)
-            if self._fixed_selection is not None:
+            if self._is_probe:
                 return self._attempt_failed(attempt, error)
             self.state = State.CHECKING
             attempt.transfer_error = error
             self._driver.check_worker(attempt.prefill)
             return None
         is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
-        is_probe = self._fixed_selection is not None
         other = None
-        if is_refused and not attempt.has_begun and not is_probe:
+        if is_refused and not attempt.has_begun and not self._is_probe:
             other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
         if other is None:
             return self._attempt_failed(attempt, error)
@@ -453,9 +453,9 @@ class GenerationFlow:
     def _attempt_failed(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
         """Retry or migrate the request, or end it with the error."""
         self._free()
-        if self._fixed_selection is not None:
+        if self._is_probe:
             return self._end(error)
-        final: StreamEvent | None = self._record_death(error, attempt)
+        final: StreamEvent | None = self._error_after_death(error, attempt)
         next_step = None
         has_all_tokens = len(self._sent_ids) >= self.request.sampling.max_tokens
         if final is None and has_all_tokens and error.retryable:
@@ -463,7 +463,7 @@ class GenerationFlow:
             final = Chunk(finish_reason=FinishReason.LENGTH)
             next_step = "all tokens were sent"
         elif final is None:
-            final = self._count_failure(error, attempt)
+            final = self._error_after_failure(error, attempt)
             next_step = "retrying" if final is None else None
         self._driver.record_failure(attempt.worker, error, next_step)
         if final is not None:
@@ -475,37 +475,37 @@ class GenerationFlow:
             self._excluded.add(attempt.worker.id)
         return self._select()
 
-    def _record_death(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _error_after_death(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Record the death of the worker, if it died.
 
         Return the error that ends the request, if the request is given up because of this death.
         """
         if not isinstance(error, errors.WorkerDied | errors.EngineFailed):
             return None
-        given_up = self._driver.record_death(attempt.worker)
+        final_error = self._driver.record_death(attempt.worker)
         if self._driver.is_death_explained(attempt.worker):
             self._num_explained += 1
-        # See the definition of a prime suspect in `suspects`.
+        # A prime suspect is charged with two deaths, or with this one soon after its call began.
         deaths = self._timeline.suspicion.unexplained_deaths()
         is_charged_with_this = any(death.instance_id == attempt.worker.id for death in deaths)
         has_just_begun = self.progress().call_tokens < SETTLED_TOKENS
         is_charged_again = len(deaths) > 1
         self.is_prime_suspect = is_charged_again or (is_charged_with_this and has_just_begun)
         self.awaits_trial = self.is_prime_suspect
-        if given_up is not None:
-            given_up.__cause__ = error
-        return given_up
+        if final_error is not None:
+            final_error.__cause__ = error
+        return final_error
 
-    def _count_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _error_after_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure.
 
         Return the error that ends the request; None if it is retried or migrated.
         """
         if not error.retryable:
             return error
-        # A call that its worker did not accept is not counted (see `RouterOptions`). A call that
-        # was refused for its KV is not counted either: each elastic worker may refuse it before one
-        # of them runs the whole request.
+        # A call that its worker did not accept is not counted (see `RouterOptions`). Nor is one
+        # that an elastic worker refused because it holds too much KV for others: each of them may
+        # refuse it before one runs the whole request.
         is_kv_full = isinstance(error, errors.KvTransfersFull)
         is_counted = not is_kv_full and not errors.is_worker_unavailable(error)
         if not self._sent_ids:

@@ -4,10 +4,10 @@ Workers have queues of their own, in order of arrival: what waits there delays a
 the frontend's queue, clients take turns. So a frontend sends only what keeps the workers busy. It
 has three limits:
 
-1. prompts that are not computed: those of the step that a prefill worker runs, and of the next one.
-2. choices before their first token: those of limit 1, and those whose KV is being transferred
-3. choices that have not ended: those in the batches of the decode workers, and a few more, which
-   use the slots that become free
+1. prompts that are not computed: as many as fill the step that a prefill worker runs, and the next
+2. choices before their first token: as many as limit 1 allows, and those whose KV is transferred
+3. choices that have not ended: as many as fill the batches of the decode workers, and a few more,
+   which use the slots that become free
 
 Limits 1 and 2 are twice as high for clients below their share, because their prompts go first.
 
@@ -49,7 +49,7 @@ class Stage(IntEnum):
     NONE = 3  # it is at no worker
 
 
-# The stages in the order of the limits. Usages and costs have it, too (see `ChoiceCosts`).
+# The stages in the order of the limits, which `usages` and `ChoiceCosts` have, too.
 _STAGES: Final = (Stage.PREFILL, Stage.START, Stage.RUN)
 
 
@@ -98,17 +98,18 @@ class StartPlace:
         request: the places of its request, where the choice counts already.
     """
 
-    __slots__ = ("_has_token", "_request", "_stage", "_worker_id")
+    __slots__ = ("_begun_s", "_has_token", "_request", "_stage", "_worker_id")
 
     def __init__(self, request: RequestPlaces) -> None:
         self._request: RequestPlaces | None = request  # None: it has left
         self._stage = Stage.PREFILL
         self._worker_id: int | None = None  # of the worker that is called
         self._has_token = False
+        self._begun_s = request.group_begun_s
 
     @property
     def share(self) -> ClientShare:
-        """What the client of the choice has got."""
+        """What the client of the choice has got of the workers, compared with other clients."""
         return ClientShare.EVEN if self._request is None else self._request.share
 
     @property
@@ -134,7 +135,7 @@ class StartPlace:
         """Note the first token of the choice."""
         request = self._request
         if request is not None and not self._has_token:
-            request.window.first_tokens.note(request.window.clock() - request.begun_s)
+            request.window.first_tokens.note(request.window.clock() - self._begun_s)
         self._has_token = True
         self._move(Stage.RUN, self._worker_id)
 
@@ -190,8 +191,8 @@ class RequestPlaces:
         "_num_reserved",
         "_places",
         "_waiting",
-        "begun_s",
         "costs",
+        "group_begun_s",
         "late_at_s",
         "rank",
         "share",
@@ -208,7 +209,7 @@ class RequestPlaces:
     ) -> None:
         self.window = window
         self.late_at_s = late_at_s
-        self.begun_s = 0.0
+        self.group_begun_s = 0.0  # when the last group could start
         self.costs = costs
         self.rank = rank
         self.share = ClientShare.EVEN  # known when the request begins
@@ -227,17 +228,16 @@ class RequestPlaces:
         """Return whether the request may begin.
 
         Args:
-            share: what its client has got. The request of a client below its share does not wait
-                for further groups of other requests.
+            share: what its client has got of the workers, compared with other clients. If it is
+                less than its share, the request does not wait for further groups of others.
         """
         if not self.window.has_capacity(self.costs, share):
             return False
         return share is ClientShare.BELOW or not self.window.is_reserved()
 
     def begin(self, share: ClientShare) -> None:
-        """Reserve the places of the first group. `share`: what the client has got."""
+        """Reserve the places of the first group. `share`: as for `may_begin`."""
         self.share = share
-        self.begun_s = self.window.clock()
         self._reserve()
         if self._num_left:
             self.window.starting.append(self)
@@ -319,6 +319,7 @@ class RequestPlaces:
         return self.workers_have_capacity() and self.window.has_capacity(self.costs, self.share)
 
     def _reserve(self) -> None:
+        self.group_begun_s = self.window.clock()
         group = min(GROUP, self._num_left)
         self._num_left -= group
         self._num_reserved += group
@@ -432,14 +433,15 @@ class StartWindow:
 
         Args:
             costs: of the choice.
-            share: what its client has got.
+            share: what its client has got of the workers, compared with other clients.
         """
         num_workers = self._num_workers()
         for stage, usage, cost in zip(_STAGES, self.usages, costs, strict=True):
             limit = usage.limit
             if share is ClientShare.BELOW and stage is not Stage.RUN:
-                # Prompts of clients below their share go first. A worker may hold a second step of
-                # them. Otherwise it would run a step of others between two of theirs.
+                # Prompts of clients below their share go first. Others may fill the limit already.
+                # With twice the limit, a worker still gets the next step of such prompts in time,
+                # so it runs no step of others in between.
                 limit *= 2
             # Other frontends may take so much of a worker that one choice costs more than the part
             # that is left. It counts as that part, because otherwise it could never start.
@@ -480,13 +482,13 @@ class StartWindow:
             Role.DECODE: len(view.decode),
             Role.AGGREGATED: len(view.aggregated),
         }
-        num_elastic = _elastic_counts(view)
+        role_sizes_of_elastic = _elastic_counts(view)
         cost = usage.total
         for worker_id, cost_here in list(usage.by_worker.items()):
             worker = self._view.instance(worker_id)
             part = 0  # of a worker that has left
             if worker is not None:
-                count = num_elastic.get(worker_id)
+                count = role_sizes_of_elastic.get(worker_id)
                 if count is None:
                     count = num_workers.get(worker.role, 0)
                 part = limit // max(1, count)

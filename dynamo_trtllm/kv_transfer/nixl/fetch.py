@@ -2,9 +2,9 @@
 
 A fetch reads the regions as they become ready, verifies the transfer, and acknowledges it. A few
 reads are in flight at once. Threads hash regions while others arrive. The checksum is in the
-validity slot, which a reader reads last. NIXL can only be polled, so each fetch yields to the
-others while it waits. It yields the seconds since its last progress, from which `poller` decides
-how long to sleep.
+validity slot. A reader reads the slot while regions become ready, and once more at the end. NIXL
+can only be polled, so each fetch yields to the others while it waits. It yields the seconds since
+its last progress, from which `poller` decides how long to sleep.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class RemoteAgents:
         finally:
             with self._lock:
                 peer.num_fetches -= 1
-                is_full = len(peer.known_memories) >= MAX_KNOWN_MEMORIES
-                is_worn_out = is_full and peer.num_fetches == 0
+                has_many_memories = len(peer.known_memories) >= MAX_KNOWN_MEMORIES
+                is_worn_out = has_many_memories and peer.num_fetches == 0
                 if peer.is_broken or is_worn_out:
                     self._remove(peer)
 
@@ -295,7 +295,8 @@ class Fetch:
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
             raise self.checksums.mismatch(self.transfer_id)
-        # An acknowledgment is the beginning of the nonce, which our slot has a copy of.
+        # The acknowledgment is the first ACK_BYTES of the nonce. Our slot has a copy of it since it
+        # was last read.
         ack_word = part_of_slot(self.validity_slots.descriptor(self.slot), ACK_BYTES)
         ack_at = part_of_slot(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))

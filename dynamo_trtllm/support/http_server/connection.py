@@ -61,7 +61,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     _unparsed = memoryview(b"")  # received, and left for a turn, or until fewer requests wait
     _awaits_turn = False  # it waits in `ParsingTurns`, and receives nothing until its turn
     _timer: asyncio.TimerHandle | None = None  # limits the time until the client has sent something
-    _read_timer: ReadTimer
+    _read_timer: ReadTimer  # closes the connection if the client does not read what was written
 
     def __init__(self, server: ConnectionGroup) -> None:
         self._server = server
@@ -146,7 +146,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._may_parse:
             self._await_turn(has_rest=False)
         elif self._ignores_data:
-            # What is discarded must take no time from others.
+            # Receive nothing before a turn, so that what is discarded takes no time from others.
             self._await_turn(has_rest=True)
         self._update_reading()
 
@@ -164,11 +164,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unparsed = self._unparsed[_PART_BYTES:]
         if not self._ignores_data:
             self._feed_parser(part)
-        if self._ignores_data:  # since then or before
+        if self._ignores_data:  # set before, or by `_feed_parser`
             self._unparsed = memoryview(b"")
 
     def _await_turn(self, *, has_rest: bool) -> None:
-        """Wait for a turn. `has_rest`: this connection has had one, and could not finish in it."""
+        """Wait for a turn. `has_rest`: this connection has no new data to parse."""
         if not self._awaits_turn:
             self._awaits_turn = True
             begins_request = self.begins_request and not has_rest
@@ -199,7 +199,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 return
             parser.check_size()
             if parser.awaits_head and parser.received_bytes > SMALL_HEAD_BYTES:
-                self._hold_heads(parser.received_bytes)
+                self._count_large_heads(parser.received_bytes)
         except DynamoError as error:
             self._reject(error)
 
@@ -219,10 +219,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self.is_idle:
             if not request.is_probe:
                 self._server.check_capacity()
-            # Until its body is there, this connection may be evicted, but after all others.
+            # Make it the last idle one: until its body is there, it may be evicted after others.
             self._server.mark_idle(self)
+        # Also count again what was counted while this head arrived.
         if request.large_head_bytes or self in self._server.large_heads:
-            self._hold_heads(request.large_head_bytes)
+            self._count_large_heads(request.large_head_bytes)
         response = HttpResponse(
             self._transport,
             self._server.batch,
@@ -272,13 +273,11 @@ class HttpConnection(asyncio.BufferedProtocol):
             elif self._newest is self._current:
                 self._keep_open()
 
-    def _hold_heads(self, head_bytes: int) -> None:
-        """Count the large heads of this connection.
-
-        These are the heads of the requests that wait or run, and the one that is being received.
+    def _count_large_heads(self, head_bytes: int) -> None:
+        """Count the large heads of this connection: of requests that wait or run, and a new one.
 
         Args:
-            head_bytes: size of the one that is being received.
+            head_bytes: size of the new one, or of what has arrived of it. 0: it is not large.
 
         Raises:
             Overloaded: the large heads of all connections together exceed their limit.
@@ -556,7 +555,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ignores_data = True
         self._disarm()
         newest = self._newest
-        # An error in a head has no request yet: the newest one is before it.
+        # If the error is in a head, `newest` is the request before it.
         if newest is not None and not self._parser.awaits_head:
             if newest.response.ended:
                 self._linger()

@@ -25,11 +25,17 @@ STRANGER = ("10.0.0.9", 9)
 
 
 async def status_of(
-    app: Any, path: str, *, has_certificate: bool, headers: str = "", peer: Any = PEER
+    app: Any,
+    path: str,
+    *,
+    has_certificate: bool,
+    headers: str = "",
+    peer: Any = PEER,
+    host: str = "10.0.0.1",
 ) -> int:
     client = MemoryClient(app, peer)
     client.connection.has_client_certificate = has_certificate
-    client.send(f"GET {path} HTTP/1.1\r\nHost: 10.0.0.1\r\n{headers}\r\n".encode())
+    client.send(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{headers}\r\n".encode())
     await client.until_answered()
     return int(client.received.split()[1])
 
@@ -85,6 +91,14 @@ async def test_other_machines_need_a_certificate_of_workers(
     app = health_app(Health("serving"), lambda: b"", guard=access.check_status)
     asked = status_of(app, "/health", has_certificate=has_certificate, peer=peer)
     assert await asked == status
+
+
+@pytest.mark.parametrize("headers", ["", "Authorization: Bearer key-that-nothing-checks\r\n"])
+async def test_certificate_of_a_browser_opens_no_worker_to_pages(headers: str) -> None:
+    access = AccessControl(WorkerConfig(model_path="m", **TLS))
+    app = health_app(Health("serving"), lambda: b"", guard=access.check_status)
+    asked = status_of(app, "/health", has_certificate=True, headers=headers, host="evil.example")
+    assert await asked == 403
 
 
 def test_other_machines_may_connect_if_certificates_are_checked() -> None:

@@ -416,6 +416,27 @@ def test_mooncake_shares_block_ids_of_equal_prefixes() -> None:
     assert not set(first[1:]) & set(second[1:])
 
 
+def test_requests_of_an_earlier_boot_come_first() -> None:
+    """The clock started again with this boot, so the times of the earlier one may be larger."""
+    events: Events = [*BEGUN, (3, E.LAST_TOKEN, 7, 0, "stop")]
+    before = process("frontend", events, key=1)
+    later_ns = time.monotonic_ns() + 1_000_000_000_000
+    header = before.header._replace(
+        boot_id=b"0" * 36,
+        epoch_ns=time.time_ns() - 86_400_000_000_000,
+        monotonic_ns=later_ns,
+    )
+    shift_ns = later_ns - before.entries[0].ns
+    entries = [entry._replace(ns=entry.ns + shift_ns) for entry in before.entries]
+    before = dataclasses.replace(before, header=header, entries=entries)
+    recordings = Recordings([before, process("frontend", events, key=2)])
+    requests = list(recordings.requests.values())
+    listed = [row.split()[0] for row in explain._latest(requests).splitlines()]
+    assert listed[1:] == [request.id for request in requests]
+    timestamps = [json.loads(line)["timestamp"] for line in mooncake(requests)]
+    assert timestamps == [0, pytest.approx(86_340_000, abs=1000)]
+
+
 def test_timeline_shows_costs_of_placement() -> None:
     recording = process(
         "frontend",

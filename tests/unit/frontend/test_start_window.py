@@ -467,6 +467,23 @@ def test_a_request_is_late_when_its_first_token_would_be() -> None:
     assert window.places_for(1, 3).late_at_s == clock.now + 2.0 - 0.5
 
 
+async def test_wait_of_a_later_group_is_not_its_time_to_first_token() -> None:
+    clock = Clock()
+    window = StartWindow("tiny", ClusterView(), lambda: None, ttft_s=2.0, clock=clock)
+    places = window.places_for(GROUP + 1, 3)
+    places.begin(ClientShare.EVEN)
+    first_group = [places.take() for _ in range(GROUP)]
+    for seconds in (0.5, 60.0):  # to the first tokens, and to the ends
+        clock.now += seconds
+        for place in first_group:
+            place.first_token()
+    await places.wait_for_group()
+    later = places.take()
+    clock.now += 0.5
+    later.first_token()
+    assert window.first_tokens.expected_s == 0.5
+
+
 @each_case(("num_prefill", "expected"), [(1, 5), (3, 7)])
 def test_prompts_wait_for_elastic_workers_that_compute_them(
     num_prefill: int, expected: int

@@ -26,6 +26,7 @@ from dynamo_trtllm.protocol.errors import (
     TransferTimeout,
 )
 from dynamo_trtllm.protocol.messages import (
+    Chunk,
     GenerateRequest,
     KvTransferParams,
     Role,
@@ -164,3 +165,37 @@ async def test_fetch_without_time_does_not_ask_the_backend(
 def test_bound_with_prefill_clock_behind_leaves_no_time() -> None:
     now = time.time()
     assert first_deadline(kv_params(-100), now + 9, 9, now).left_s < 0
+
+
+class FailsToUnpublish(Slow):
+    """A backend with a bug."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+
+    async def unpublish(self, transfer_id: str) -> None:
+        raise ValueError("a bug")
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+async def test_backend_that_fails_to_unpublish_is_closed() -> None:
+    backend: Any = FailsToUnpublish()
+    params = kv_params(9)
+    config = WorkerConfig(model_path="m")
+    transfers = KvTransfers(backend, config, engine="torch", instance_id=1, layout=params.layout)
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(),
+        sampling=Sampling(max_tokens=1),
+        deadline=0,
+    )
+    unpublished: list[bool] = []
+    first = Chunk(token_ids=token_ids([7]))
+    await transfers.publish(request, first, [], lambda: unpublished.append(True))
+    await transfers.aclose()
+    assert unpublished == [True]
+    assert backend.is_closed

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,14 @@ from typing import IO
 
 import pytest
 
-from dynamo_trtllm.observability.output_relay import BACKLOG_BYTES, RelayedOutput, relay_line
+from dynamo_trtllm.observability.output_relay import (
+    BACKLOG_BYTES,
+    FLUSH,
+    FLUSHED,
+    Relay,
+    RelayedOutput,
+    relay_line,
+)
 from tests.kit.waiting import SOON_S
 
 # Two or more times what pipe and backlog hold together.
@@ -128,6 +136,41 @@ def test_output_with_exited_reader_drops_all_lines() -> None:
     output.add(b"later\n")
     assert (sum(num_dropped), sum(num_queued)) == (4, 0)
     os.close(write_end)
+
+
+def test_flush_waits_for_the_output_of_a_closed_pipe() -> None:
+    process, control = socket.socketpair()
+    out_pipe, out_end = os.pipe()
+    err_pipe, err_end = os.pipe()
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    line = b"x" * 50_000 + b"\n"  # more than the pipe to the reader holds
+    outputs: dict[int, RelayedOutput] = {}
+    relay = Relay(outputs, control)
+    for pipe in (out_pipe, err_pipe):
+        outputs[pipe] = RelayedOutput(
+            write_end, notice, lambda count: None, on_idle=relay.answer_flush
+        )
+    thread = threading.Thread(target=relay.run, daemon=True)
+    thread.start()
+    os.write(out_end, line)
+    os.close(out_end)
+    process.settimeout(0.2)
+    process.send(FLUSH)
+    with pytest.raises(TimeoutError):
+        process.recv(1)
+    assert list(outputs) == [out_pipe, err_pipe]  # the writer threads may be reading it
+    with os.fdopen(read_end, "rb") as reader:
+        assert reader.readline() == line
+    process.settimeout(SOON_S)
+    assert process.recv(1) == FLUSHED
+    os.close(err_end)
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    for file in (out_pipe, err_pipe, write_end):
+        os.close(file)
+    process.close()
+    control.close()
 
 
 @pytest.mark.parametrize(

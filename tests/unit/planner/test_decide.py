@@ -158,6 +158,7 @@ def test_a_worker_takes_all_prompts_when_its_streams_have_ended() -> None:
     decision, _ = decide(observed(workers, 1.0), LIMITS, History(changed_at_s=100.0))
     assert decision.outcome is DecisionOutcome.DRAINED
     assert decision.changes == {2: PREFILL_ONLY}
+    assert decision.reason == "the streams of 1 workers for prefill have ended"
 
 
 def test_one_worker_computes_prompts_while_others_drain() -> None:
@@ -168,6 +169,7 @@ def test_one_worker_computes_prompts_while_others_drain() -> None:
     left = [worker(0, DECODE_ONLY, 3), worker(1, DRAINING, 2)]
     decision, _ = decide(observed(left, prompts_per_s=1.0), LIMITS, History(changed_at_s=100.0))
     assert decision.changes == {1: PREFILL_ONLY}
+    assert "no other worker computes prompts" in decision.reason
 
 
 def test_steady_load_changes_nothing_in_ten_minutes() -> None:
@@ -308,7 +310,9 @@ def test_decisions_are_equal_for_equal_observations() -> None:
 
 def test_streams_that_are_absent_at_a_moment_count() -> None:
     """A worker with few requests has none at many moments."""
-    idle = [worker(number)._replace(mean_streams=0.5, mean_context=500.0) for number in range(4)]
+    idle = [
+        worker(number)._replace(mean_streams=0.5, mean_context_tokens=500.0) for number in range(4)
+    ]
     decision = settled(observed(idle, prompts_per_s=1.0))
     assert "decode is short" in decision.reason
 

@@ -200,7 +200,7 @@ def test_streams_of_the_last_seconds_have_a_mean() -> None:
     for second, streams in enumerate((4, 0, 4, 0)):
         watched.observer.on_report(report(1, second + 1, streams=streams), float(second))
     (first, _) = watched.at(4.0).workers
-    assert (first.streams, first.mean_streams, first.mean_context) == (0, 2.0, 200.0)
+    assert (first.streams, first.mean_streams, first.mean_context_tokens) == (0, 2.0, 200.0)
 
 
 def test_streams_that_become_more_are_seen() -> None:

@@ -138,6 +138,19 @@ async def test_web_page_that_rebinds_its_name_needs_a_key(
         assert (await http.get(path, headers=headers)).status_code == status
 
 
+@each_case("key", ["", KEY])
+async def test_local_client_is_not_asked_for_a_key_that_nothing_checks(key: str) -> None:
+    access = AccessControl(WorkerConfig(model_path="m"))
+    app = health_app(Health("serving"), metrics, guard=access.check_status)
+    transport = httpx.ASGITransport(app=asgi(app), client=("127.0.0.1", 9))
+    headers = {"Host": "node.example", "Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+        answer = await http.get("/health", headers=headers)
+    assert answer.status_code == 403
+    assert "as localhost" in answer.text
+    assert "API key" not in answer.text
+
+
 async def test_server_listens_only_on_the_given_host(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with (
