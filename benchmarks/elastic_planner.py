@@ -69,10 +69,15 @@ class Plan(NamedTuple):
         return _PART_OF_BEST * self.highest
 
 
-# In the order of SHAPES. Those of "worst" were found with --find-rates, or with single runs at
-# rates near the highest one. Those of "mean" are estimates from the cost model.
+# In the order of SHAPES. They were found with --find-rates, or with single runs at rates near the
+# highest one.
 PLANS: Final[Mapping[str, Sequence[Plan]]] = {
-    "mean": (Plan("2P2D slo", 9), Plan("1P3D slo", 12), Plan("4A slo", 3.5), Plan("1P3D slo", 4)),
+    "mean": (
+        Plan("3P1D slo", 9.18),
+        Plan("1P3D least-loaded", 9.79),
+        Plan("4A least-loaded", 3.57),
+        Plan("1P3D least-loaded", 4.08),
+    ),
     "worst": (
         Plan("3P1D slo", 14.2),
         Plan("1P3D slo", 37),
