@@ -396,10 +396,11 @@ async def test_serve_asleep_is_deregistered_until_wake(
         serving = group.create_task(worker.serve())
         await frontend.until_instances(1)
         for path, count in (("/sleep", 0), ("/wake", 1), ("/sleep", 0)):
-            assert (await client.post(url + path)).status_code == 202
-            await frontend.until_instances(count)
+            # A worker is registered a moment before it says that it serves.
             while (await client.get(f"{url}/ready")).json()["status"] not in stable:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+            assert (await client.post(url + path)).status_code == 202
+            await frontend.until_instances(count)
             if count:
                 assert len(tokens(await frontend.ask(3))) == 3
         worker.stop()  # while it is asleep
