@@ -165,7 +165,10 @@ def test_launch_when_all_is_well_then_it_serves_until_sigterm(
     addresses = {process["name"]: process["address"] for process in report["processes"]}
     asyncio.run(check_strangers(addresses["etcd"], addresses["nats"]))
     serve_while_stopped(launched, port)
-    assert re.search(r"^[^|]* INFO .*request-199-x", run(logs.main, "frontend"), re.MULTILINE)
+    # A thread of the launcher writes the file, so it may lag behind the terminal.
+    deadline = time.monotonic() + SOON_S
+    while not re.search(r"^[^|]* INFO .*request-199-x", run(logs.main, "frontend"), re.MULTILINE):
+        assert time.monotonic() < deadline
     assert "launch   | Ready" in run(logs.main, "--tail", "1000")
     stopped = run(stop.main)
     ended = re.findall(r"^(\w+) ended after \d", stopped, re.MULTILINE)
