@@ -140,22 +140,28 @@ class ReportWindow:
             self._counts.popleft()
 
 
+class _QueueSample(NamedTuple):
+    at_s: float
+    tokens: int
+
+
 class QueueWindow:
     """The prompt tokens that have waited at the frontends for a pool in the last seconds."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()  # the time of each, and the tokens
+        self._samples: deque[_QueueSample] = deque()
 
     def increase(self, tokens: int, now: float) -> int:
         """Return how many more tokens wait now than at the begin of the window."""
-        self._samples.append((now, tokens))
-        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW_S:
+        self._samples.append(_QueueSample(now, tokens))
+        # The oldest sample that stays is the one with which the window begins.
+        begin_s = now - WINDOW_S
+        while len(self._samples) > 1 and self._samples[1].at_s <= begin_s:
             self._samples.popleft()
         # A planner that has not led for a while has no samples of that time.
-        if self._samples[0][0] < now - WINDOW_S - _MAX_PAUSE_S:
+        if self._samples[0].at_s < begin_s - _MAX_PAUSE_S:
             self._samples.popleft()
-        _, tokens_before = self._samples[0]
-        return tokens - tokens_before
+        return tokens - self._samples[0].tokens
 
 
 class Observer:
