@@ -9,12 +9,12 @@ same tokens as without the failure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import assert_never
 
 import msgspec
 
+from dynamo_trtllm.frontend.routing.attempt import Attempt, feature_with_state
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.generation_events import (
     FlowDriver,
@@ -22,7 +22,7 @@ from dynamo_trtllm.frontend.routing.generation_events import (
     RouterOptions,
     Signal,
 )
-from dynamo_trtllm.frontend.routing.pairs import PAIR_FAILURES, Pair, WorkerSelection
+from dynamo_trtllm.frontend.routing.pairs import PAIR_FAILURES, WorkerSelection
 from dynamo_trtllm.frontend.routing.suspects import SETTLED_TOKENS, RequestProgress
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
@@ -30,14 +30,12 @@ from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    Instance,
     KvTransferParams,
     Phase,
     ReissueKvParams,
     ReleaseKv,
     ReleaseOutcome,
     ReleaseSlot,
-    Sampling,
     TokenIds,
     token_ids,
 )
@@ -58,35 +56,6 @@ class State(Enum):
     REISSUING = auto()
     CHECKING = auto()
     ENDED = auto()
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One prefill call and the decode call of its KV, or one call of an aggregated worker.
-
-    A decode worker that does not take its call is replaced, so there may be several decode calls.
-    """
-
-    prefill: Instance | None  # None: `decode` is an aggregated worker
-    decode: Instance
-    worker: Instance  # the last one that was called. A failure is attributed to it.
-    # What the next call to `decode` carries: first the request of an aggregated worker, and after
-    # the prefill that of the decode call, with KV transfer parameters.
-    request: GenerateRequest
-    tried: frozenset[int]  # decode instances that were called
-    num_sent_before: int  # tokens that were sent to the client before this attempt
-    # With this many tokens, the call shows that it does not crash its worker: it has settled (see
-    # `suspects`). 0: it has settled, or the request is no suspect.
-    tokens_to_settle: int
-    reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
-    params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
-    has_begun: bool = False  # the decode call has begun to answer
-    transfer_error: DynamoError | None = None  # why the transfer of the KV failed
-
-    @property
-    def pair(self) -> Pair:
-        prefill_id = None if self.prefill is None else self.prefill.id
-        return prefill_id, self.decode.id
 
 
 class GenerationFlow:
@@ -145,7 +114,7 @@ class GenerationFlow:
         self._options = options
         self._fixed_selection = selection
         self._is_probe = selection is not None
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         # The attempt has begun and settled, so its tokens only have to be passed on.
         self._passes_tokens = False
         self._num_attempts = 0
@@ -286,7 +255,7 @@ class GenerationFlow:
         self._wait_timed_out = False
         self._rounds_at_attempt = self._num_rounds
         self._timeline.reset_calls()
-        attempt = _Attempt(
+        attempt = Attempt(
             prefill,
             decode,
             worker=decode,
@@ -337,7 +306,7 @@ class GenerationFlow:
         )
         self._driver.call_worker(attempt.prefill, request)
 
-    def _call_decode(self, attempt: _Attempt) -> None:
+    def _call_decode(self, attempt: Attempt) -> None:
         self.state = State.DECODE
         attempt.worker = attempt.decode
         self._timeline.decode_instance = attempt.decode.id
@@ -363,7 +332,7 @@ class GenerationFlow:
         self._passes_tokens = not attempt.tokens_to_settle
         return chunk if chunk.finish_reason is None else self._end(chunk)
 
-    def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> StreamEvent | None:
+    def _on_prefill_chunk(self, attempt: Attempt, chunk: Chunk) -> StreamEvent | None:
         if chunk.finish_reason is None:
             return None
         attempt.params = chunk.kv_params
@@ -444,13 +413,13 @@ class GenerationFlow:
         assert attempt.transfer_error is not None
         return self._attempt_failed(attempt, attempt.transfer_error)
 
-    def _on_prefill_dead(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
+    def _on_prefill_dead(self, attempt: Attempt, error: DynamoError) -> StreamEvent | None:
         assert attempt.prefill is not None
         attempt.worker = attempt.prefill
         error.__cause__ = attempt.transfer_error
         return self._attempt_failed(attempt, error)
 
-    def _attempt_failed(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
+    def _attempt_failed(self, attempt: Attempt, error: DynamoError) -> StreamEvent | None:
         """Retry or migrate the request, or end it with the error."""
         self._free()
         if self._is_probe:
@@ -475,7 +444,7 @@ class GenerationFlow:
             self._excluded.add(attempt.worker.id)
         return self._select()
 
-    def _error_after_death(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _error_after_death(self, error: DynamoError, attempt: Attempt) -> DynamoError | None:
         """Record the death of the worker, if it died.
 
         Return the error that ends the request, if the request is given up because of this death.
@@ -496,7 +465,7 @@ class GenerationFlow:
             final_error.__cause__ = error
         return final_error
 
-    def _error_after_failure(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+    def _error_after_failure(self, error: DynamoError, attempt: Attempt) -> DynamoError | None:
         """Count the failure.
 
         Return the error that ends the request; None if it is retried or migrated.
@@ -518,7 +487,7 @@ class GenerationFlow:
             if not has_retries or self._num_transfer_failures > _MAX_TRANSFER_FAILURES:
                 return error
             return None
-        feature = _feature_with_state(self.request.sampling)
+        feature = feature_with_state(self.request.sampling)
         if feature is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
             return _migration_failed(error, feature)
         if is_counted:
@@ -555,13 +524,13 @@ class GenerationFlow:
             # A decode call that was sent may not have arrived, so its worker would not free the KV.
             self._free_kv(attempt, ReleaseOutcome.ABORTED)
 
-    def _free_slot(self, attempt: _Attempt) -> None:
+    def _free_slot(self, attempt: Attempt) -> None:
         reservation_id = attempt.reservation_id
         attempt.reservation_id = None
         if reservation_id is not None:
             self._driver.send_control(attempt.decode, ReleaseSlot(reservation_id))
 
-    def _free_kv(self, attempt: _Attempt, outcome: ReleaseOutcome) -> None:
+    def _free_kv(self, attempt: Attempt, outcome: ReleaseOutcome) -> None:
         params = attempt.params
         attempt.params = None
         if attempt.prefill is not None and params is not None:
@@ -575,20 +544,6 @@ class GenerationFlow:
         self._error = None
         del self._driver
         return event
-
-
-def _feature_with_state(sampling: Sampling) -> str | None:
-    """Return the name of a sampling feature whose state is lost when output becomes prompt.
-
-    None: the request has no such feature. The name is for error messages.
-    """
-    if sampling.guided is not None:
-        return "structured output"
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        return "penalties of output tokens"
-    if sampling.seed is not None and sampling.temperature > 0:
-        return "seeded sampling"
-    return None
 
 
 def _migration_failed(error: DynamoError, feature: str) -> errors.MigrationFailed:
