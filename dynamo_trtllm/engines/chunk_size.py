@@ -35,13 +35,14 @@ class ChunkSize:
         self._max_tokens = max_tokens
         self.tokens = max(self._least_tokens, max_tokens // _FIRST_DIVISOR)
 
-    def measured(self, seconds: float, prompt_tokens: int, planned_tokens: int) -> None:
+    def measured(self, seconds: float, planned_tokens: int, *, is_full: bool) -> None:
         """Take the time of a step with streams.
 
         Args:
             seconds: the time.
-            prompt_tokens: how many it had.
-            planned_tokens: how many it might have had. Later steps may be planned already.
+            planned_tokens: how many prompt tokens it might have had. Later steps may be planned
+                already.
+            is_full: it had as many.
         """
         factor = _LARGEST_FACTOR
         if seconds > 0:
@@ -49,7 +50,7 @@ class ChunkSize:
         tokens = self.tokens
         if factor < 1:
             tokens = min(tokens, math.ceil(factor * planned_tokens))
-        elif prompt_tokens >= planned_tokens:
+        elif is_full:
             # A step that was not full says nothing about larger ones.
             tokens = max(tokens, math.ceil(factor * planned_tokens))
         self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))

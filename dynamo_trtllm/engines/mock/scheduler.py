@@ -292,7 +292,8 @@ class MockScheduler:
                 begun_s = max(planned_s, now - step_s)
                 if prompts and decoding:
                     chunk = self._chunk_size.tokens
-                    self._chunk_size.measured(step_s, sum(prompts.values()), chunk)
+                    is_full = sum(prompts.values()) >= chunk
+                    self._chunk_size.measured(step_s, chunk, is_full=is_full)
                 self._step(now - last_s, prompts, decoding)
                 last_s = now
         finally:

@@ -359,8 +359,9 @@ class Scheduler:
         seconds = time.monotonic() - begun_s
         self.load.measured(output.batch, seconds, is_awaited=is_awaited)
         if decoding and chunks:
-            prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self._chunk_size.measured(seconds, prompt_tokens, self._chunk_size.tokens)
+            planned_tokens = self._chunk_size.tokens
+            is_full = sum(chunk.num_tokens for chunk in chunks) >= planned_tokens
+            self._chunk_size.measured(seconds, planned_tokens, is_full=is_full)
 
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""

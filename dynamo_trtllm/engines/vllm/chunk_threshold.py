@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any, Final
 
 from dynamo_trtllm.engines.chunk_size import ChunkSize
-from dynamo_trtllm.engines.vllm.steps import MeasuredStep
+from dynamo_trtllm.engines.vllm.steps import OutputGap
 
 # In `kv_connector_extra_config`: whether the engine is elastic.
 IS_ELASTIC: Final = "dynamo_is_elastic"
@@ -50,7 +50,7 @@ class _StepLimits:
         self._scheduler = scheduler
         self._max_tokens = int(scheduler.max_num_scheduled_tokens)
         self._chunk_size = ChunkSize(self._max_tokens)
-        self._last_step: MeasuredStep | None = None
+        self._last_gap: OutputGap | None = None
 
     def set_for_next_step(self) -> None:
         """Set the limits by what the engine has to do now."""
@@ -140,14 +140,11 @@ class _StepLimits:
         waiting.extend(ordered)
 
     def _learn(self) -> None:
-        """Take the time of the last step, if it had prompt tokens beside streams."""
-        step: MeasuredStep | None = self._scheduler.dynamo_last_step
-        if step is None or step is self._last_step:
-            return
-        self._last_step = step
-        sample = step.sample
-        if step.planned_tokens and sample.prefill_tokens and sample.decode_requests:
-            self._chunk_size.measured(sample.seconds, sample.prefill_tokens, step.planned_tokens)
+        """Take the time for which streams have waited last, if it is new."""
+        gap: OutputGap | None = self._scheduler.dynamo_output_gap
+        if gap is not None and gap is not self._last_gap:
+            self._last_gap = gap
+            self._chunk_size.measured(gap.seconds, gap.planned_tokens, is_full=gap.is_full)
 
 
 def _limits_of(scheduler: Any) -> _StepLimits | None:

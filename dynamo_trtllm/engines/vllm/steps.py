@@ -36,11 +36,17 @@ class _BegunStep(NamedTuple):
     planned_tokens: int = 0  # how many prompt tokens it might have had; 0: there is no limit
 
 
-class MeasuredStep(NamedTuple):
-    """A step, and how many prompt tokens it might have had (0: there is no limit)."""
+class OutputGap(NamedTuple):
+    """The time between the outputs of two steps, for which streams waited.
 
-    sample: StepSample
-    planned_tokens: int
+    An engine in one process with its worker launches the next step before it takes the output of
+    the last one, and the launch of a step with prompt tokens may take as long as its computation.
+    So the streams wait for the step that has ended or for the one that was launched meanwhile.
+    """
+
+    seconds: float
+    planned_tokens: int  # how many prompt tokens the larger one of both might have had
+    is_full: bool  # both had as many as they might have
 
 
 _NOTHING = _Composition()
@@ -70,8 +76,11 @@ def measure_steps(scheduler: Any) -> None:
     # The composition of the step that was scheduled last.
     scheduler.dynamo_composition = _NOTHING
     scheduler.dynamo_sample = None  # a step that is not sent yet
-    scheduler.dynamo_last_step = None  # a `MeasuredStep`
-    scheduler.dynamo_planned_tokens = 0  # of the next step, see `MeasuredStep`
+    scheduler.dynamo_latest_step = _BegunStep(0.0, _NOTHING)  # the one that was scheduled last
+    scheduler.dynamo_output_s = 0.0  # when the output of the last step was taken
+    scheduler.dynamo_output_gap = None  # the last `OutputGap` with prompt tokens
+    # Prompt tokens that the next step may have; 0: there is no limit.
+    scheduler.dynamo_planned_tokens = 0
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
     scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
 
@@ -81,6 +90,7 @@ def measure_steps(scheduler: Any) -> None:
         output = schedule(self, *args, **keywords)
         self.dynamo_composition = _composition(self, output)
         begun = _BegunStep(begun_s, self.dynamo_composition, self.dynamo_planned_tokens)
+        self.dynamo_latest_step = begun
         setattr(output, _BEGUN, begun)
         return output
 
@@ -108,6 +118,7 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
     """Note the end of a step, and keep it as a sample if its time is known."""
     now = time.monotonic()
     begun: _BegunStep = getattr(scheduler_output, _BEGUN, _BegunStep(now, _NOTHING))
+    _note_gap(scheduler, begun, now)
     composition = begun.composition
     start_s = max(begun.begun_s, scheduler.dynamo_last_s)
     scheduler.dynamo_last_s = now
@@ -130,10 +141,26 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
         scheduler.dynamo_was_late = False
     elif not is_empty and is_late == was_late:
         scheduler.dynamo_sample = [now - start_s, *composition]
-        sample = StepSample(*scheduler.dynamo_sample)
-        scheduler.dynamo_last_step = MeasuredStep(sample, begun.planned_tokens)
         if is_decode_step:
             scheduler.dynamo_decode_s = now - start_s
+
+
+def _note_gap(scheduler: Any, ended: _BegunStep, now: float) -> None:
+    """Keep the time since the last output, if streams waited for a limited step in it."""
+    # After a pause, the time begins with the step.
+    begun_s = max(scheduler.dynamo_output_s, ended.begun_s)
+    scheduler.dynamo_output_s = now
+    launched: _BegunStep = scheduler.dynamo_latest_step
+    steps = [ended] if launched is ended else [ended, launched]
+    limited = [step for step in steps if step.planned_tokens and step.composition.prefill_tokens]
+    if not limited or not ended.composition.decode_requests:
+        return
+    full = [step for step in limited if step.composition.prefill_tokens >= step.planned_tokens]
+    scheduler.dynamo_output_gap = OutputGap(
+        seconds=now - begun_s,
+        planned_tokens=max(step.planned_tokens for step in limited),
+        is_full=len(full) == len(steps),
+    )
 
 
 def note_late_results(future: Any) -> None:

@@ -11,7 +11,7 @@ MAX_TOKENS = 8192
 def after(chunk: ChunkSize, base_s: float, token_s: float, num_steps: int = 50) -> int:
     """Return the tokens after some full steps that take these times."""
     for _ in range(num_steps):
-        chunk.measured(base_s + token_s * chunk.tokens, chunk.tokens, chunk.tokens)
+        chunk.measured(base_s + token_s * chunk.tokens, chunk.tokens, is_full=True)
     return chunk.tokens
 
 
@@ -37,12 +37,12 @@ def test_small_steps_are_their_own_limit() -> None:
 def test_step_that_is_not_full_says_nothing_about_larger_ones() -> None:
     chunk = ChunkSize(MAX_TOKENS)
     before = chunk.tokens
-    chunk.measured(0.01, before - 1, before)
+    chunk.measured(0.01, before, is_full=False)
     assert chunk.tokens == before
-    chunk.measured(0.01, before, before)
+    chunk.measured(0.01, before, is_full=True)
     assert chunk.tokens == before * 1.25
     # One that is too long does, whatever it has.
-    chunk.measured(0.2, 1, before)
+    chunk.measured(0.2, before, is_full=False)
     assert chunk.tokens == before / 2
 
 
@@ -52,6 +52,6 @@ def test_time_of_an_older_step_is_not_that_of_the_present_size() -> None:
     planned = [chunk.tokens, chunk.tokens]
     for _ in range(12):
         tokens = planned.pop(0)
-        chunk.measured(0.02 + 1e-4 * tokens, tokens, tokens)
+        chunk.measured(0.02 + 1e-4 * tokens, tokens, is_full=True)
         planned.append(chunk.tokens)
     assert abs(chunk.tokens - 250) < 25

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.vllm.chunk_threshold import IS_ELASTIC, follow_streams
-from dynamo_trtllm.engines.vllm.steps import MeasuredStep
-from dynamo_trtllm.protocol.cost_model import StepSample
+from dynamo_trtllm.engines.vllm.steps import OutputGap
 
 MAX_TOKENS = 16384
 FIRST_CHUNK = MAX_TOKENS // 16
@@ -33,7 +32,7 @@ class Scheduler:
         self.waiting: deque[Any] = deque()
         self.finished_recving_kv_req_ids: set[str] = set()
         self.max_num_scheduled_tokens = MAX_TOKENS
-        self.dynamo_last_step: MeasuredStep | None = None
+        self.dynamo_output_gap: OutputGap | None = None
         self.dynamo_planned_tokens = 0
         self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
         transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
@@ -65,11 +64,8 @@ class Scheduler:
         self.add(name, computed, tokens, status="RUNNING", **params)
         self.running.append(self.requests[name])
 
-    def measured(self, seconds: float, prompt_tokens: int, planned: int | None = None) -> None:
-        planned = self.dynamo_planned_tokens if planned is None else planned
-        self.dynamo_last_step = MeasuredStep(
-            StepSample(seconds, 1, 100, prompt_tokens, 0.0), planned
-        )
+    def measured(self, seconds: float, planned_tokens: int) -> None:
+        self.dynamo_output_gap = OutputGap(seconds, planned_tokens, is_full=True)
 
 
 follow_streams(Scheduler)
@@ -116,20 +112,10 @@ def test_chunk_is_steered_by_the_times_of_steps() -> None:
             assert abs(scheduler.dynamo_planned_tokens - wanted) <= 0.1 * wanted
 
 
-def test_steps_without_both_kinds_of_tokens_do_not_steer() -> None:
+def test_one_gap_counts_once() -> None:
     scheduler = elastic()
     scheduler.run("prompt", 0, 9000)
     scheduler.run("stream", 100, 101)
-    for sample in (
-        StepSample(1.0, 0, 0, 8192),
-        StepSample(1.0, 4, 400),
-        StepSample(0.001, 1, 1, 7),
-    ):
-        scheduler.dynamo_last_step = MeasuredStep(sample, FIRST_CHUNK)
-        assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
-    scheduler.measured(1.0, 8192, planned=0)  # a step without a limit
-    assert scheduler.schedule().prompt_tokens == FIRST_CHUNK
-    # One step counts once.
     scheduler.measured(0.09, FIRST_CHUNK)
     assert [scheduler.schedule().prompt_tokens for _ in range(3)] == [FIRST_CHUNK // 2] * 3
 

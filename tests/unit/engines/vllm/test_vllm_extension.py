@@ -113,6 +113,64 @@ def test_steps_report_computed_work_and_time(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
+def test_gap_of_streams_counts_the_launch_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of two chunks beside a stream, each step launched before the last output is taken.
+
+    Its first chunk takes long to launch, so the stream waits for it before the chunk is computed.
+    """
+    clock = [0.0]
+    scheduler = planned(monkeypatch, [], a=1, b=700)
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock[0])
+
+    def schedule(at_s: float, planned_tokens: int, **counts: int) -> SimpleNamespace:
+        clock[0] = at_s
+        scheduler.dynamo_planned_tokens = planned_tokens
+        return scheduler.schedule(**counts)
+
+    def gap(at_s: float, output: SimpleNamespace) -> steps.OutputGap | None:
+        clock[0] = at_s
+        scheduler.dynamo_output_gap = None
+        scheduler.update_from_output(output, None)
+        return scheduler.dynamo_output_gap
+
+    alone = schedule(10.0, 0, a=1)
+    decode = schedule(10.1, 0, a=1)
+    assert gap(11.0, alone) is None  # no prompt
+    first = schedule(11.1, 500, a=1, b=500)
+    assert gap(15.0, decode) == steps.OutputGap(4.0, 500, is_full=False)
+    second = schedule(15.1, 500, a=1, b=199)
+    assert gap(15.5, first) == steps.OutputGap(0.5, 500, is_full=False)
+    after = schedule(15.6, 0, a=1, b=1)
+    assert gap(16.5, second) == steps.OutputGap(1.0, 500, is_full=False)
+    assert gap(17.0, after) is None
+
+
+def test_gap_of_full_steps_says_that_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    scheduler = planned(monkeypatch, [], a=1, b=10_000)
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock[0])
+    scheduler.schedule(a=1)
+    scheduler.dynamo_planned_tokens = 500
+    clock[0] = 100.0  # after a pause, for which no stream waited
+    full = [scheduler.schedule(a=1, b=500) for _ in range(2)]
+    clock[0] = 101.0
+    scheduler.update_from_output(full[0], None)
+    assert scheduler.dynamo_output_gap == steps.OutputGap(1.0, 500, is_full=True)
+    # Each step ends before the next one is planned.
+    scheduler.update_from_output(full[1], None)
+    alone = scheduler.schedule(a=1, b=500)
+    clock[0] = 103.0
+    scheduler.update_from_output(alone, None)
+    assert scheduler.dynamo_output_gap == steps.OutputGap(2.0, 500, is_full=True)
+
+
+def test_gap_without_streams_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = planned(monkeypatch, [1.0, 5.0], b=10_000)
+    scheduler.dynamo_planned_tokens = 500
+    scheduler.update_from_output(scheduler.schedule(b=500), None)
+    assert scheduler.dynamo_output_gap is None
+
+
 class ResultsOfStep:
     """Has the results of a step, which are there at once or after a wait."""
 
