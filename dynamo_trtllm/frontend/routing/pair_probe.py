@@ -32,7 +32,14 @@ from dynamo_trtllm.frontend.routing.probe_schedule import (
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.protocol import errors
 from dynamo_trtllm.protocol.errors import DynamoError
-from dynamo_trtllm.protocol.messages import Chunk, GenerateRequest, Sampling, TokenIds, token_ids
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    GenerateRequest,
+    Sampling,
+    TokenIds,
+    TokenLogprob,
+    token_ids,
+)
 from dynamo_trtllm.protocol.streams import run_stream
 from dynamo_trtllm.support.background import wait_for_first
 
@@ -51,6 +58,11 @@ ANSWER_TOKENS: Final = 8
 _PROMPT_TOKENS: Final = 168  # longer than the sliding window of gpt-oss (128); ends within a block
 # A wrong answer is followed by another prompt: rounding rarely changes the answers to all of them.
 _MAX_PROMPTS: Final = 3
+# Rounding may choose another one of so many likeliest tokens, if its log-probability is lower by at
+# most _NEAR_LOGPROB. vLLM's own tests compare models by the first of these conditions
+# (`check_logprobs_close` in its tests/models/utils.py).
+_NEAR_TOKENS: Final = 5
+_NEAR_LOGPROB: Final = 0.5
 _PASSED = "ok"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
 
@@ -61,6 +73,13 @@ class _Due(NamedTuple):
     due_at: float
     number: int  # decides between equal times: pairs cannot be compared
     pair: Pair
+
+
+class _ProbeAnswer(NamedTuple):
+    """The output tokens of a request of a probe."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]  # empty if they were not requested
 
 
 class _ProbeResult(NamedTuple):
@@ -258,13 +277,14 @@ class PairProbes:
         An aggregated instance, and a pair whose decode worker can't run aggregated requests, only
         have to answer.
         """
+        alone = WorkerSelection(None, selection.decode)
+        are_near = True  # rounding may have changed all answers
         for _ in range(_MAX_PROMPTS):
             prompt = random_prompt(selection)
-            expected = None
+            expected: list[int] | None = None
             if selection.prefill is not None and selection.decode.can_aggregate:
-                alone = WorkerSelection(None, selection.decode)
-                expected = await self._ask(timeline, alone, prompt)
-            tokens = await self._ask(timeline, selection, prompt)
+                expected = (await self._ask(timeline, alone, prompt)).token_ids
+            tokens = (await self._ask(timeline, selection, prompt)).token_ids
             if len(tokens) != ANSWER_TOKENS:
                 text = f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
                 return _ProbeResult("failed", text)
@@ -275,19 +295,65 @@ class PairProbes:
                 return _ProbeResult("failed", text)
             if expected is None or tokens == expected:
                 return _ProbeResult(_PASSED)
+            # One answer that rounding can't explain is enough.
+            are_near = are_near and await self._is_near(timeline, alone, prompt, expected, tokens)
+        if are_near:
+            return _ProbeResult(_PASSED)
         text = (
-            f"its answers to {_MAX_PROMPTS} prompts differ from those of the decode worker alone:"
-            " KV arrives changed, stale or not at all; check that both workers have the same build,"
-            " model files and KV settings, and check the transport between them"
+            f"its answers to {_MAX_PROMPTS} prompts differ from those of the decode worker alone,"
+            " and have tokens that are unlikely there: KV arrives changed, stale or not at all;"
+            " check that both workers have the same build, model files and KV settings, and check"
+            " the transport between them"
         )
         return _ProbeResult("mismatch", text)
 
+    async def _is_near(
+        self,
+        timeline: ChoiceTimeline,
+        alone: WorkerSelection,
+        prompt: TokenIds,
+        expected: list[int],
+        tokens: list[int],
+    ) -> bool:
+        """Return whether rounding may explain why an answer differs from the expected one.
+
+        The first token that differs is then about as likely as the likeliest one at the decode
+        worker, after the prompt and the tokens that are equal. False if this is not known.
+        """
+        num_equal = next(at for at, token in enumerate(tokens) if token != expected[at])
+        try:
+            answer = await self._ask(
+                timeline,
+                alone,
+                prompt + token_ids(expected[:num_equal]),
+                max_tokens=1,
+                logprobs=_NEAR_TOKENS,
+            )
+        except errors.RequestRejected:
+            return False  # the engine reports no log-probabilities
+        likely = dict(answer.logprobs[0].top) if answer.logprobs else {}
+        logprob = likely.get(tokens[num_equal], -math.inf)
+        return logprob >= max(likely.values(), default=0.0) - _NEAR_LOGPROB
+
     async def _ask(
-        self, timeline: ChoiceTimeline, selection: WorkerSelection, prompt: TokenIds
-    ) -> list[int]:
-        """Send a greedy request to these workers, and return its output tokens.
+        self,
+        timeline: ChoiceTimeline,
+        selection: WorkerSelection,
+        prompt: TokenIds,
+        *,
+        max_tokens: int = ANSWER_TOKENS,
+        logprobs: int | None = None,
+    ) -> _ProbeAnswer:
+        """Send a greedy request to these workers, and return its answer.
 
         Each request has its own salt: otherwise a prefix cache could replace the KV transfer.
+
+        Args:
+            timeline: filled while the request runs.
+            selection: the workers.
+            prompt: the prompt.
+            max_tokens: number of output tokens.
+            logprobs: for how many of the likeliest tokens their log-probabilities are requested.
 
         Raises:
             DynamoError: the request failed.
@@ -298,22 +364,25 @@ class PairProbes:
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
             token_ids=prompt,
-            sampling=Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+            sampling=Sampling(
+                max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs
+            ),
             # The limit below comes first, and cancels the request. The deadline ends it if this
             # cancel is lost.
             deadline=time.time() + self.timeout_s + _CANCEL_S,
             cache_salt=secrets.token_hex(8),
         )
-        tokens: list[int] = []
+        answer = _ProbeAnswer([], [])
 
         def collect(chunk: Chunk) -> bool:
-            tokens.extend(chunk.token_ids)
+            answer.token_ids.extend(chunk.token_ids)
+            answer.logprobs.extend(chunk.logprobs)
             return True
 
         generate = partial(self.router.generate, request, timeline, selection=selection)
         async with asyncio.timeout(self.timeout_s):
             await run_stream(generate, collect)
-        return tokens
+        return answer
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
         prefill_id, decode_id = pair

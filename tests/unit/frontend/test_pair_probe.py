@@ -37,6 +37,8 @@ from dynamo_trtllm.protocol.messages import (
     PhaseTimings,
     ReleaseKv,
     Role,
+    Sampling,
+    TokenLogprob,
     token_ids,
 )
 from tests.kit.generator_streams import ChunkSource, routed_stream
@@ -44,6 +46,8 @@ from tests.kit.instances import CARD, make_instance, make_transfer_params
 from tests.kit.routing import request
 from tests.kit.waiting import SOON_S
 
+NUM_PROMPT = 120
+ASKED = Sampling(max_tokens=ANSWER_TOKENS)
 Answer = Callable[[GenerateRequest], list[int]]
 PREFILL_END = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))
 
@@ -129,10 +133,12 @@ class Bench:
         role: Role,
         ending: Chunk | DynamoError | Answer | None,
     ) -> Worker:
+        return await self.add_worker(number, role, Worker(ending))
+
+    async def add_worker(self, number: int, role: Role, worker: Worker) -> Worker:
         """It can aggregate if it computes its answers."""
-        worker = Worker(ending)
         made = make_instance(number, role=role)
-        instance = msgspec.structs.replace(made, can_aggregate=callable(ending))
+        instance = msgspec.structs.replace(made, can_aggregate=callable(worker.ending))
         await self.plane.serve(instance.subject, worker)
         self.view.add(instance)
         return worker
@@ -316,6 +322,49 @@ async def test_run_wrong_answers_open_the_pair_at_once(prompts: int, code: str) 
         )
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "code"),
+    [
+        ([-0.5, -0.9], "ok"),
+        ([-0.5, -1.1], "mismatch"),
+        ([-0.5], "mismatch"),  # the other token is not among the likeliest ones
+        ([], "mismatch"),  # not known
+    ],
+)
+async def test_run_answers_that_rounding_explains_are_right(
+    logprobs: list[float], code: str
+) -> None:
+    """The last token of the pair is always another one, as with other batches and kernels."""
+
+    class Rounding(Worker):
+        async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            async for chunk in super().chunks(request):
+                if request.sampling.logprobs is not None:
+                    scored.append(request)
+                    first = chunk.token_ids[0]
+                    top = tuple((first + at, value) for at, value in enumerate(logprobs))
+                    entry = TokenLogprob(token_id=first, logprob=-0.5, top=top)
+                    chunk = msgspec.structs.replace(chunk, logprobs=(entry,))
+                yield chunk
+
+    def ending(request: GenerateRequest) -> list[int]:
+        # After the prompt and the first seven tokens, the eighth one is the same.
+        begin = request.token_ids[:NUM_PROMPT]
+        tokens = right(msgspec.structs.replace(request, token_ids=begin, sampling=ASKED))
+        tokens = tokens[len(request.token_ids) - NUM_PROMPT :][: request.sampling.max_tokens]
+        if request.phase is Phase.DECODE:
+            tokens[-1] += 1
+        return tokens
+
+    scored: list[GenerateRequest] = []
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, ending)
+        await bench.add_worker(2, Role.DECODE, Rounding(ending))
+        await bench.until(lambda: bench.codes == {code: 1})
+    assert {len(request.token_ids) for request in scored} == {NUM_PROMPT + ANSWER_TOKENS - 1}
+
+
 async def test_run_compares_equal_prompts_with_own_salts() -> None:
     bench = Bench()
     async with bench.running():
@@ -325,7 +374,7 @@ async def test_run_compares_equal_prompts_with_own_salts() -> None:
     assert decode.phases() == {Phase.AGGREGATED: 1, Phase.DECODE: 1}
     asked = [*decode.asked, *prefill.asked]
     assert {request.token_ids.tobytes() for request in asked} == {asked[0].token_ids.tobytes()}
-    assert len(asked[0].token_ids) == 120
+    assert len(asked[0].token_ids) == NUM_PROMPT
     # no prefix cache answers the second one
     assert len({request.cache_salt for request in decode.asked}) == 2
 
