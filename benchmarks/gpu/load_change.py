@@ -232,6 +232,7 @@ class Comparison:
             "versions": machine.versions(),
             "setup": plan.setup(),
             "load": f"Poisson arrivals, {args.segment_s:g} s of each, token ids, temperature 1",
+            "early_first_token": args.early_first_token,
             "starts": [],
             "cells": [],
             "share_changes": {},
@@ -270,13 +271,10 @@ class Comparison:
         args = self._args
         is_elastic = any(worker["disaggregation_mode"] == ELASTIC for worker in workers)
         mode = "slo" if is_elastic else args.router_mode
-        if mode != "slo":
-            return {"router-mode": mode}
-        return {
-            "router-mode": mode,
-            "slo-ttft-ms": args.slo_ttft_ms,
-            "slo-itl-ms": args.slo_itl_ms,
-        }
+        settings = {"router-mode": mode, "early-first-token": args.early_first_token}
+        if mode == "slo":
+            settings |= {"slo-ttft-ms": args.slo_ttft_ms, "slo-itl-ms": args.slo_itl_ms}
+        return settings
 
     async def _loads(self, word: str, deployment: GpuDeployment, gpus: int) -> None:
         """Run the warm-up and all loads, and write the results."""
@@ -485,6 +483,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--router-mode",
         default="round-robin",
         help="of topologies without elastic workers (default: round-robin)",
+    )
+    add(
+        "--early-first-token",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="send first tokens when prefill workers answer, in all topologies (default: on)",
     )
     add("--timeout-s", default=60.0, type=float, help="longest time of a request (default: 60)")
     add("--budget-s", default=570.0, type=float, help="begin no topology that would end later")

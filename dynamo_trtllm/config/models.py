@@ -455,6 +455,13 @@ class FrontendConfig(RoutingConfig):
         aliases=("--hold-for-roles",),
         help="Maximum seconds that a request waits for a role that has no worker, before 503.",
     )
+    early_first_token: bool = option(
+        "HTTP and routing",
+        True,
+        help="Send the first token of a request when its prefill worker answers. The client then"
+        " waits for the KV transfer after the first token, and not before it. With --router-mode"
+        " slo, this is done where that pause is predicted to keep the limit between tokens.",
+    )
     decode_fallback: bool = option(
         "HTTP and routing",
         False,

@@ -357,7 +357,8 @@ class SimulatedCluster:
         ended = asyncio.get_running_loop().create_future()
         self._router.generate(call, timeline, _recorder(request, self._clocks.monotonic, ended))
         await ended
-        request.worst_gap_s = self._plane.client.worst_gaps_s.pop(call.request_id, 0.0)
+        within_call_s = self._plane.client.worst_gaps_s.pop(call.request_id, 0.0)
+        request.worst_gap_s = max(request.worst_gap_s, within_call_s)
         if timeline.chosen is not None:
             request.path = timeline.chosen.path
         for span, next_span in pairwise(timeline.spans):
@@ -384,6 +385,9 @@ def _recorder(
         if num_tokens:
             if not request.output_tokens:
                 request.first_s = now_s
+            elif request.output_tokens == 1:
+                # An early first token came from another call.
+                request.worst_gap_s = now_s - request.first_s
             request.last_s = now_s
             request.output_tokens += num_tokens
         if event.finish_reason is not None:

@@ -552,7 +552,8 @@ class MockScheduler:
         if gap_s > stream.worst_gap_s:
             stream.worst_gap_s = gap_s
         stream.token_s = now
-        if stream.num_held >= self._tokens_per_event:
+        if stream.num_output >= stream.sends_at:
+            stream.sends_at = stream.num_output + self._tokens_per_event
             stream.send_held()
 
     def _generate(self, stream: MockStream, emit: Callable[[MockStream, Chunk], None]) -> None:

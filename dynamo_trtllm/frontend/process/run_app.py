@@ -277,6 +277,7 @@ def _options(config: FrontendConfig) -> RouterOptions:
         migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
         selects_at_random=config.router_mode == "random",
+        early_first_token=config.early_first_token,
         decode_fallback=config.decode_fallback,
         has_probes=config.probe_interval_s > 0,
     )
@@ -328,6 +329,7 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
             config.slo_itl_ms / 1000,
             prefixes,
             rejects=config.slo_policy == "reject",
+            early_first_token=config.early_first_token,
             overlap_credit=config.router_kv_overlap_score_credit,
             seed=seed,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.routing.pairs import Pair
 from dynamo_trtllm.protocol.errors import DynamoError
@@ -11,6 +11,8 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     KvTransferParams,
     Sampling,
+    TokenIds,
+    token_ids,
 )
 
 
@@ -32,9 +34,12 @@ class Attempt:
     # With this many tokens, the call shows that it does not crash its worker: it has settled (see
     # `suspects`). 0: it has settled, or the request is no suspect.
     tokens_to_settle: int
+    sends_first_token_early: bool  # when the prefill call has answered
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
+    # tokens that the client has got before the decode call repeats them: see `early_token`
+    sent_early: TokenIds = field(default_factory=token_ids)
     transfer_error: DynamoError | None = None  # why the transfer of the KV failed
 
     @property

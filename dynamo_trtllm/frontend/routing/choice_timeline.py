@@ -50,6 +50,8 @@ class ChoiceTimeline:
     chosen: ChosenPath | None = None
     # With `--router-mode slo`, the times of the workers were not known at the last attempt.
     is_unpredicted: bool = False
+    # The spans until the first tokens arrived. None: they have not.
+    num_spans_of_ttft: int | None = field(default=None, compare=False)
     first_s: float | None = None  # when the first tokens arrived
     last_s: float = 0.0  # when the newest ones arrived
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
@@ -68,9 +70,10 @@ class ChoiceTimeline:
         its spans stay, and the span `migration` begins after its last token.
         """
         spans = self.spans
-        if spans and spans[-1].phase == "decode":
+        has_sent_tokens = self.num_spans_of_ttft is not None
+        if spans and has_sent_tokens and spans[-1].phase != "migration":
             spans.append(Span("migration", max(spans[-1].begin_s, self.last_s)))
-        elif len(spans) > self._attempt_span and spans[-1].phase != "migration":
+        elif len(spans) > self._attempt_span and not has_sent_tokens:
             spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
         self._attempt_span = len(spans)
         self._enter("select")
@@ -83,11 +86,11 @@ class ChoiceTimeline:
         self.decode_stats = None
 
     def count_retry(self) -> None:
-        """Count an attempt that failed before a token of the choice was sent."""
+        """Count an attempt that failed before a decode call had generated a token."""
         self.retries += 1
 
     def count_migration(self) -> None:
-        """Count an attempt that failed after a token of the choice was sent."""
+        """Count an attempt that failed after a decode call had generated a token."""
         self.migrations += 1
 
     def placed_by_cost(
@@ -190,10 +193,19 @@ class ChoiceTimeline:
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", self._called_role)
         RECORDER.record(request.request_id, RecordedEvent.CALL_SENT, worker.id, reason=phase)
 
-    def decode_began(self) -> None:
-        """Note the first answer of a decode call."""
+    def first_token_sent_early(self) -> None:
+        """Note that the client gets the first token before the decode call begins."""
+        if self.num_spans_of_ttft is None:
+            self.num_spans_of_ttft = len(self.spans)
         if self.place is not None:
             self.place.first_token()
+
+    def decode_began(self) -> None:
+        """Note the first answer of a decode call."""
+        if self.num_spans_of_ttft is None:
+            self.num_spans_of_ttft = len(self.spans)
+        if self.place is not None:
+            self.place.decode_began()
         # The last span may be a migration, which has the role of the frontend.
         self._enter("decode", self._called_role)
 
@@ -204,7 +216,8 @@ class ChoiceTimeline:
         RECORDER.record(
             request.request_id, RecordedEvent.CALL_FAILED, worker.id, goes_on, reason=error.code
         )
-        if goes_on and self.spans[-1].phase == "first_token":
+        has_sent_tokens = self.num_spans_of_ttft is not None
+        if goes_on and not has_sent_tokens and self.spans[-1].phase == "first_token":
             self.spans[-1].phase = "retry"
 
     def ended(self, request: GenerateRequest) -> None:

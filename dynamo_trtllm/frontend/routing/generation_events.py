@@ -78,6 +78,9 @@ class FlowDriver(Protocol):
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         """Start a call."""
 
+    def cancel_call(self) -> None:
+        """Cancel the current call, whose answer is of no use. No event of it follows."""
+
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         """Let a decode worker fetch the KV of a cancelled request, because nothing else frees it.
 
@@ -128,12 +131,15 @@ class RouterOptions:
     Calls that a worker did not accept do not count as retries or migrations.
     """
 
-    # Limit for a request before its first token was sent. All workers are tried again as often.
+    # Limit for a request of which no decode call has generated a token. All workers are tried again
+    # as often.
     retries: int = 3
-    migrations: int = 3  # limit for a request after its first token was sent
+    migrations: int = 3  # limit for a request after that
     hold_s: float = 0.0  # longest wait for a role that has no instance
     # If there is no cost placement: select at random instead of round robin.
     selects_at_random: bool = False
+    # Send the first token when the prefill worker answers: see `early_token`.
+    early_first_token: bool = False
     # Without a prefill worker, decode workers run aggregated requests.
     decode_fallback: bool = False
     # True: probes test new and quarantined pairs. False: requests test new pairs, and quarantined

@@ -2,9 +2,9 @@
 
 `request_router` passes events to `GenerationFlow.handle` and is the driver that it calls. Only this
 module knows that a request is a prefill call and a decode call, and how a request continues after a
-call has failed. A request is retried if none of its tokens was sent to the client. Otherwise it
-migrates: prompt and output so far become the prompt of the rest. A greedy engine then generates the
-same tokens as without the failure.
+call has failed. A request is retried if no decode call has generated a token of it. Otherwise it
+migrates. If the client has tokens, prompt and output so far become the prompt of the rest. A greedy
+engine then generates the same tokens as without the failure.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo_trtllm.frontend.routing.attempt import Attempt, feature_with_state
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.early_token import early_chunk, without_repeated
 from dynamo_trtllm.frontend.routing.generation_events import (
     FlowDriver,
     FlowEvent,
@@ -119,6 +120,7 @@ class GenerationFlow:
         self._passes_tokens = False
         self._num_attempts = 0
         self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
+        self._num_sent_early = 0  # those of prefill calls, see `early_token`
         self._error: DynamoError | None = None  # the error of the last attempt
         self._excluded: set[int] = set()  # instances that failed this request
         self._avoid: int | None = None  # a prefill instance whose KV transfer failed
@@ -263,6 +265,11 @@ class GenerationFlow:
             tried=frozenset([decode.id]),
             num_sent_before=len(self._sent_ids),
             tokens_to_settle=self._timeline.suspicion.tokens_to_settle(),
+            sends_first_token_early=(
+                self._options.early_first_token
+                and selection.allows_early_token
+                and not self._is_probe
+            ),
         )
         self._attempt = attempt
         self._passes_tokens = False
@@ -317,6 +324,12 @@ class GenerationFlow:
         assert attempt is not None
         if self.state is State.PREFILL:
             return self._on_prefill_chunk(attempt, chunk)
+        if attempt.sent_early:
+            try:
+                chunk, attempt.sent_early = without_repeated(chunk, attempt.sent_early)
+            except errors.StreamIncomplete as exc:
+                self._driver.cancel_call()
+                return self._on_error(exc)
         self._sent_ids.extend(chunk.token_ids)
         if chunk.stats is not None:
             self._timeline.decode_stats = chunk.stats
@@ -329,8 +342,10 @@ class GenerationFlow:
             self._free_kv(attempt, ReleaseOutcome.FETCHED)
             if not self._is_probe:
                 self._driver.record_transfer(attempt.pair)
-        self._passes_tokens = not attempt.tokens_to_settle
-        return chunk if chunk.finish_reason is None else self._end(chunk)
+        self._passes_tokens = not attempt.tokens_to_settle and not attempt.sent_early
+        if chunk.finish_reason is not None:
+            return self._end(chunk)
+        return chunk if chunk.token_ids else None
 
     def _on_prefill_chunk(self, attempt: Attempt, chunk: Chunk) -> StreamEvent | None:
         if chunk.finish_reason is None:
@@ -355,8 +370,16 @@ class GenerationFlow:
             kv_params=chunk.kv_params,
             reservation_id=attempt.reservation_id,
         )
+        early = None
+        if attempt.sends_first_token_early:
+            early = early_chunk(attempt.request.sampling, chunk.kv_params)
+        if early is not None:
+            attempt.sent_early = early.token_ids
+            self._sent_ids.extend(early.token_ids)
+            self._num_sent_early += len(early.token_ids)
+            self._timeline.first_token_sent_early()
         self._call_decode(attempt)
-        return None
+        return early
 
     # --- failures and ends ------------------------------------------------------------------------
 
@@ -477,7 +500,8 @@ class GenerationFlow:
         # refuse it before one runs the whole request.
         is_kv_full = isinstance(error, errors.KvTransfersFull)
         is_counted = not is_kv_full and not errors.is_worker_unavailable(error)
-        if not self._sent_ids:
+        has_decode_tokens = len(self._sent_ids) > self._num_sent_early
+        if not has_decode_tokens:
             if is_counted:
                 self._timeline.count_retry()
             if isinstance(error, errors.KvTransferError):

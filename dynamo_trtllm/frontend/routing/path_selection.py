@@ -35,6 +35,8 @@ _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
+# The same part of the limit between tokens, for the pause after a first token that is sent early.
+_PAUSE_PART: Final = 0.9
 # An elastic worker that has streams takes further ones before a worker that has none, up to this
 # pressure.
 _PACKED: Final = 0.8
@@ -71,6 +73,7 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     ttft_s: float
     gap_s: float  # the longest one of this request and of those that run on its workers
     num_missed: int  # requests that miss a limit: this one, and those that it delays
+    sends_first_token_early: bool  # when the prefill worker answers: see `early_token`
     pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
 
     @property
@@ -113,6 +116,7 @@ def select_path(
     limits: SloLimits,
     *,
     waited_s: float,
+    can_send_early: bool,
     breakers: PairBreakers,
     random: Callable[[], float],
 ) -> ChosenPath | None:
@@ -138,6 +142,7 @@ def select_path(
         aggregated: aggregated workers.
         limits: those of the request.
         waited_s: for how long the request has waited since it arrived.
+        can_send_early: the client may get the first token before the KV has moved.
         breakers: of the pairs.
         random: returns numbers from 0 to 1.
 
@@ -149,7 +154,9 @@ def select_path(
         (_prompt_part(worker, limits, waited_s, random) for worker in prefills), key=_order
     )
     decode_parts = sorted((_decode_part(worker, limits, random) for worker in decodes), key=_order)
-    pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
+    pair = _best_pair(
+        prefill_parts, decode_parts, limits, waited_s, breakers, can_send_early=can_send_early
+    )
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
@@ -184,6 +191,8 @@ def _best_pair(
     limits: SloLimits,
     waited_s: float,
     breakers: PairBreakers,
+    *,
+    can_send_early: bool,
 ) -> ChosenPath | None:
     """Return the path over the best pair whose breaker is closed; None: there is none."""
     if not prefills or not decodes:
@@ -191,7 +200,7 @@ def _best_pair(
     # The first parts are the best ones. An elastic worker may be the best one in both roles.
     is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_same:
-        return _pair_path(prefills[0], decodes[0], limits, waited_s)
+        return _pair_path(prefills[0], decodes[0], limits, waited_s, can_send_early=can_send_early)
     pairs = [
         (prefill, decode)
         for prefill, decode in itertools.product(prefills, decodes)
@@ -201,7 +210,7 @@ def _best_pair(
     if not pairs:
         return None
     prefill, decode = min(pairs, key=_order_of_pair)
-    return _pair_path(prefill, decode, limits, waited_s)
+    return _pair_path(prefill, decode, limits, waited_s, can_send_early=can_send_early)
 
 
 def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]:
@@ -267,9 +276,22 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
 
 
 def _pair_path(
-    prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
+    prefill: _PathPart,
+    decode: _PathPart,
+    limits: SloLimits,
+    waited_s: float,
+    *,
+    can_send_early: bool,
 ) -> ChosenPath:
-    ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
+    ttft_s = waited_s + prefill.first_token_s
+    own_gap_s = decode.gap_s
+    # The client waits for the KV before its first token or after it, where that keeps its limit.
+    transfer_s = decode.worker.transfer_s()
+    sends_early = can_send_early and transfer_s <= _PAUSE_PART * limits.itl_s
+    if sends_early:
+        own_gap_s = max(own_gap_s, transfer_s)
+    else:
+        ttft_s += transfer_s
     misses = decode.misses or ttft_s > _TTFT_PART * limits.ttft_s
     return ChosenPath(
         path=Path.PREFILL_DECODE,
@@ -277,12 +299,14 @@ def _pair_path(
         decode=decode.worker.instance,
         cached_tokens=prefill.worker.cached_tokens,
         ttft_s=ttft_s,
-        gap_s=max(prefill.gap_s, decode.gap_s),
+        gap_s=max(prefill.gap_s, own_gap_s),
         num_missed=misses + prefill.num_delayed + decode.num_delayed,
+        sends_first_token_early=sends_early,
         pressure=max(
             ttft_s / limits.ttft_s,
             prefill.gap_s / limits.others_itl_s,
-            decode.gap_s / min(limits.itl_s, limits.others_itl_s),
+            own_gap_s / limits.itl_s,
+            decode.gap_s / limits.others_itl_s,
         ),
     )
 
@@ -340,6 +364,7 @@ def _aggregated_paths(
             ttft_s=ttft_s,
             gap_s=gap_s,
             num_missed=misses + num_delayed,
+            sends_first_token_early=False,
             pressure=max(
                 ttft_s / limits.ttft_s,
                 decode_gap_s / limits.itl_s,

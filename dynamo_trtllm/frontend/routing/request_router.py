@@ -361,6 +361,11 @@ class RoutedRequest(Stream):
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
         self._call = self._router.plane.client.generate(worker.subject, request, on_event)
 
+    def cancel_call(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
     def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
         call = self._call
         self._call = None

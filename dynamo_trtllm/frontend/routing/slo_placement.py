@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, excluding
 from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
+from dynamo_trtllm.frontend.routing.early_token import can_send_early
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import (
     ChosenPath,
@@ -55,6 +56,11 @@ class PathSelection(PlacedSelection, frozen=True):
 
     chosen: ChosenPath
 
+    @property
+    def allows_early_token(self) -> bool:
+        """See `WorkerSelection.allows_early_token`."""
+        return self.chosen.sends_first_token_early
+
     def aggregated(self, instance: Instance) -> Self:
         """See `WorkerSelection.aggregated`. What was predicted for the pair stays."""
         chosen = msgspec.structs.replace(
@@ -71,6 +77,7 @@ class SloPlacement(Placement):
         ttft_s: limit of the time to first token of requests that name none.
         itl_s: the same for the time between two tokens.
         rejects: reject a request that no path can serve within the limits.
+        early_first_token: see `RouterOptions.early_first_token`.
         prefixes: see `Placement`.
         overlap_credit: see `Placement`.
         seed: see `Placement`.
@@ -83,12 +90,14 @@ class SloPlacement(Placement):
         prefixes: ClusterPrefixes | None = None,
         *,
         rejects: bool = False,
+        early_first_token: bool = False,
         overlap_credit: float = 1.0,
         seed: int | None = None,
     ) -> None:
         super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
         self._default = SloLimits(ttft_s, itl_s, itl_s)
         self._rejects = rejects
+        self._early_first_token = early_first_token
         self._unpredicted: set[str] = set()  # models whose times are not known, which were logged
 
     def select(
@@ -163,6 +172,7 @@ class SloPlacement(Placement):
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:
             overlaps = None
+        sampling = prompt.request.sampling
         groups = list(view.groups.values()) or [PairGroup()]
         paths: list[ChosenPath] = []
         for group in groups:
@@ -185,6 +195,7 @@ class SloPlacement(Placement):
                 aggregated_forecasts,
                 limits,
                 waited_s=waited_s,
+                can_send_early=self._early_first_token and can_send_early(sampling),
                 breakers=breakers,
                 random=self._random,
             )

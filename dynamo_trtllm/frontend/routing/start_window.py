@@ -98,13 +98,14 @@ class StartPlace:
         request: the places of its request, where the choice counts already.
     """
 
-    __slots__ = ("_begun_s", "_has_token", "_request", "_stage", "_worker_id")
+    __slots__ = ("_begun_s", "_has_begun", "_has_token", "_request", "_stage", "_worker_id")
 
     def __init__(self, request: RequestPlaces) -> None:
         self._request: RequestPlaces | None = request  # None: it has left
         self._stage = Stage.PREFILL
         self._worker_id: int | None = None  # of the worker that is called
         self._has_token = False
+        self._has_begun = False  # a worker has generated tokens of it
         self._begun_s = request.group_begun_s
 
     @property
@@ -119,7 +120,7 @@ class StartPlace:
 
     def called(self, worker: Instance, phase: Phase) -> None:
         """Note that a worker is called with the choice."""
-        if self._has_token:
+        if self._has_begun:
             stage = Stage.RUN
         elif phase is Phase.DECODE:
             stage = Stage.START
@@ -137,6 +138,11 @@ class StartPlace:
         if request is not None and not self._has_token:
             request.window.first_tokens.note(request.window.clock() - self._begun_s)
         self._has_token = True
+
+    def decode_began(self) -> None:
+        """Note that a worker generates the tokens of the choice, which has its first one by now."""
+        self.first_token()
+        self._has_begun = True
         self._move(Stage.RUN, self._worker_id)
 
     def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:

@@ -187,7 +187,7 @@ async def test_client_below_its_share_waits_for_decode_slots() -> None:
     while not frontend.limiter.queued:
         await frontend.send("flood", 1, worker=DECODE + len(frontend.tasks) % 2)
         if not frontend.limiter.queued:
-            frontend.waiting_places[-1][1].first_token()
+            frontend.waiting_places[-1][1].decode_began()
     frontend.take("flood", 2 * BELOW_TOKENS)
     await frontend.end()
     await frontend.send("light", 1)
@@ -252,7 +252,7 @@ async def test_decoding_choices_are_limited_to_slots_and_few_more() -> None:
     frontend = Frontend(decode=Limits(max_batch_size=4))
     for number in range(12):  # a slot, and one of four, for each of two workers
         await frontend.send("a", 1, worker=DECODE + number % 2)
-        frontend.waiting_places[-1][1].first_token()
+        frontend.waiting_places[-1][1].decode_began()
     assert not frontend.limiter.queued
     await frontend.send("a", 1)
     assert frontend.limiter.queued == 1
@@ -267,7 +267,7 @@ async def test_migrated_choice_counts_as_decoding() -> None:
     frontend = Frontend()
     await frontend.send("a", 1, worker=DECODE)
     ((_, place),) = frontend.waiting_places
-    place.first_token()
+    place.decode_began()
     place.called(frontend.worker(PREFILL), Phase.PREFILL)
     window = frontend.windows.window(frontend.worker(PREFILL).card.name)
     assert [usage.total > 0 for usage in window.usages] == [False, False, True]
@@ -460,10 +460,10 @@ def test_a_request_is_late_when_its_first_token_would_be() -> None:
     first.begin(ClientShare.EVEN)
     place = first.take()
     clock.now += 0.5
-    place.first_token()
+    place.decode_began()
     assert window.places_for(1, 3).late_at_s == clock.now + 2.0 - 0.5
     assert window.places_for(1, 3, ttft_s=1.0).late_at_s == clock.now + 1.0 - 0.5
-    place.first_token()  # of another attempt
+    place.decode_began()  # of another attempt
     assert window.places_for(1, 3).late_at_s == clock.now + 2.0 - 0.5
 
 
@@ -476,11 +476,11 @@ async def test_wait_of_a_later_group_is_not_its_time_to_first_token() -> None:
     for seconds in (0.5, 60.0):  # to the first tokens, and to the ends
         clock.now += seconds
         for place in first_group:
-            place.first_token()
+            place.decode_began()
     await places.wait_for_group()
     later = places.take()
     clock.now += 0.5
-    later.first_token()
+    later.decode_began()
     assert window.first_tokens.expected_s == 0.5
 
 

@@ -1,0 +1,168 @@
+"""The first token, sent when the prefill worker answers: in the flow, and over a request plane."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.early_token import early_chunk, without_repeated
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.protocol.errors import Disconnected, Draining, StreamIncomplete, TransferFailed
+from dynamo_trtllm.protocol.messages import (
+    Chunk,
+    FinishReason,
+    OutputFormat,
+    Role,
+    Sampling,
+    StructuredOutput,
+    TokenLogprob,
+    token_ids,
+)
+from tests.kit.cases import each_case
+from tests.kit.generator_streams import routed_stream
+from tests.kit.instances import make_transfer_params
+from tests.kit.routing import FINISHED, HANG, Cluster, kv_chunk, request
+
+PARAMS = make_transfer_params("t")  # with the first token 10
+LOGPROB = TokenLogprob(token_id=10, logprob=-1.0)
+
+
+@pytest.fixture
+def cluster(cluster: Cluster) -> Cluster:
+    cluster.router = RequestRouter(
+        cluster.view, cluster.plane, RouterOptions(early_first_token=True)
+    )
+    return cluster
+
+
+@each_case(
+    "sampling",
+    [
+        {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": -0.5},
+        {"seed": 1, "temperature": 0.5},
+        {"logprobs": 2},  # and the prefill worker has reported none
+    ],
+)
+def test_token_that_decode_may_change_is_not_sent_early(sampling: dict[str, Any]) -> None:
+    assert early_chunk(Sampling(max_tokens=9, **sampling), PARAMS) is None
+
+
+def test_early_token_has_its_log_probability() -> None:
+    params = msgspec.structs.replace(PARAMS, first_logprobs=(LOGPROB,))
+    early = early_chunk(Sampling(max_tokens=9, logprobs=2), params)
+    assert early == Chunk(token_ids=token_ids([10]), logprobs=(LOGPROB,))
+
+
+@each_case(
+    ("sent", "chunks", "rest"),
+    [
+        ([10], [[10]], [[]]),
+        ([10], [[10, 11]], [[11]]),
+        ([10, 11], [[10], [11, 12]], [[], [12]]),
+        ([10], [[], [10, 11]], [[], [11]]),
+    ],
+)
+def test_repeated_tokens_are_dropped_in_any_chunks(
+    sent: list[int], chunks: list[list[int]], rest: list[list[int]]
+) -> None:
+    to_come = token_ids(sent)
+    found = []
+    for ids in chunks:
+        logprobs = tuple(TokenLogprob(token_id=id_, logprob=-1.0) for id_ in ids)
+        chunk, to_come = without_repeated(
+            Chunk(token_ids=token_ids(ids), logprobs=logprobs), to_come
+        )
+        assert [entry.token_id for entry in chunk.logprobs] == list(chunk.token_ids)
+        found.append(list(chunk.token_ids))
+    assert found == rest
+    assert not to_come
+
+
+@each_case(
+    "chunk",
+    [
+        Chunk(token_ids=token_ids([11])),
+        Chunk(token_ids=token_ids([11, 10])),
+        Chunk(finish_reason=FinishReason.STOP),
+    ],
+)
+def test_call_that_does_not_repeat_the_token_is_an_error(chunk: Chunk) -> None:
+    with pytest.raises(StreamIncomplete, match="--no-early-first-token"):
+        without_repeated(chunk, token_ids([10]))
+
+
+async def chunks_of(cluster: Cluster, timeline: ChoiceTimeline) -> AsyncIterator[Chunk]:
+    async for chunk in routed_stream(cluster.router, request(), timeline):
+        yield chunk
+
+
+async def test_client_has_the_token_while_the_kv_moves(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
+    decode = await cluster.add(2, Role.DECODE, [HANG])
+    stream = chunks_of(cluster, ChoiceTimeline())
+    first = await anext(stream)
+    assert (list(first.token_ids), first.finish_reason) == ([10], None)
+    await decode.hanging.wait()
+    await stream.aclose()  # type: ignore[attr-defined]
+    await decode.closed.wait()
+
+
+async def test_stream_with_early_token_is_the_same_one(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
+    await cluster.add(2, Role.DECODE, FINISHED)
+    timeline = ChoiceTimeline()
+    assert await cluster.tokens(timeline) == [10, 11, 12, 13]
+    assert [span.phase for span in timeline.spans] == ["select", "prefill", "first_token", "decode"]
+    assert timeline.num_spans_of_ttft == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "phases"),
+    [
+        # Another decode worker takes the call.
+        (Draining("bye"), ["select", "prefill", "first_token", "first_token", "decode"]),
+        (TransferFailed("broke"), ["select", "prefill", "first_token", "migration", "decode"]),
+        (Disconnected("gone"), ["select", "prefill", "first_token", "migration", "decode"]),
+        # It has sampled another token.
+        (
+            Chunk(token_ids=token_ids([99])),
+            ["select", "prefill", "first_token", "migration", "decode"],
+        ),
+    ],
+)
+async def test_stream_continues_after_its_early_token(
+    cluster: Cluster, failure: Any, phases: list[str]
+) -> None:
+    rest = [Chunk(token_ids=token_ids([11])), *FINISHED[2:]]
+    params = msgspec.structs.replace(make_transfer_params("u"), first_token_ids=token_ids([11]))
+    resumed = msgspec.structs.replace(kv_chunk("u"), kv_params=params)
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")], [resumed])
+    is_refused = isinstance(failure, Draining)
+    decode = await cluster.add(2, Role.DECODE, [failure, HANG], rest)
+    other = await cluster.add(3, Role.DECODE, FINISHED if is_refused else rest)
+    timeline = ChoiceTimeline()
+    tokens = await cluster.tokens(timeline)
+    assert tokens == ([10, 11, 12, 13] if is_refused else [10, 11, 13])
+    assert [span.phase for span in timeline.spans] == phases
+    assert timeline.num_spans_of_ttft == 2
+    assert (timeline.retries, timeline.migrations) == (0 if is_refused else 1, 0)
+    last = (other.requests or decode.requests)[-1]
+    assert list(last.token_ids) == ([1, 2, 3] if is_refused else [1, 2, 3, 10])
+    assert last.num_resumed_output_tokens == (0 if is_refused else 1)
+
+
+async def test_stream_that_decode_has_continued_migrates(cluster: Cluster) -> None:
+    repeated = Chunk(token_ids=token_ids([10]))
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")], [RuntimeError()])  # type: ignore[list-item]
+    await cluster.add(2, Role.DECODE, [repeated, FINISHED[1], Disconnected("gone")])
+    await cluster.add(3, Role.AGGREGATED, [FINISHED[2]])
+    timeline = ChoiceTimeline()
+    assert await cluster.tokens(timeline) == [10, 11, 12, 13]
+    assert (timeline.retries, timeline.migrations) == (0, 1)
