@@ -30,8 +30,6 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
-
 from .chaos.deployment import STEP_S, WORKERS, Deployment, Options
 from .deployment import FRONTEND
 
@@ -52,6 +50,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
     client_ttft_s: float
     ttft_s: float
     phase_s: dict[str, float]
+    ttft_phase_s: dict[str, float]  # the part of the phases before the first token
 
     @property
     def difference_s(self) -> float:
@@ -64,10 +63,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
     @property
     def named_ttft_share(self) -> float:
         """The share of the client's time to first token that lies in phases."""
-        named_s = sum(
-            seconds for name, seconds in self.phase_s.items() if name not in AFTER_FIRST_TOKEN
-        )
-        return named_s / self.client_ttft_s
+        return sum(self.ttft_phase_s.values()) / self.client_ttft_s
 
 
 async def send(
@@ -112,7 +108,12 @@ async def send(
         found = json.loads(stats[-1])
         results.append(
             TimedRequest(
-                live_s, now_s - begun_s, first_s - begun_s, found["ttft_s"], found["phase_s"]
+                live_s,
+                now_s - begun_s,
+                first_s - begun_s,
+                found["ttft_s"],
+                found["phase_s"],
+                found["ttft_phase_s"],
             )
         )
     writer.close()

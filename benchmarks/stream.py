@@ -44,6 +44,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     workers: tuple[int, int] | None = None
     # seconds by phase and part, with `x-dynamo-stats`
     phase_s: dict[str, float] = msgspec.field(default_factory=dict)
+    ttft_phase_s: dict[str, float] = msgspec.field(default_factory=dict)
     server_ttft_s: float = 0.0  # as the frontend measures it, with `x-dynamo-stats`
     # between reads with text
     gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))
@@ -202,8 +203,14 @@ class StreamConnection(asyncio.Protocol):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
         match event.get("dynamo_trtllm"):
-            case {"phase_s": {**phases}, "part_s": {**parts}, "ttft_s": float(ttft_s)}:
+            case {
+                "phase_s": {**phases},
+                "part_s": {**parts},
+                "ttft_phase_s": {**ttft_phases},
+                "ttft_s": float(ttft_s),
+            }:
                 record.phase_s = cast("dict[str, float]", phases | parts)
+                record.ttft_phase_s = cast("dict[str, float]", ttft_phases)
                 record.server_ttft_s = ttft_s
 
         match event.get("nvext"):

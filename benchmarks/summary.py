@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
-
 from .stream import RequestRecord
 
 if TYPE_CHECKING:
@@ -179,14 +177,7 @@ def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[st
         return {}
     names = sorted({name for record in known for name in record.phase_s})
     phases = [record.phase_s for record in known]
-    named_s = [
-        sum(
-            seconds
-            for name, seconds in phases_of_one.items()
-            if name not in AFTER_FIRST_TOKEN and "." not in name
-        )
-        for phases_of_one in phases
-    ]
+    named_s = [sum(record.ttft_phase_s.values()) for record in known]
     ttft_s = {
         "frontend": [record.server_ttft_s for record in known],
         "client": [(record.first_s or record.end_s) - record.sent_s for record in known],

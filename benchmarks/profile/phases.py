@@ -6,11 +6,10 @@ import urllib.error
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
-
 from ..credentials import open_url
 
 _NAME = "dynamo_trtllm_phase_seconds"
+_AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
 
 Totals = dict[str, tuple[float, float]]  # by phase: seconds, requests
 
@@ -46,7 +45,7 @@ def means(before: Totals, after: Totals) -> dict[str, float]:
     totals_by_phase = {}
     for phase, (seconds, count) in after.items():
         seconds_before, count_before = before.get(phase, (0.0, 0.0))
-        if count > count_before and phase not in AFTER_FIRST_TOKEN:
+        if count > count_before and phase not in _AFTER_FIRST_TOKEN:
             totals_by_phase[phase] = (seconds - seconds_before) / (requests or count - count_before)
     return totals_by_phase
 

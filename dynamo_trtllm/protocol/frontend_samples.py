@@ -40,6 +40,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     kv_bytes: Number  # of KV that moved from the prefill to the decode worker
     kv_transfer_s: Seconds
     phases: tuple[tuple[str, str, Seconds], ...]  # role, phase, seconds
+    # The part of the phases before the first token. Empty: it had none, or the frontend is older.
+    ttft_phases: tuple[tuple[str, str, Seconds], ...] = ()
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):

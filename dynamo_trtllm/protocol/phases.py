@@ -50,8 +50,6 @@ PHASES = (
 )
 """All phases, about in their order. docs/request-time.md describes them."""
 
-AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
-
 FRONTEND = "frontend"
 """The role of the frontend, beside those of workers in `messages.Role`."""
 

@@ -20,6 +20,7 @@ from dynamo_trtllm.frontend.requests.timeline import (
     TimelineSubscribers,
 )
 from dynamo_trtllm.protocol.frontend_samples import RequestRow, WorkerProgress
+from dynamo_trtllm.protocol.phases import PhaseSeconds
 
 MAX_KEPT_REQUESTS: Final = 200
 MAX_SENT_REQUESTS: Final = 50  # of those, in one sample
@@ -173,6 +174,10 @@ class RequestActivity:
         return progress
 
 
+def _as_rows(phases: PhaseSeconds) -> tuple[tuple[str, str, float], ...]:
+    return tuple([(role, phase, seconds) for (role, phase), seconds in phases.items()])
+
+
 def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
     """Return what is shown of a request that has ended."""
     answer = timeline.answer
@@ -214,5 +219,6 @@ def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
         migrations=migrations,
         kv_bytes=kv_bytes,
         kv_transfer_s=kv_transfer_s,
-        phases=tuple([(role, phase, seconds) for (role, phase), seconds in end.phases.items()]),
+        phases=_as_rows(end.phases),
+        ttft_phases=_as_rows(end.ttft_phases),
     )

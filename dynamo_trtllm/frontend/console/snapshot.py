@@ -8,7 +8,6 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from dynamo_trtllm.protocol.frontend_samples import RequestRow
-from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN
 
 MAX_LISTED: Final = 100  # workers, pairs, and requests of one second
 
@@ -145,9 +144,7 @@ _NETWORK: Final = "network"  # the way to workers and back, and all phases that 
 def ttft_parts(row: RequestRow) -> dict[str, float]:
     """Return the time to first token of a request in its parts, in seconds."""
     parts = dict.fromkeys([*_PARTS, _NETWORK], 0.0)
-    for _, phase, seconds in row.phases:
-        if phase in AFTER_FIRST_TOKEN:
-            continue
+    for _, phase, seconds in row.ttft_phases:
         name = next((name for name, phases in _PARTS.items() if phase in phases), _NETWORK)
         parts[name] += seconds
     return parts
@@ -155,7 +152,7 @@ def ttft_parts(row: RequestRow) -> dict[str, float]:
 
 def mean_ttft_parts(rows: Sequence[RequestRow]) -> dict[str, float]:
     """Return the means of `ttft_parts` of the requests that had a first token; {} without any."""
-    split = [ttft_parts(row) for row in rows if row.first_token_s is not None]
+    split = [ttft_parts(row) for row in rows if row.ttft_phases]
     if not split:
         return {}
     return {name: sum(parts[name] for parts in split) / len(split) for name in split[0]}

@@ -56,6 +56,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float  # a time of `time.monotonic()`
     usage: Usage
     phases: PhaseSeconds
+    ttft_phases: PhaseSeconds  # the part of them before the first token; {}: there is none
 
 
 class TimelineSubscribers:
@@ -182,9 +183,12 @@ class RequestTimeline:
         end_s = time.monotonic()
         code = outcome if isinstance(outcome, str) else outcome.code
         phases: PhaseSeconds = {}
+        ttft_phases: PhaseSeconds = {}
         if self.choices and self.answer is not None:
             self.usage = self.answer.usage()
-            phases = self.phases(last_of(self.choices), end_s)
+            last = last_of(self.choices)
+            phases = self.phases(last, end_s)
+            ttft_phases = self.ttft_phases(last)
         end = RequestEnd(
             outcome=outcome,
             code=code,
@@ -192,6 +196,7 @@ class RequestTimeline:
             end_s=end_s,
             usage=self.usage,
             phases=phases,
+            ttft_phases=ttft_phases,
         )
         for notify in self._subscribers.ended:
             notify(self, end)
@@ -200,6 +205,17 @@ class RequestTimeline:
         """Return the phases of this request with one of its choices, which has ended last."""
         timeline = choice.timeline
         return divide(self.spans_with(choice), end_s, timeline.prefill_stats, timeline.decode_stats)
+
+    def ttft_phases(self, choice: Choice) -> PhaseSeconds:
+        """Return the phases until the first token of a choice. {}: it has none."""
+        timeline = choice.timeline
+        if timeline.first_s is None:
+            return {}
+        spans = [*self.spans, *timeline.spans[: timeline.num_spans_of_ttft]]
+        if any(span.phase == "migration" for span in timeline.spans):
+            # The statistics are those of calls after the first token.
+            return divide(spans, timeline.first_s)
+        return divide(spans, timeline.first_s, timeline.prefill_stats, timeline.decode_stats)
 
     def spans_with(self, choice: Choice) -> list[Span]:
         """Return the spans of this request with those of one of its choices."""

@@ -79,6 +79,7 @@ def test_phases_share_excludes_parts_and_later_phases() -> None:
     timed.sent_s = 100.02  # planned for 100.0
     timed.server_ttft_s = 0.4
     timed.phase_s = {"prefill": 0.3, "kv_transfer": 0.08, "kv_transfer.read": 0.05, "decode": 9.0}
+    timed.ttft_phase_s = {"prefill": 0.3, "kv_transfer": 0.08}
     found = phase_times([timed, record()])
     assert found["phase_ms"]["kv_transfer.read"] == pytest.approx(
         dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 50.0)

@@ -19,6 +19,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import Disconnected, Draining, EngineFailed
@@ -31,7 +32,7 @@ from dynamo_trtllm.protocol.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.protocol.phases import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
+from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.protocol.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from tests.kit.cases import each_case
 from tests.kit.frontend_app import CARD, MODEL, FakeFrontend, chunk, front, stop
@@ -219,7 +220,11 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
         await engine.aclose()
 
 
-async def test_phases_of_retried_requests_add_up(mock_frontend: FakeFrontend) -> None:
+@pytest.mark.parametrize("early_first_token", [False, True])
+async def test_phases_of_retried_requests_add_up(
+    mock_frontend: FakeFrontend, cluster: Cluster, early_first_token: bool
+) -> None:
+    cluster.router.options = RouterOptions(early_first_token=early_first_token)
     app = asgi(mock_frontend.app)
 
     async def ask(number: int) -> tuple[float, httpx.Response]:
@@ -236,6 +241,7 @@ async def test_phases_of_retried_requests_add_up(mock_frontend: FakeFrontend) ->
     answers = await asyncio.gather(*map(ask, range(200)))
     assert sum(response.status_code == 200 for _, response in answers) > 150
     seen: set[str] = set()
+    before_first_token: set[str] = set()
     first_s = named_s = 0.0
     for client_s, response in answers:
         if response.status_code != 200:  # it failed too often
@@ -246,7 +252,8 @@ async def test_phases_of_retried_requests_add_up(mock_frontend: FakeFrontend) ->
         assert sum(phases.values()) == pytest.approx(stats["total_s"])
         assert stats["total_s"] <= client_s
         first_s += stats["ttft_s"]
-        named_s += sum(seconds for name, seconds in phases.items() if name not in AFTER_FIRST_TOKEN)
+        named_s += sum(stats["ttft_phase_s"].values())
+        before_first_token |= stats["ttft_phase_s"].keys()
     assert {
         "retry",
         "migration",
@@ -259,7 +266,8 @@ async def test_phases_of_retried_requests_add_up(mock_frontend: FakeFrontend) ->
         "decode",
     } <= seen
     assert seen <= set(PHASES)
-    assert 0.95 * first_s <= named_s <= first_s
+    assert named_s == pytest.approx(first_s)
+    assert ("kv_transfer" in before_first_token) == (not early_first_token)
 
 
 # --- what Dynamo's clients ask for ----------------------------------------------------------------
