@@ -3,13 +3,11 @@
 No other module reads argv or os.environ.
 
 Flags override the environment, which overrides defaults. The source of each value is stored. An
-error is a ConfigError of one line. If an unknown flag is one of another server, the error names the
-flag that does the same here, or says what to do instead.
+error is a ConfigError of one line.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
@@ -17,14 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.child_settings import text_of
-from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config, ConnectionConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
@@ -35,13 +31,12 @@ from dynamo_trtllm.config.flags import (
     read_flags,
     variable,
 )
-from dynamo_trtllm.config.http_access import ACCESS_FIELDS
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.config.split_flags import flag_names
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.config.unknown_flags import reject_unknown, without_no_op_flags
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
 from dynamo_trtllm.protocol.sanitize import (
     MASK,
@@ -89,7 +84,7 @@ def load(
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog)
     given, unknown = parser.parse_known_args(list(argv))
-    reject_unknown(model, given, _without_no_op_flags(model, unknown), parser, also)
+    reject_unknown(model, given, without_no_op_flags(model, unknown), parser, also)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
     _check_servers(config)
@@ -447,154 +442,3 @@ def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, st
         if flag.names[0] in words and source.startswith("environment "):
             notes.append(f"{flag.names[0]} is set by {source}")
     return f" ({', '.join(notes)})" if notes else ""
-
-
-_WORKER = f"{CONSOLE} worker"
-_LAUNCHER = f"{CONSOLE} launch"
-_COMMANDS: Mapping[type[Config], str] = {
-    WorkerConfig: _WORKER,
-    FrontendConfig: f"{CONSOLE} frontend",
-    LaunchConfig: _LAUNCHER,
-}
-_SUBCOMMANDS = frozenset(
-    {"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"}
-)
-
-
-def reject_unknown(
-    model: type[Config],
-    given: argparse.Namespace,
-    unknown: Sequence[str],
-    parser: argparse.ArgumentParser,
-    also: Sequence[type[Config]] = (),
-) -> None:
-    """Reject unknown flags and arguments, and subcommands of other servers.
-
-    Return if there are none.
-
-    Args:
-        model: settings of the command.
-        given: what the parser recognized.
-        unknown: words that it did not recognize, in the order typed.
-        parser: parser of the command.
-        also: settings of other processes whose flags the command takes.
-
-    Raises:
-        ConfigError: there is an unknown word. The message says what to type or do instead.
-    """
-    positional = next((flag for flag in flags_of(model) if flag.positional), None)
-    words = list(unknown)
-    if issubclass(model, LaunchConfig | ServeConfig) and positional is not None:
-        # The parser has taken the first word, which may be a subcommand of another server.
-        taken = getattr(given, positional.field, {})
-        words = [typed.value for typed in taken.values()] + words
-    _reject_subcommand(words)
-    if not unknown:
-        return
-    word = unknown[0]
-    if not word.startswith("-"):
-        if positional is not None:
-            raise ConfigError(f"{word!r} is a second {positional.names[0]}; give only one")
-        hint = "every setting is a flag, see --help"
-        if "model_path" in model.model_fields:
-            hint = f"if it is the model, type --model-path {word}"
-        raise ConfigError(f"unexpected argument {word!r}; {hint}")
-    name, _, _ = word.partition("=")
-    answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
-    if answer is None:
-        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        for other in also:
-            flags += [flag for flag in flag_names(other) if flag not in flags]
-        guess = suggest(name, flags)
-        answer = f"did you mean {guess}?" if guess else "see --help"
-    raise ConfigError(f"unknown flag {name}; {answer}")
-
-
-def _reject_subcommand(words: Sequence[str]) -> None:
-    """Raise ConfigError if the first word is a subcommand of another server, or one of ours."""
-    if not words or words[0].replace("_", "-") not in _SUBCOMMANDS:
-        return
-    model_name = "MODEL"
-    if len(words) > 1 and not words[1].startswith("-"):
-        model_name = words[1]
-    raise ConfigError(
-        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve"
-        f" {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
-        f" for one worker: {_WORKER} --model-path {model_name}"
-    )
-
-
-def _without_no_op_flags(model: type[Config], unknown: Sequence[str]) -> list[str]:
-    """Leave out flags that change nothing here, such as `--request-plane nats`."""
-    words = list(unknown)
-    if not issubclass(model, WorkerConfig | FrontendConfig):
-        return words
-    for flag in ("request-plane", "event-plane", "discovery-backend", "store-kv"):
-        variable_name = dynamo_variables.PREFIX + flag.replace("-", "_").upper()
-        for value in dynamo_variables.VARIABLES[variable_name].no_op_values:
-            words = _without(words, [f"--{flag}={value}"])
-            words = _without(words, [f"--{flag}", value])
-    return words
-
-
-def _without(words: list[str], part: list[str]) -> list[str]:
-    """Return the words without each occurrence of the words of `part` in a row."""
-    kept = list(words)
-    # From the end, because a deletion moves only the words that follow it.
-    for i in range(len(words) - len(part), -1, -1):
-        if kept[i : i + len(part)] == part:
-            del kept[i : i + len(part)]
-    return kept
-
-
-def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
-    """Return what to type or do instead of an unknown flag.
-
-    Return None if neither this project nor another server has a similar flag.
-    """
-    from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
-
-    others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
-    # All flags such as --trtllm.section.key have one entry, "trtllm.".
-    section, dot, _ = name.partition(".")
-    answer = others.get(section + dot)
-    if isinstance(answer, str) and answer:
-        return answer
-    # Otherwise the entry is a list of fields. Without an entry, a field may have the name.
-    fields = answer or _fields_named(name, (model, *_COMMANDS))
-    for field in fields:
-        if positional is not None and field == positional.field:
-            return f"{positional.names[0]} is the first argument: type the value without --{name}"
-        if field in model.model_fields:
-            flag = _flag(field)
-            return None if flag == f"--{name}" else f"use {flag}"
-    for owner, command in _COMMANDS.items():
-        for field in fields:
-            if field in owner.model_fields:
-                return _use_of_another_command(model, owner, command, field, name)
-    return None
-
-
-def _fields_named(flag_name: str, models: Iterable[type[Config]]) -> list[str]:
-    """Return the field with this flag in any of the models; none if there is none."""
-    field = flag_name.replace("-", "_")
-    return [field] if any(field in model.model_fields for model in models) else []
-
-
-def _use_of_another_command(
-    model: type[Config], owner: type[Config], command: str, field: str, name: str
-) -> str:
-    flag = _flag(field)
-    if issubclass(model, LaunchConfig | ServeConfig):
-        where = "frontend"
-        # Workers have the settings of access, too, but clients use the port of the frontend.
-        if owner is WorkerConfig and field not in ACCESS_FIELDS:
-            where = "the flags of a worker"
-        return f"write {flag.removeprefix('--')} in {where} in the deployment file"
-    if flag == f"--{name}":
-        return f"{flag} is a flag of {command}"
-    return f"it is {flag} of {command}"
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
