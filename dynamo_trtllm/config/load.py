@@ -49,7 +49,8 @@ C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
 _OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
-# Set if the parent has logged the ignored variables. DYN_TRTLLM_ is the prefix of settings only.
+# Set if the parent has logged the ignored variables. It is no setting, so it does not begin with
+# DYN_TRTLLM_.
 _IGNORED_ARE_LOGGED = "DYNAMO_TRTLLM_VARIABLES_NAMED"
 
 
@@ -272,7 +273,10 @@ def _well_known(flag: Flag, env: Mapping[str, str], processes: AbstractSet[str])
 
 
 def _kinds(model: type[Config], engine: object) -> AbstractSet[str]:
-    """Return the kinds of process with these settings, as in `dynamo_variables`."""
+    """Return the kinds of the processes with these settings, as `dynamo_variables` names them.
+
+    Return none for the settings of other commands.
+    """
     if issubclass(model, WorkerConfig):
         return {dynamo_variables.WORKER, str(engine)}
     if issubclass(model, FrontendConfig):
@@ -294,7 +298,7 @@ def ignored_variables(env: Mapping[str, str], *configs: Config) -> str:
         processes |= _kinds(type(config), getattr(config, "engine", None))
     return ignored(
         env,
-        known=_read_by(_commands()),
+        known=_read_by(_settings_of_commands()),
         read=_read_by(map(type, configs)),
         processes=processes,
     )
@@ -314,8 +318,8 @@ def child_environment() -> dict[str, str]:
     return process_environment() | {_IGNORED_ARE_LOGGED: "1"}
 
 
-def _commands() -> list[type[Config]]:
-    """Return the settings of all commands."""
+def _settings_of_commands() -> list[type[Config]]:
+    """Return the classes of the settings of all commands."""
     classes = [value for value in vars(commands).values() if isinstance(value, type)]
     return [cls for cls in classes if issubclass(cls, Config)]
 
@@ -377,15 +381,15 @@ def _otel_problem(model: type[Config], flag: Flag, name: str, env: Mapping[str, 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """Reject unknown DYN_TRTLLM_ variables.
 
-    Those of all commands are known, because processes share environments.
+    The variables of all commands are known, because processes share environments.
     """
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
     known: set[str] = set()
-    # A flag without a value has no variable. Name that its variable would have -> what to set.
+    # A flag without a value has no variable. By the name that its variable would have: what to set.
     instead: dict[str, str] = {}
-    for settings in dict.fromkeys([model, *_commands()]):
+    for settings in dict.fromkeys([model, *_settings_of_commands()]):
         for flag in flags_of(settings):
             variables = flag.variables()
             known.update(variables)
@@ -434,7 +438,7 @@ def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, s
 
 
 def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, str]) -> str:
-    """Return which flags in a message were set by variables, because it names flags only."""
+    """Return which flags in a message were set by variables. The message names only the flags."""
     words = text.replace(";", " ").replace(",", " ").split()
     notes = []
     for flag in flags:

@@ -23,11 +23,12 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 _WORKER = f"{CONSOLE} worker"
 _LAUNCHER = f"{CONSOLE} launch"
-_COMMANDS: Mapping[type[Config], str] = {
+_COMMAND_OF: Mapping[type[Config], str] = {
     WorkerConfig: _WORKER,
     FrontendConfig: f"{CONSOLE} frontend",
     LaunchConfig: _LAUNCHER,
 }
+# Subcommands of other servers, and of ours where a user types one too many.
 _SUBCOMMANDS = frozenset(
     {"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"}
 )
@@ -41,8 +42,6 @@ def reject_unknown(
     also: Sequence[type[Config]] = (),
 ) -> None:
     """Reject unknown flags and arguments, and subcommands of other servers.
-
-    Return if there are none.
 
     Args:
         model: settings of the command.
@@ -122,7 +121,7 @@ def _without(words: list[str], part: list[str]) -> list[str]:
 def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
     """Return what to type or do instead of an unknown flag.
 
-    Return None if neither this project nor another server has a similar flag.
+    Return None if nothing is known of it, or if this command has the flag in another form.
     """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
@@ -133,14 +132,15 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     if isinstance(answer, str) and answer:
         return answer
     # Otherwise the entry is a list of fields. Without an entry, a field may have the name.
-    fields = answer or _fields_named(name, (model, *_COMMANDS))
+    fields = answer or _fields_named(name, (model, *_COMMAND_OF))
     for field in fields:
         if positional is not None and field == positional.field:
             return f"{positional.names[0]} is the first argument: type the value without --{name}"
         if field in model.model_fields:
             flag = _flag(field)
+            # If they are equal, the user typed another form, such as --model_path.
             return None if flag == f"--{name}" else f"use {flag}"
-    for owner, command in _COMMANDS.items():
+    for owner, command in _COMMAND_OF.items():
         for field in fields:
             if field in owner.model_fields:
                 return _use_of_another_command(model, owner, command, field, name)
@@ -156,6 +156,15 @@ def _fields_named(flag_name: str, models: Iterable[type[Config]]) -> list[str]:
 def _use_of_another_command(
     model: type[Config], owner: type[Config], command: str, field: str, name: str
 ) -> str:
+    """Return where to give the unknown flag `name`, which sets a field of another command.
+
+    Args:
+        model: settings of the command that was typed.
+        owner: settings that have the field.
+        command: the command with these settings.
+        field: name of the field.
+        name: the flag without dashes, as typed. In another server, it may have another name.
+    """
     flag = _flag(field)
     if issubclass(model, LaunchConfig | ServeConfig):
         where = "frontend"
