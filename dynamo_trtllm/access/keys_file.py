@@ -72,7 +72,7 @@ def _lines(text: str) -> list[str]:
     them, as U+2028.
     """
     lines = text.split("\n")
-    # What ends with a newline has no further, empty line after it.
+    # A newline at the end of the text begins no further line.
     if not lines[-1]:
         lines.pop()
     return lines
