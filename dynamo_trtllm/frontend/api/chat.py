@@ -481,7 +481,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def text_tools(self) -> frozenset[str]:
-        """The names of the tools whose input is any text."""
+        """The names of those `custom_tools` whose input follows no grammar."""
         tools = (tool.custom for tool in self.tools if isinstance(tool, ChatCustomTool))
         return frozenset(tool.name for tool in tools if tool.format.type == "text")
 

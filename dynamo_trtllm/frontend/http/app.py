@@ -75,7 +75,8 @@ def build_app(
         access: decides which requests are served. Default: that of the settings.
 
     Raises:
-        ConfigError: a route has a path of the frontend, or the file of API keys is wrong.
+        ConfigError: a route of the program has a path of the frontend, or the file of API keys is
+            wrong.
     """
     access = access or AccessControl(config)
     access.count = metrics.count

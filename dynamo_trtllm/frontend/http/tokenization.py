@@ -37,8 +37,8 @@ from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.support.http_server.server import Route
 
-# What resolves a request returns its work, and how many characters of stored responses this work
-# renders. Only `/v1/responses` has stored responses.
+# The work of a request is returned with the number of characters of stored responses that it
+# renders. Only `/v1/responses/input_tokens` has stored responses.
 _NO_STORED_CHARS = 0
 
 
@@ -120,7 +120,7 @@ async def _detokenization(
 
 
 def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
-    """Return what resolves requests of `/v1/responses/input_tokens`."""
+    """Return the function that returns the work of a request of `/v1/responses/input_tokens`."""
 
     async def resolve(
         body: ResponseRequest, served: ServedModel, owner: str

@@ -115,7 +115,7 @@ class ProcessGroup:
         self._hooks = hooks  # names, see `Hooks.names`
         self._environ = process_environ(config, environ)
         if hooks is not None:
-            # The processes import them from where this one has them.
+            # The processes import the hooks from the folders from which this one has imported them.
             self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._usage_file: int | None = None  # memory in which processes count what keys use
         if config.api_keys_file is not None:

@@ -99,7 +99,7 @@ async def run_app(
         stack.push_async_callback(discovery.aclose)
         if pipe is not None:
             _share_metrics(pipe, metrics)
-        # Only probes prove that a pair works before it gets requests.
+        # Without probes, nothing shows that a pair works before a model is ready.
         proofs = breakers if config.probe_interval_s > 0 else None
         models = ModelRegistry(view, discovery, plane, config.namespace, proofs)
         stack.push_async_callback(models.aclose)
@@ -340,10 +340,11 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
     )
 
 
-# Per GC generation, in allocations or collections of the younger generation. A collection of the
-# middle one stops all streams: with up to 500,000 objects it took 150 to 200 ms while many choices
-# started, with 100,000 50 ms on a busy machine, and with 50,000 33 ms of CPU time for a body of
-# 40,000 blocks. So it has at most 25,000: 16 ms. All collections together take as long as before.
+# Per GC generation: how many allocations, or collections of the younger generation, lead to a
+# collection. One of the middle generation stops all streams: with up to 500,000 objects it took 150
+# to 200 ms while many choices started, with 100,000 50 ms on a busy machine, and with 50,000 33 ms
+# of CPU time for a body of 40,000 blocks. With these thresholds, it has at most 25,000 objects and
+# takes 16 ms. All collections together take as long as with larger thresholds.
 THRESHOLDS = (5_000, 5, 2_000)
 
 

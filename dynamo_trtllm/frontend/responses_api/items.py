@@ -305,7 +305,10 @@ class _Item:
 
 
 class _WholeCall(_Item):
-    """A call whose item has no arguments: the text is read when it is complete."""
+    """A call of a custom tool or a shell.
+
+    Its item has an input or an action, which is read from the complete arguments.
+    """
 
     def start(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))

@@ -55,6 +55,7 @@ from dynamo_trtllm.protocol.errors import (
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, TokenIds, encode
 
+# The names of this API's fields, by internal names (see `GenerationOptions.names`).
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -150,7 +151,8 @@ class ResponseBuilder:
     def pack(self, response: dict[str, Any]) -> bytes | None:
         """Serialize the response for the store.
 
-        None if `store` is false; it is set to false if it is too large.
+        None: `store` is false, or the response is too large. In the second case, its `store` is set
+        to false.
         """
         if not self.stored:
             return None
@@ -329,7 +331,10 @@ class ResponsesAdapter:
     async def resolve(
         self, body: ResponseRequest, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        """Read all items that the request refers to, and return the work that plans it.
+        """Read all items that the request refers to. Arguments as for `ApiAdapter.resolve`.
+
+        Returns:
+            The work that plans the request, and the characters of the conversation.
 
         Raises:
             ResponseNotFound: the request refers to a response that is not stored.

@@ -1,8 +1,8 @@
 """Parse the output of models without Harmony: split reasoning from the answer, and find tool calls.
 
 Text that is not a call, or stops being one before the call was emitted, is content. The parser is
-strict about the top level of a call's JSON object. Below it, it only matches brackets and quotes:
-arguments are passed on as generated, and the client has to validate them.
+strict about the top level of a call's JSON object. Below that level, it only matches brackets and
+quotes: arguments are passed on as generated, and the client has to validate them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Output:
 
     def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
         self.text = ""  # the text received last
-        self.at = 0  # the index in it where reading goes on
+        self.at = 0  # the index in `text` where reading goes on
         self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
-        self.num_reasoning_texts = 0  # the texts of reasoning that it has received
+        self.num_reasoning_texts = 0  # the texts of reasoning that `out` has received
         # Whether the text is reasoning. A prompt for such a model may end with <think>.
         self.is_in_reasoning = reasoning_parser == "deepseek_r1"
         self.is_reasoning_over = reasoning_parser == "none"  # all further text is the answer
@@ -189,9 +189,10 @@ class _Output:
     def _content(self, *, skips_space: bool) -> _Parsing:
         """Emit text up to <tool_call>.
 
-        Leading white space is withheld, and text that may be the beginning of the marker.
+        Text that may be the beginning of the marker is withheld. With `skips_space`, leading white
+        space is withheld, too.
         """
-        # There may be much white space, so it is joined only once.
+        # Whether all text so far is white space to skip. It may be long, so it is joined only once.
         is_blank = skips_space
         while True:
             while self.at == len(self.text):
@@ -287,7 +288,7 @@ class _Output:
     def _take(self, end: int, *, is_argument: bool = False) -> str:
         """Consume the text up to an index, and return it.
 
-        Arguments of a certain call are emitted. All other text is kept.
+        Arguments of a certain call are emitted. All other text is withheld.
         """
         part = self.text[self.at : end]
         self.at = end

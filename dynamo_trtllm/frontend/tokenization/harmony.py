@@ -249,7 +249,7 @@ class HarmonyRenderer:
     def _header_end(self, channel: str, address: str, content_type: str | None) -> TokenIds:
         """Return the end of a header, from the channel on.
 
-        Content types are marked, except that of built-in tools.
+        A content type follows `<|constrain|>`, except that of built-in tools.
         """
         ids = token_ids([harmony_parser.CHANNEL])
         if content_type is None:
