@@ -35,7 +35,7 @@ class ApiKey(
     # api: the API. status: /health, /metrics and the console. all: both.
     scope: Scope = "api"
     models: tuple[_ModelName, ...] | None = None
-    # Lower values first. The priority of its requests, unless they ask for a higher value.
+    # The priority of its requests, unless they ask for a higher value. Lower values come first.
     priority: _Priority = 0
     # Share of the workers, relative to those of other keys whose requests wait.
     weight: _Weight = 1.0

@@ -79,6 +79,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) -> list[ApiKey]:
+    """Return the keys of the lines of a file. Raises ConfigError, see `read_keys`."""
     keys: list[ApiKey] = []
     place_of: dict[str, str] = {}  # by name and by hash
     in_settings = f"--api-key or {ENV_PREFIX}API_KEY"

@@ -23,7 +23,7 @@ _OTHER_SITES: Final = frozenset({"cross-site", "same-site"})
 class PageGuard:
     """The names by which a frontend may be called, and the pages that may call it."""
 
-    # In the header Host, in addition to the names that no page on the Internet has. None: all.
+    # Names in the header Host, in addition to those that no page on the Internet has. None: all.
     hosts: Set[str] | None
     origins: Set[str]  # of --cors-origins
 

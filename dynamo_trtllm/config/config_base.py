@@ -109,7 +109,7 @@ NatsAddress = Annotated[
         " Python process",
     ),
 ]
-# Subjects of replies begin with it. NATS rejects a name with wildcards or empty parts.
+# The subjects of replies begin with this name. NATS rejects one with wildcards or empty parts.
 InboxPrefix = Annotated[
     str,
     matching(

@@ -31,7 +31,7 @@ class EngineTraits:
     # True: --model-path is a folder or the name of a bundled model, the engine gets the folder, and
     # requests default to the sampling values in it. False: the engine gets what was given.
     reads_model: bool = False
-    # The model of its engine arguments. None: it has none, and a worker rejects all.
+    # The pydantic model of the engine's arguments. None: it has none, and a worker rejects all.
     arguments: type[BaseModel] | None = None
     # True: the worker fills in the default address of --kv-transfer-host. False: it rejects the
     # flag.

@@ -426,6 +426,7 @@ def _validate(model: type[C], given: Mapping[str, tuple[Any, str]]) -> C:
 
 
 def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, str]) -> str:
+    """Return what is wrong with the field `name`, or with several fields if it is ""."""
     flags: dict[str, Flag] = {flag.field: flag for flag in flags_of(model)}
     if name not in flags:
         text = str(error["msg"]).removeprefix("Value error, ")

@@ -234,6 +234,7 @@ class SimulatedCluster:
         await self._stack.aclose()
 
     async def _start_worker(self, number: int, config: WorkerConfig) -> None:
+        """Start a worker, and register it with the frontend."""
         engine = MockEngine(
             config,
             instance_id=number,

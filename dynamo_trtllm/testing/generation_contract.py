@@ -34,7 +34,7 @@ from dynamo_trtllm.testing.engine_requests import (
 from dynamo_trtllm.testing.stream_record import StreamRecord, is_terminal
 
 _HARMONY_STOPS = (200002, 200012)  # the end of an answer, and of a tool call
-# A value of each field of Sampling that an engine may not support, which is not the default.
+# For each field of Sampling that an engine may not support, a value that is not the default.
 _VALUES: dict[str, Any] = {
     "min_tokens": 1,
     "temperature": 0.5,

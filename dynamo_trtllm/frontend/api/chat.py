@@ -378,7 +378,8 @@ class ToolsAllowed(RequestModel):
 ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | CustomNamed | ToolsAllowed
 
 
-def _tool_choice(value: Any, info: ValidationInfo) -> Any:
+def _tool_choice(value: Any, info: ValidationInfo) -> ToolChoice:
+    """Return the normalized form of a `tool_choice`. Reject one that demands a hosted tool."""
     match value:
         case "auto" | "none" | "required":
             return ToolChoice(mode=value)

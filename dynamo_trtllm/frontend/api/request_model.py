@@ -46,7 +46,7 @@ from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 M = TypeVar("M", bound="RequestModel")
 V = TypeVar("V")
 
-# Limits of a body, which are counted by its punctuation (see `_check_count`).
+# Limits for the punctuation of a body, by which `_check_count` counts its values.
 # ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
 MAX_VALUES: Final = 1_250_000
 # ":"; enough for MAX_ITEMS messages of six fields. While an object with so many keys is parsed,

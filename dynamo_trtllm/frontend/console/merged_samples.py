@@ -218,6 +218,7 @@ class MergedSamples:
         )
 
     def _snapshot(self, point: ConsolePoint, rows: Sequence[RequestRow]) -> ConsoleSnapshot:
+        """Return the state of the deployment, with the newest point and these requests."""
         now = time.time()
         report = self._models.readiness(MAX_LISTED)
         instances = self._models.instances()

@@ -279,6 +279,10 @@ class Hooks:
         )
 
     def _result(self, hook: Callable[..., Any], task: asyncio.Task[object]) -> object:
+        """Return the result of a call that has ended, or raise its error.
+
+        Another error than a DynamoError or ClientDisconnected becomes HookFailed.
+        """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return task.result()

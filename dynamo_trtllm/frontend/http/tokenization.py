@@ -69,6 +69,7 @@ async def _tokenization(
 
 
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
+    """Return the response of `/tokenize`, to a plain prompt or to messages."""
     if body.prompt is not None:
         # None is the default, true.
         adds_special_tokens = body.add_special_tokens is not False

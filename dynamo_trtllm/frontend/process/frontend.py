@@ -224,6 +224,7 @@ class Frontend(Lifecycle):
     async def _serve_on(
         self, sock: socket.socket, access: AccessControl, certificate: ServerCertificate | None
     ) -> None:
+        """Serve on a listening socket until stopped. Raise the error of a task that has failed."""
         gate = StartupGate()
         keeps_all_headers = bool(self._hooks)
         server = frontend_server(
@@ -259,6 +260,7 @@ class Frontend(Lifecycle):
         access: AccessControl,
         certificate: ServerCertificate | None,
     ) -> None:
+        """Run what is behind the gate, until cancelled."""
         # This takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
         from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc

@@ -194,6 +194,7 @@ class ProcessGroup:
         return self._aggregator.total()
 
     async def _refresh(self, name: str, pipe: ControlPipe) -> None:
+        """Give the present metrics of a process to the aggregator."""
         try:
             snapshot = await pipe.request_snapshot(_METRICS_TIMEOUT_S)
         except (DeadlineExceeded, Disconnected) as exc:

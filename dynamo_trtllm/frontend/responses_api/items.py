@@ -177,6 +177,7 @@ def _visible_text(parts: Iterable[Item]) -> str:
 
 
 def _result(item: Item, called: Mapping[str, str]) -> Message:
+    """Return the message of the output of a tool. `called`: as in `messages_of`."""
     call_id = called.get(item["call_id"])
     if call_id is None:
         kind = item["type"]

@@ -232,6 +232,7 @@ class ResponseBuilder:
         return start_events + self._last_events(error)
 
     def _last_events(self, error: DynamoError) -> bytes:
+        """Return the events with which a stream ends after an error."""
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
             last = {"type": "response.incomplete", "response": self.cancelled()}
@@ -245,6 +246,7 @@ class ResponseBuilder:
         )
 
     def _encoded(self, *events: OutputEvent) -> bytes:
+        """Return numbered events as they are sent."""
         data = b""
         for number, event in enumerate(events, self._next_number):
             if isinstance(event, TextDelta):

@@ -275,6 +275,7 @@ class _Output:
         return self._is_certain
 
     def _begin_if_certain(self) -> None:
+        """Emit the beginning of the call once what was read of it can only be a call."""
         if self._is_certain or not self._name:
             return
         if "arguments" not in self._keys and self._tool_call_parser != "hermes":

@@ -199,6 +199,7 @@ class HarmonyParser:
             self._emit_header_as_text()
 
     def _control(self, token_id: int) -> None:
+        """Process a control token."""
         if self._position is _Position.HEADER and token_id == MESSAGE:
             self._end_header()
         elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
@@ -231,6 +232,7 @@ class HarmonyParser:
         return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
 
     def _end_header(self) -> None:
+        """Begin the body that the withheld header announces."""
         header = self._read_header()
         if header is None:
             self._emit_header_as_text()
@@ -321,6 +323,7 @@ class HarmonyParser:
         self._num_forced_in_header = 0
 
     def _end_message(self) -> None:
+        """End the current body, or a header without one."""
         if self._position is _Position.HEADER and self._header:
             # A header of only the role is dropped: it has nothing to show.
             is_bare = self._read_header() == Header()
