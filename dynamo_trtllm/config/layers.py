@@ -203,7 +203,8 @@ class _StrictLoader(yaml.SafeLoader):
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token on this way
-        # takes time in proportion to the number of open brackets.
+        # takes time in proportion to the number of open brackets, so that is limited here, before
+        # any node is composed.
         if self.flow_level >= MAX_YAML_DEPTH:
             problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
             raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())

@@ -41,10 +41,10 @@ _Matching: TypeAlias = Generator[None, None, bool]  # returns whether it found w
 _Reading: TypeAlias = Generator[None, None, str]  # returns text
 
 
-class _Output:
-    """The text of an output, and what was read of it.
+class _OutputReader:
+    """Reads the text of an output, and adds reasoning, content and calls to `out`.
 
-    Its methods are generators, which yield when they need more text. Those that return a value
+    Methods that need more text are generators, and yield to wait for it. Those that return a value
     return False or "" at the first error, and consume nothing after it.
     """
 
@@ -404,13 +404,13 @@ class ChatOutputParser:
         forced_ids: TokenIds,
     ) -> None:
         self._text = text
-        # The generator refers to the output. The output does not hold the generator, because such a
+        # The generator refers to the reader. The reader does not hold the generator, because such a
         # cycle would keep the text in memory.
-        self._output = _Output(reasoning_parser, tool_call_parser)
-        self._parsing = self._output.parse()
+        self._reader = _OutputReader(reasoning_parser, tool_call_parser)
+        self._parsing = self._reader.parse()
         self._is_plain = False  # all further text is content, and none waits
         self._add(forced_ids)
-        self._output.out.reasoning_tokens = 0
+        self._reader.out.reasoning_tokens = 0
 
     def push(self, token_ids: TokenIds) -> StepOutput:
         if self._is_plain:
@@ -420,43 +420,43 @@ class ChatOutputParser:
 
     def finish(self) -> StepOutput:
         self._push(self._text.finish())
-        self._output.has_ended = True
-        if not self._output.is_reasoning_over:
+        self._reader.has_ended = True
+        if not self._reader.is_reasoning_over:
             self._parse("")
-        self._output.finish_answer()
+        self._reader.finish_answer()
         return self._take()
 
     def _take(self) -> StepOutput:
-        self._is_plain = self._output.is_all_content
-        return self._output.out.take()
+        self._is_plain = self._reader.is_all_content
+        return self._reader.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
         """Parse tokens. Those of reasoning are parsed one by one, to count them."""
-        output = self._output
+        reader = self._reader
         at = 0
-        while at < len(token_ids) and not output.is_reasoning_over:
-            num_texts = output.num_reasoning_texts
-            was_in_reasoning = output.is_in_reasoning
+        while at < len(token_ids) and not reader.is_reasoning_over:
+            num_texts = reader.num_reasoning_texts
+            was_in_reasoning = reader.is_in_reasoning
             self._push(self._text.push(token_ids[at : at + 1]))
-            is_between_markers = was_in_reasoning and output.is_in_reasoning
+            is_between_markers = was_in_reasoning and reader.is_in_reasoning
             # A token may have the last text of reasoning, and the marker that ends it.
-            has_reasoning_text = output.num_reasoning_texts > num_texts
+            has_reasoning_text = reader.num_reasoning_texts > num_texts
             if is_between_markers or has_reasoning_text:
-                output.out.reasoning_tokens += 1
+                reader.out.reasoning_tokens += 1
             at += 1
         if at < len(token_ids):
             self._push(self._text.push(token_ids[at:]))
 
     def _push(self, decoded: StepOutput) -> None:
         for delta in decoded.deltas:
-            if self._output.is_all_content:
-                self._output.out.add(_CONTENT, delta.text)
+            if self._reader.is_all_content:
+                self._reader.out.add(_CONTENT, delta.text)
             else:
                 self._parse(delta.text)
 
     def _parse(self, text: str) -> None:
-        self._output.text = text
-        self._output.at = 0
+        self._reader.text = text
+        self._reader.at = 0
         next(self._parsing)
 
 
