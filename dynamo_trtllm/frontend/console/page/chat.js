@@ -173,6 +173,7 @@ export class Chat {
   async answer() {
     const view = new AnswerView(this.apiKey, (result, wanted) => this.takeResult(result, wanted));
     this.show(view.element);
+    const conversation = this.messages;
     this.abort = new AbortController();
     byId("chat-stop").hidden = false;
     byId("chat-send").disabled = true;
@@ -193,7 +194,8 @@ export class Chat {
     } catch (error) {
       const text = this.abort.signal.aborted ? "Stopped." : error.message;
       view.element.append(make("p", { class: "bad-text" }, text === "Failed to fetch" ? "The frontend does not answer. Send the message again." : text));
-      this.keepOrUndo(view.message);
+      // "Clear" may have begun another conversation, of which this answer is no part.
+      if (conversation === this.messages) this.keepOrUndo(view.message);
     } finally {
       this.abort = null;
       byId("chat-stop").hidden = true;
