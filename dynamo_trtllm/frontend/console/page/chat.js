@@ -145,7 +145,7 @@ export class Chat {
     this.answer();
   }
 
-  /** Take the result of a tool call. Once all of an answer are there, the model goes on. */
+  /** Take the result of a tool call. Once the answer has `wanted` results, the model goes on. */
   takeResult(result, wanted) {
     this.results.push(result);
     if (this.results.length < wanted) return;
@@ -204,7 +204,7 @@ export class Chat {
     }
   }
 
-  /** Keep what came of an answer. Without any, its question may be sent again. */
+  /** Keep the text of an answer that was cut off. Without text, put the question back, so that it can be sent again. */
   keepOrUndo(message) {
     if (message.content) {
       this.messages.push(message);
