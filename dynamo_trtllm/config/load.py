@@ -60,8 +60,8 @@ def load(
     prog: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    more: Callable[[C], str] | None = None,
-    also: Sequence[type[Config]] = (),
+    extra_text: Callable[[C], str] | None = None,
+    others: Sequence[type[Config]] = (),
 ) -> C:
     """Load the settings of a process. `source_of` of the result returns the source of each.
 
@@ -71,9 +71,9 @@ def load(
             was typed.
         argv: command line without the program name. Default: that of this process.
         environ: environment. Default: that of this process.
-        more: returns the text that `--print-config` prints below the settings.
-        also: settings of other processes whose flags the command takes: an unknown flag is compared
-            with them, too.
+        extra_text: returns the text that `--print-config` prints below the settings.
+        others: settings of other processes whose flags the command takes, too. An unknown flag is
+            compared with all of these.
 
     Raises:
         ConfigError: a flag, variable or value is not valid.
@@ -85,7 +85,7 @@ def load(
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog)
     given, unknown = parser.parse_known_args(list(argv))
-    reject_unknown(model, given, without_no_op_flags(model, unknown), parser, also)
+    reject_unknown(model, given, without_no_op_flags(model, unknown), parser, others)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
     _check_servers(config)
@@ -94,8 +94,8 @@ def load(
         note = ignored_variables(env, config)
         if note:
             sys.stdout.write(f"note: {note}\n")
-        if more is not None:
-            sys.stdout.write(more(config))
+        if extra_text is not None:
+            sys.stdout.write(extra_text(config))
         raise SystemExit(0)
     return config
 
@@ -168,7 +168,10 @@ def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
 
 
 def command(
-    model: type[C], prog: str, *failures: type[Exception], more: Callable[[C], str] | None = None
+    model: type[C],
+    prog: str,
+    *failures: type[Exception],
+    extra_text: Callable[[C], str] | None = None,
 ) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
     """Return a decorator that makes a function of settings the `main` of a command.
 
@@ -179,14 +182,14 @@ def command(
         model: class of the settings.
         prog: command, as for `load`.
         failures: errors that end it, as for `command_errors`.
-        more: text for `--print-config`, as for `load`.
+        extra_text: text for `--print-config`, as for `load`.
     """
 
     def decorate(run: Callable[[C], int | None]) -> Callable[..., NoReturn]:
         @functools.wraps(run)
         def main(argv: Sequence[str] | None = None) -> NoReturn:
             with command_errors(prog, *failures):
-                status = run(load(model, prog=prog, argv=argv, more=more))
+                status = run(load(model, prog=prog, argv=argv, extra_text=extra_text))
                 raise SystemExit(0 if status is None else status)
 
         return main

@@ -39,7 +39,7 @@ def reject_unknown(
     given: argparse.Namespace,
     unknown: Sequence[str],
     parser: argparse.ArgumentParser,
-    also: Sequence[type[Config]] = (),
+    others: Sequence[type[Config]] = (),
 ) -> None:
     """Reject unknown flags and arguments, and subcommands of other servers.
 
@@ -48,7 +48,7 @@ def reject_unknown(
         given: what the parser recognized.
         unknown: words that it did not recognize, in the order typed.
         parser: parser of the command.
-        also: settings of other processes whose flags the command takes.
+        others: as for `load`.
 
     Raises:
         ConfigError: there is an unknown word. The message says what to type or do instead.
@@ -74,7 +74,7 @@ def reject_unknown(
     answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
     if answer is None:
         flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        for other in also:
+        for other in others:
             flags += [flag for flag in flag_names(other) if flag not in flags]
         guess = suggest(name, flags)
         answer = f"did you mean {guess}?" if guess else "see --help"
@@ -125,10 +125,10 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     """
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
-    others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
+    entries = read_yaml(Path(__file__).with_name("other_servers.yaml"))
     # All flags such as --trtllm.section.key have one entry, "trtllm.".
     section, dot, _ = name.partition(".")
-    answer = others.get(section + dot)
+    answer = entries.get(section + dot)
     if isinstance(answer, str) and answer:
         return answer
     # Otherwise the entry is a list of fields. Without an entry, a field may have the name.
