@@ -116,7 +116,7 @@ class AccessControl:
         # The usage of keys. None: there is no file of keys, and no other keys have limits.
         self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
-        self._from_settings: dict[bytes, Tenant] = {}
+        self._from_settings: dict[bytes, Tenant] = {}  # by digest of the key, as in `_tenants`
         for key in config.api_key:
             digest = digest_of(key)
             # Stored responses are found by this name, so it must not depend on the key's place in

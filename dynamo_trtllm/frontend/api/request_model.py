@@ -46,7 +46,7 @@ from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 M = TypeVar("M", bound="RequestModel")
 V = TypeVar("V")
 
-# Limits for the punctuation of a body, by which `_check_count` counts its values.
+# Limits of a body. `_check_count` counts its values by the punctuation that is named here.
 # ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
 MAX_VALUES: Final = 1_250_000
 # ":"; enough for MAX_ITEMS messages of six fields. While an object with so many keys is parsed,
@@ -66,8 +66,8 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 _NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))  # all bytes but the counted punctuation
 _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
-REF = "#/components/schemas/{model}"
-_UNSUPPORTED = "unsupported_parameter"
+REF = "#/components/schemas/{model}"  # pydantic's template for references of OpenAPI
+_UNSUPPORTED = "unsupported_parameter"  # pydantic error type that becomes UnsupportedParameter
 _MAX_WHOLE: Final = float(1 << 53)  # below it, floats without a fraction are exact integers
 _KINDS = {
     dict: "an object",

@@ -49,8 +49,8 @@ _STATUSES: Final = frozenset(
 )
 
 ReadBody: TypeAlias = Callable[[], Awaitable[bytes]]
-# Returns a context in which the body of a request can be read. At the end of the context, the
-# body's memory no longer counts.
+# Returns a context in which the body of a request can be read. The body counts in the limits of
+# bodies until the context ends.
 OpenBody: TypeAlias = Callable[[HttpRequest], AbstractContextManager[ReadBody]]
 
 
@@ -281,7 +281,8 @@ class Hooks:
     def _result(self, hook: Callable[..., Any], task: asyncio.Task[object]) -> object:
         """Return the result of a call that has ended, or raise its error.
 
-        Another error than a DynamoError or ClientDisconnected becomes HookFailed.
+        A ClientDisconnected is raised as it is, and so is a DynamoError whose texts can be sent.
+        Any other error becomes HookFailed.
         """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:

@@ -44,6 +44,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
+# The answers to status requests while the rest of the frontend is loaded.
 _STARTING = "this frontend is starting"
 _NO_LISTS: dict[str, object] = dict.fromkeys(
     ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()

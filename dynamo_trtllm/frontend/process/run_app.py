@@ -345,10 +345,10 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
 
 
 # Per GC generation: how many allocations, or collections of the younger generation, lead to a
-# collection. One of the middle generation stops all streams: with up to 500,000 objects it took 150
-# to 200 ms while many choices started, with 100,000 50 ms on a busy machine, and with 50,000 33 ms
-# of CPU time for a body of 40,000 blocks. With these thresholds, it has at most 25,000 objects and
-# takes 16 ms. All collections together take as long as with larger thresholds.
+# collection. A collection of the middle generation stops all streams. With up to 500,000 objects it
+# took 150 to 200 ms while many choices started, with 100,000 50 ms on a busy machine, and with
+# 50,000 33 ms of CPU time for a body of 40,000 blocks. With these thresholds it has at most 25,000
+# objects and takes 16 ms. All collections together take as long as with larger thresholds.
 THRESHOLDS = (5_000, 5, 2_000)
 
 

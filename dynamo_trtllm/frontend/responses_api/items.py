@@ -388,6 +388,7 @@ class OutputBuilder:
                 events.append(event)
         finish_events = list(self._open.finish(status))
         events += finish_events
+        # The last event has the whole item.
         self._done.append(finish_events[-1]["item"])
         self._open = None
         return events

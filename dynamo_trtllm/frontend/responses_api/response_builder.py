@@ -126,7 +126,7 @@ class ResponseBuilder:
         self._output = OutputBuilder(self.id, plan.choices[0].renderer, tools)
         self._items = plan.items
         self._base = _echo(meta, body, plan)
-        self._finish = ""
+        self._finish = ""  # the finish reason; "": the output goes on
         self._max_stored_bytes = max_stored_bytes
         self._next_number = 0  # sequence number of the next event
 

@@ -145,8 +145,8 @@ class HarmonyParser:
         self._num_calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # How many tokens at the start of the header were forced. They are not output. As long as
-        # the forced ids are parsed, it counts all of them, so that no header becomes output.
+        # How many tokens at the start of the header were forced. They are not output. While the
+        # forced ids are parsed, this is the number of all of them, so that no header is output.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)

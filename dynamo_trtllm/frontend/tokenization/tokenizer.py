@@ -53,7 +53,8 @@ def run_finder(chars: int) -> Callable[[str], bool]:
     """
     word_or_blanks = re.compile(rf"[^{_WORD_ENDS}]{{{chars}}}|\s{{{chars}}}")
     # This also matches blanks that are no new lines, which `is_run` rejects. To exclude them, the
-    # pattern would need an alternative for each character, 15 bytes and eight times as long.
+    # pattern would need an alternative for each character, which takes 15 bytes and eight times as
+    # long.
     no_word = re.compile(rf"[\W_]{{{chars}}}")
 
     def is_run(text: str, start: int) -> bool:
@@ -215,6 +216,7 @@ class _Segments:
     """
 
     def __init__(self, file: _TokenizerFile) -> None:
+        # The added tokens that are found before the text is normalized.
         found_first = [
             token for token in file.added_tokens if token.content and not token.normalized
         ]
