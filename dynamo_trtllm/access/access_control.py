@@ -45,7 +45,7 @@ _OTHER_MACHINE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tenant:
-    """The sender of a request: its API key, and what counts the usage of that."""
+    """The sender of a request: an API key, and what counts the usage of this key."""
 
     key: ApiKey
     usage: KeyUsage | None  # None: the key has no limits
@@ -113,10 +113,10 @@ class AccessControl:
         self.needs_api_key = config.needs_api_key
         self._needs_certificate = config.needs_certificate
         self.has_console = False  # it serves the console, whose page and files need no key
-        # The usage of keys; None: none has limits.
+        # The usage of keys. None: there is no file of keys, and no other keys have limits.
         self.usage: UsageTable | None = None
         self._allows_anonymous = config.allow_anonymous
-        self._from_settings: dict[bytes, Tenant] = {}
+        self._from_settings: dict[bytes, Tenant] = {}  # by digest of the key, as in `_tenants`
         for key in config.api_key:
             digest = digest_of(key)
             # Stored responses are found by this name, so it must not depend on the key's place in

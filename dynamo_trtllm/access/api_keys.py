@@ -14,7 +14,7 @@ from dynamo_trtllm.protocol.number_types import MAX_PRIORITY, MAX_WEIGHT, MIN_WE
 
 MAX_KEY_CHARS: Final = 256
 PREFIX: Final = "sk-"  # tools that search for leaked keys look for it
-_KEY_BYTES = 32  # random ones of a generated key
+_KEY_BYTES = 32  # random bytes of a generated key
 
 Scope: TypeAlias = Literal["api", "status", "all"]
 _Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
@@ -32,10 +32,10 @@ class ApiKey(
 
     name: KeyName  # shown in logs; the key itself never is
     sha256: _Sha256  # of the key, in hexadecimal
-    # api: the API. status: /health, /metrics and the documentation. all: both.
+    # api: the API. status: /health, /metrics and the console. all: both.
     scope: Scope = "api"
     models: tuple[_ModelName, ...] | None = None
-    # Lower values first. The priority of its requests, unless they ask for a higher value.
+    # The priority of its requests, unless they ask for a higher value. Lower values come first.
     priority: _Priority = 0
     # Share of the workers, relative to those of other keys whose requests wait.
     weight: _Weight = 1.0

@@ -142,8 +142,9 @@ class UsageTable:
             )
             del self._changed[key_id]
             if totals[key_id] != KeyTotals():
-                # Without further requests, its usage falls as minutes pass. So later reports have
-                # it, too, until it is 0. It goes last: each report has other keys first.
+                # Without further requests, the usage falls as minutes pass. So later reports have
+                # this key, too, until its usage is 0. It goes last: each report has other keys
+                # first.
                 self._changed[key_id] = None
         return totals
 
@@ -445,7 +446,7 @@ class Charge:
         self._usage: KeyUsage | None = usage
         self.generations = generations
         self.tokens = tokens
-        self.slot = slot  # that has the tokens
+        self.slot = slot  # the slot in which the tokens were counted
 
     def close(self, tokens: int) -> None:
         """Replace the charge by the tokens that the request took. The second call does nothing."""

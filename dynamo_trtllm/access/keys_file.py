@@ -72,13 +72,14 @@ def _lines(text: str) -> list[str]:
     them, as U+2028.
     """
     lines = text.split("\n")
-    # What ends with a newline has no further, empty line after it.
+    # A newline at the end of the text begins no further line.
     if not lines[-1]:
         lines.pop()
     return lines
 
 
 def _parsed(path: Path, lines: list[str], from_settings: Iterable[ApiKey] = ()) -> list[ApiKey]:
+    """Return the keys of the lines of a file. Raises ConfigError, see `read_keys`."""
     keys: list[ApiKey] = []
     place_of: dict[str, str] = {}  # by name and by hash
     in_settings = f"--api-key or {ENV_PREFIX}API_KEY"

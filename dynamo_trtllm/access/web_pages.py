@@ -1,8 +1,8 @@
 """Reject requests that a web page makes a user's browser send to a frontend without API keys.
 
-A frontend on a user's machine is within reach of the browser, and so of every page. A page may send
-requests to it, unless it needs a key that the page does not know. It may also let the name of its
-own server resolve to this machine (DNS rebinding), and then read the answers.
+A frontend on a user's machine is within reach of the browser, and so of every page. A page can send
+requests to the frontend, unless they need a key that the page does not know. The page can also let
+the name of its own server resolve to this machine (DNS rebinding), and then read the answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER_SITES: Final = frozenset({"cross-site", "same-site"})
 class PageGuard:
     """The names by which a frontend may be called, and the pages that may call it."""
 
-    # In the header Host, in addition to the names that no page on the Internet has. None: all.
+    # Names in the header Host, in addition to those that no page on the Internet has. None: all.
     hosts: Set[str] | None
     origins: Set[str]  # of --cors-origins
 
@@ -62,7 +62,10 @@ class PageGuard:
 
 
 def page_host(request: HttpRequest) -> str | None:
-    """Return the name in the header Host if a page on the Internet may have it; None if not."""
+    """Return the name in the header Host if a page of that server may send the request.
+
+    None: there is no such header, or no page on the Internet can be loaded from the name.
+    """
     host = request.header(b"host")
     if host is None:
         return None

@@ -75,7 +75,6 @@ class ChatConfig(HttpClientConfig, DeploymentChoiceConfig):
         positional=True,
         help="A question, in quotes: print its answer and exit. Default: a conversation.",
     )
-    # None selects the server's own default.
     url: ServerUrl | None = option(
         "HTTP and routing",
         None,
@@ -89,6 +88,7 @@ class ChatConfig(HttpClientConfig, DeploymentChoiceConfig):
     system: str | None = option(
         "model", None, help="System message, sent before the first question."
     )
+    # In the fields below, None selects the server's own default.
     reasoning_effort: Literal["low", "medium", "high"] | None = option(
         "model", None, help="Reasoning effort of the model."
     )

@@ -1,5 +1,7 @@
-"""Define the settings of all commands, with those of `models`, and of one process of a
-multi-process frontend.
+"""Define the settings of commands, and import those that other modules define.
+
+`load` finds the settings of all commands here, and those of one process of a multi-process
+frontend.
 """
 
 from __future__ import annotations
@@ -230,7 +232,7 @@ class ServeConfig(Config):
     frontend, and those that both have for all.
     """
 
-    # None selects what fits the machine and the model.
+    # In the fields below, None selects what fits the machine and the model.
     model: str = option(
         "model",
         ...,
@@ -423,8 +425,8 @@ class KeysConfig(Config):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = option(
         "HTTP access",
         0,
-        help="Priority of its requests; lower values first. They may ask for higher values only."
-        " Other values than 0 need workers that support priorities.",
+        help="Priority of its requests; lower values first. A request may ask for a higher value"
+        " only. Other values than 0 need workers that support priorities.",
     )
     weight: Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = option(
         "HTTP access",

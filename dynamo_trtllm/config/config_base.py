@@ -90,7 +90,7 @@ Endpoint = Annotated[
         f"expected dyn://NAMESPACE.COMPONENT.ENDPOINT; each name must have {NAME_RULE}",
     ),
 ]
-# Addresses of a cluster within one process; an optional name tells several clusters apart.
+# Addresses of a cluster within one process. A name may follow, which tells clusters apart.
 INPROC: Final = "inproc://"
 MEMORY: Final = "memory://"
 EtcdAddresses = Annotated[
@@ -109,7 +109,7 @@ NatsAddress = Annotated[
         " Python process",
     ),
 ]
-# Subjects of replies begin with it. NATS rejects a name with wildcards or empty parts.
+# The subjects of replies begin with this name. NATS rejects one with wildcards or empty parts.
 InboxPrefix = Annotated[
     str,
     matching(
@@ -150,13 +150,13 @@ class ClusterRole(StrEnum):
     TOOL = "tool"  # a command of an operator, such as `status`
 
 
-# In the path of a certificate, key or credentials file, so that the processes of all roles can have
-# the same settings.
+# Stands for the role in the path of a certificate, key or credentials file, so that the processes
+# of all roles can have the same settings.
 ROLE_IN_PATH: Final = "{role}"
 _ROLE_HELP = " {role} in its path stands for frontend, worker, planner, or tool for other commands."
 
 
-# The titles in --help, in this order.
+# The titles of the groups of flags in --help, in this order.
 Group = Literal[
     "this command",
     "model",
@@ -339,8 +339,8 @@ class ConnectionConfig(Config):
     nats_inbox_prefix: InboxPrefix | None = option(
         "control plane",
         None,
-        help="Begin of the subjects at which this process receives replies over NATS, to which its"
-        " user may subscribe. Default: _INBOX_frontend, _INBOX_worker, _INBOX_planner, or"
+        help="Begin of the NATS subjects at which this process receives replies. Its user must be"
+        " allowed to subscribe to them. Default: _INBOX_frontend, _INBOX_worker, _INBOX_planner, or"
         " _INBOX_tool for the other commands.",
     )
     log_level: LogLevel = option("process", "info", env=LOG_LEVEL, help="Minimum log level.")

@@ -30,7 +30,7 @@ from dynamo_trtllm.protocol.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
-# Names of processes and of outputs that are not workers. Commands find a process by its name.
+# Names of the other processes, and of the launcher's own output. Commands find processes by name.
 _OTHER_PROCESSES = ("frontend", "planner", "etcd", "nats", "launch")
 
 # `$$`, `${NAME}` or `${NAME:-default}`, and as `bad` any other text that begins with `${`.
@@ -264,8 +264,8 @@ class DeploymentConfig(Section):
         Field(
             default=None,
             description="Flags of `dynamo-trtllm planner` without the leading dashes; or off: none"
-            " is started. Without it, one is started if there are elastic workers, and the frontend"
-            " has limits with slo-ttft-ms and slo-itl-ms, which are those of the planner, too.",
+            " is started. Default: one is started if there are elastic workers and the frontend has"
+            " the limits slo-ttft-ms and slo-itl-ms. They are the default limits of the planner.",
         )
     )
     workers: list[WorkerSpec] = Field(min_length=1, description="Worker groups; at least one.")
@@ -274,9 +274,9 @@ class DeploymentConfig(Section):
     )
     ready_timeout_s: PositiveFloat = Field(
         default=120.0,
-        description="Maximum seconds until a process is ready. At the first start, the deployment"
-        " is stopped beyond it. After a restart, only this process is killed, and started again"
-        " with twice the time, up to eight times.",
+        description="Maximum seconds until a process is ready. If one takes longer at its first"
+        " start, the deployment is stopped. After a restart, only this process is killed, and"
+        " started again with twice the limit, up to eight times ready_timeout_s.",
     )
 
     @model_validator(mode="after")

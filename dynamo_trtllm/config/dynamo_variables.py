@@ -571,7 +571,11 @@ def find(name: str) -> Variable | None:
 
 
 def is_read_by(name: str, processes: AbstractSet[str]) -> bool:
-    """Return True unless only processes of other kinds read this variable."""
+    """Return True unless only processes of other kinds read this variable.
+
+    `processes` are kinds of process. Without any, and for a variable of another project, return
+    True.
+    """
     variable = VARIABLES.get(name)
     if variable is None or not processes:
         return True

@@ -28,12 +28,13 @@ class EngineTraits:
     An engine of another package has them as the class attribute `traits`.
     """
 
-    # --model-path is a folder or the name of a bundled model, and the engine gets the folder;
-    # requests default to the sampling values in the folder. False: the engine gets what was given.
+    # True: --model-path is a folder or the name of a bundled model, the engine gets the folder, and
+    # requests default to the sampling values in it. False: the engine gets what was given.
     reads_model: bool = False
-    # The model of its engine arguments. None: it has none, and a worker rejects all.
+    # The pydantic model of the engine's arguments. None: it has none, and a worker rejects all.
     arguments: type[BaseModel] | None = None
-    # The worker fills in the default address of --kv-transfer-host. False: it rejects the flag.
+    # True: the worker fills in the default address of --kv-transfer-host. False: it rejects the
+    # flag.
     uses_kv_transfer_host: bool = False
     uses_kv_transfer_bind_host: bool = False  # False: a worker rejects --kv-transfer-bind-host
 
@@ -48,12 +49,12 @@ class BuiltInEngine:
     component: str = "tensorrt_llm"
     default_role: Role = Role.AGGREGATED
     reads_gguf: bool = False
-    # One of these must be in the folder of a model. (): the library reads more formats than these.
+    # One of these must be in the folder of a model. (): any files, which the library checks.
     weight_files: tuple[str, ...] = ()
-    # The decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they
-    # exit, so they must end before a killed prefill worker gets its GPU memory back:
-    # https://github.com/openucx/ucx/issues/11753. UCX_CUDA_IPC_CACHE=n does not change this: on two
-    # H200 with vLLM 0.33, 55 GiB stayed in use. The torch engine maps only a bounded staging
+    # True: decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when
+    # they exit. So after a prefill worker was killed, its GPU memory is free only when they have
+    # ended: https://github.com/openucx/ucx/issues/11753. UCX_CUDA_IPC_CACHE=n does not change this:
+    # on two H200 with vLLM 0.33, 55 GiB stayed in use. The torch engine maps only a bounded staging
     # region. It is not known whether TensorRT-LLM keeps mappings: its value is False.
     keeps_kv_mapped: bool = False
 

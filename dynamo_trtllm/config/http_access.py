@@ -20,7 +20,7 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{16,256}")  # a comma separates keys in 
 def _key_list(given: object) -> object:
     """Return the keys of a value, which is a text from the environment or a list from YAML.
 
-    An error must not quote any other value, because it may be a key.
+    The error for a value of another type does not quote it, because it may be a key.
     """
     if isinstance(given, str):
         return tuple(part.strip() for part in given.split(","))
@@ -232,8 +232,8 @@ class FrontendAccessConfig(HttpAccessConfig):
         Raises:
             ConfigError: they can.
         """
-        is_checked = self.needs_api_key or self.needs_certificate
-        if self.is_exposed and not (is_checked or self.allow_anonymous):
+        checks_clients = self.needs_api_key or self.needs_certificate
+        if self.is_exposed and not (checks_clients or self.allow_anonymous):
             raise ConfigError(
                 f"--http-host {self.http_host} lets other machines connect, and without API keys"
                 f" they all can use the API; set {ENV_PREFIX}API_KEY or --api-keys-file, or listen"

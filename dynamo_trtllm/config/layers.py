@@ -91,7 +91,7 @@ def merge(sources: Iterable[Source]) -> Merged:
 
 
 def _check_depth(key: str, value: Any, source: str) -> None:
-    """Check that `read_yaml` could read a leaf that `as_yaml` has written."""
+    """Raise ConfigError if `as_yaml` would write a leaf that is too deep for `read_yaml`."""
     num_keys = key.count(".") + 1
     if num_keys + _depth(value) > MAX_YAML_DEPTH:
         raise ConfigError(
@@ -202,8 +202,9 @@ class _StrictLoader(yaml.SafeLoader):
         self._extents: dict[int, _Extent] = {}
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
-        # PyYAML looks up to 1,024 characters ahead for the end of a key. That takes time in
-        # proportion to their number and to the open brackets among them.
+        # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token on this way
+        # takes time in proportion to the number of open brackets, so that is limited here, before
+        # any node is composed.
         if self.flow_level >= MAX_YAML_DEPTH:
             problem = f"more than {MAX_YAML_DEPTH} levels; nest less"
             raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
@@ -335,8 +336,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(exc, "problem", None) or exc
         raise ConfigError(f"{where}: {problem}") from exc
-    # A value looks like a date but is invalid, is too long an integer, or does not fit its tag
-    # (!!bool x).
+    # A value looks like a date but is none, is an integer with too many digits, or does not fit its
+    # tag (!!bool x).
     except (ValueError, KeyError, AttributeError, IndexError) as exc:
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
@@ -351,8 +352,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # `nested` replaces each leaf by its value, and the source is needed, too. So each leaf is the
-    # value of another one.
+    # `nested` keeps only the value of a leaf, but the source is needed, too. So each leaf becomes
+    # the value of another one.
     wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
     return "".join(_yaml_lines(nested(wrapped), ""))
 

@@ -3,13 +3,11 @@
 No other module reads argv or os.environ.
 
 Flags override the environment, which overrides defaults. The source of each value is stored. An
-error is a ConfigError of one line. If an unknown flag is one of another server, the error names the
-flag that does the same here, or says what to do instead.
+error is a ConfigError of one line.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
@@ -17,14 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.child_settings import text_of
-from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.config_base import DEFAULT_SOURCE, Config, ConnectionConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import (
@@ -35,13 +31,12 @@ from dynamo_trtllm.config.flags import (
     read_flags,
     variable,
 )
-from dynamo_trtllm.config.http_access import ACCESS_FIELDS
 from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.config.split_flags import flag_names
 from dynamo_trtllm.config.suggestions import suggest
 from dynamo_trtllm.config.text_table import format_table
+from dynamo_trtllm.config.unknown_flags import reject_unknown, without_no_op_flags
 from dynamo_trtllm.protocol.errors import ConfigError, DynamoError
 from dynamo_trtllm.protocol.sanitize import (
     MASK,
@@ -54,7 +49,8 @@ C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
 _OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
-# Set if the parent has logged the ignored variables. DYN_TRTLLM_ is the prefix of settings only.
+# Set if the parent has logged the ignored variables. It is no setting, so it does not begin with
+# DYN_TRTLLM_.
 _IGNORED_ARE_LOGGED = "DYNAMO_TRTLLM_VARIABLES_NAMED"
 
 
@@ -64,8 +60,8 @@ def load(
     prog: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    more: Callable[[C], str] | None = None,
-    also: Sequence[type[Config]] = (),
+    extra_text: Callable[[C], str] | None = None,
+    others: Sequence[type[Config]] = (),
 ) -> C:
     """Load the settings of a process. `source_of` of the result returns the source of each.
 
@@ -75,9 +71,9 @@ def load(
             was typed.
         argv: command line without the program name. Default: that of this process.
         environ: environment. Default: that of this process.
-        more: returns the text that `--print-config` prints below the settings.
-        also: settings of other processes whose flags the command takes: an unknown flag is compared
-            with them, too.
+        extra_text: returns the text that `--print-config` prints below the settings.
+        others: settings of other processes whose flags the command takes, too. An unknown flag is
+            compared with all of these.
 
     Raises:
         ConfigError: a flag, variable or value is not valid.
@@ -89,7 +85,7 @@ def load(
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog)
     given, unknown = parser.parse_known_args(list(argv))
-    reject_unknown(model, given, _without_no_op_flags(model, unknown), parser, also)
+    reject_unknown(model, given, without_no_op_flags(model, unknown), parser, others)
     flags = read_flags(model, given)
     config = _validate(model, _from_environment(model, env, flags) | flags)
     _check_servers(config)
@@ -98,8 +94,8 @@ def load(
         note = ignored_variables(env, config)
         if note:
             sys.stdout.write(f"note: {note}\n")
-        if more is not None:
-            sys.stdout.write(more(config))
+        if extra_text is not None:
+            sys.stdout.write(extra_text(config))
         raise SystemExit(0)
     return config
 
@@ -172,7 +168,10 @@ def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
 
 
 def command(
-    model: type[C], prog: str, *failures: type[Exception], more: Callable[[C], str] | None = None
+    model: type[C],
+    prog: str,
+    *failures: type[Exception],
+    extra_text: Callable[[C], str] | None = None,
 ) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
     """Return a decorator that makes a function of settings the `main` of a command.
 
@@ -183,14 +182,14 @@ def command(
         model: class of the settings.
         prog: command, as for `load`.
         failures: errors that end it, as for `command_errors`.
-        more: text for `--print-config`, as for `load`.
+        extra_text: text for `--print-config`, as for `load`.
     """
 
     def decorate(run: Callable[[C], int | None]) -> Callable[..., NoReturn]:
         @functools.wraps(run)
         def main(argv: Sequence[str] | None = None) -> NoReturn:
             with command_errors(prog, *failures):
-                status = run(load(model, prog=prog, argv=argv, more=more))
+                status = run(load(model, prog=prog, argv=argv, extra_text=extra_text))
                 raise SystemExit(0 if status is None else status)
 
         return main
@@ -277,7 +276,10 @@ def _well_known(flag: Flag, env: Mapping[str, str], processes: AbstractSet[str])
 
 
 def _kinds(model: type[Config], engine: object) -> AbstractSet[str]:
-    """Return the kinds of process with these settings, as in `dynamo_variables`."""
+    """Return the kinds of the processes with these settings, as `dynamo_variables` names them.
+
+    Return none for the settings of other commands.
+    """
     if issubclass(model, WorkerConfig):
         return {dynamo_variables.WORKER, str(engine)}
     if issubclass(model, FrontendConfig):
@@ -299,7 +301,7 @@ def ignored_variables(env: Mapping[str, str], *configs: Config) -> str:
         processes |= _kinds(type(config), getattr(config, "engine", None))
     return ignored(
         env,
-        known=_read_by(_commands()),
+        known=_read_by(_settings_of_commands()),
         read=_read_by(map(type, configs)),
         processes=processes,
     )
@@ -319,8 +321,8 @@ def child_environment() -> dict[str, str]:
     return process_environment() | {_IGNORED_ARE_LOGGED: "1"}
 
 
-def _commands() -> list[type[Config]]:
-    """Return the settings of all commands."""
+def _settings_of_commands() -> list[type[Config]]:
+    """Return the classes of the settings of all commands."""
     classes = [value for value in vars(commands).values() if isinstance(value, type)]
     return [cls for cls in classes if issubclass(cls, Config)]
 
@@ -382,15 +384,15 @@ def _otel_problem(model: type[Config], flag: Flag, name: str, env: Mapping[str, 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """Reject unknown DYN_TRTLLM_ variables.
 
-    Those of all commands are known, because processes share environments.
+    The variables of all commands are known, because processes share environments.
     """
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
     known: set[str] = set()
-    # A flag without a value has no variable. Name that its variable would have -> what to set.
+    # A flag without a value has no variable. By the name that its variable would have: what to set.
     instead: dict[str, str] = {}
-    for settings in dict.fromkeys([model, *_commands()]):
+    for settings in dict.fromkeys([model, *_settings_of_commands()]):
         for flag in flags_of(settings):
             variables = flag.variables()
             known.update(variables)
@@ -427,6 +429,7 @@ def _validate(model: type[C], given: Mapping[str, tuple[Any, str]]) -> C:
 
 
 def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, str]) -> str:
+    """Return what is wrong with the field `name`, or with several fields if it is ""."""
     flags: dict[str, Flag] = {flag.field: flag for flag in flags_of(model)}
     if name not in flags:
         text = str(error["msg"]).removeprefix("Value error, ")
@@ -439,7 +442,7 @@ def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, s
 
 
 def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, str]) -> str:
-    """Return which flags in a message were set by variables, because it names flags only."""
+    """Return which flags in a message were set by variables. The message names only the flags."""
     words = text.replace(";", " ").replace(",", " ").split()
     notes = []
     for flag in flags:
@@ -447,154 +450,3 @@ def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, st
         if flag.names[0] in words and source.startswith("environment "):
             notes.append(f"{flag.names[0]} is set by {source}")
     return f" ({', '.join(notes)})" if notes else ""
-
-
-_WORKER = f"{CONSOLE} worker"
-_LAUNCHER = f"{CONSOLE} launch"
-_COMMANDS: Mapping[type[Config], str] = {
-    WorkerConfig: _WORKER,
-    FrontendConfig: f"{CONSOLE} frontend",
-    LaunchConfig: _LAUNCHER,
-}
-_SUBCOMMANDS = frozenset(
-    {"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"}
-)
-
-
-def reject_unknown(
-    model: type[Config],
-    given: argparse.Namespace,
-    unknown: Sequence[str],
-    parser: argparse.ArgumentParser,
-    also: Sequence[type[Config]] = (),
-) -> None:
-    """Reject unknown flags and arguments, and subcommands of other servers.
-
-    Return if there are none.
-
-    Args:
-        model: settings of the command.
-        given: what the parser recognized.
-        unknown: words that it did not recognize, in the order typed.
-        parser: parser of the command.
-        also: settings of other processes whose flags the command takes.
-
-    Raises:
-        ConfigError: there is an unknown word. The message says what to type or do instead.
-    """
-    positional = next((flag for flag in flags_of(model) if flag.positional), None)
-    words = list(unknown)
-    if issubclass(model, LaunchConfig | ServeConfig) and positional is not None:
-        # The parser has taken the first word, which may be a subcommand of another server.
-        taken = getattr(given, positional.field, {})
-        words = [typed.value for typed in taken.values()] + words
-    _reject_subcommand(words)
-    if not unknown:
-        return
-    word = unknown[0]
-    if not word.startswith("-"):
-        if positional is not None:
-            raise ConfigError(f"{word!r} is a second {positional.names[0]}; give only one")
-        hint = "every setting is a flag, see --help"
-        if "model_path" in model.model_fields:
-            hint = f"if it is the model, type --model-path {word}"
-        raise ConfigError(f"unexpected argument {word!r}; {hint}")
-    name, _, _ = word.partition("=")
-    answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
-    if answer is None:
-        flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-        for other in also:
-            flags += [flag for flag in flag_names(other) if flag not in flags]
-        guess = suggest(name, flags)
-        answer = f"did you mean {guess}?" if guess else "see --help"
-    raise ConfigError(f"unknown flag {name}; {answer}")
-
-
-def _reject_subcommand(words: Sequence[str]) -> None:
-    """Raise ConfigError if the first word is a subcommand of another server, or one of ours."""
-    if not words or words[0].replace("_", "-") not in _SUBCOMMANDS:
-        return
-    model_name = "MODEL"
-    if len(words) > 1 and not words[1].startswith("-"):
-        model_name = words[1]
-    raise ConfigError(
-        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve"
-        f" {model_name}; for a deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {model_name};"
-        f" for one worker: {_WORKER} --model-path {model_name}"
-    )
-
-
-def _without_no_op_flags(model: type[Config], unknown: Sequence[str]) -> list[str]:
-    """Leave out flags that change nothing here, such as `--request-plane nats`."""
-    words = list(unknown)
-    if not issubclass(model, WorkerConfig | FrontendConfig):
-        return words
-    for flag in ("request-plane", "event-plane", "discovery-backend", "store-kv"):
-        variable_name = dynamo_variables.PREFIX + flag.replace("-", "_").upper()
-        for value in dynamo_variables.VARIABLES[variable_name].no_op_values:
-            words = _without(words, [f"--{flag}={value}"])
-            words = _without(words, [f"--{flag}", value])
-    return words
-
-
-def _without(words: list[str], part: list[str]) -> list[str]:
-    """Return the words without each occurrence of the words of `part` in a row."""
-    kept = list(words)
-    # From the end, because a deletion moves only the words that follow it.
-    for i in range(len(words) - len(part), -1, -1):
-        if kept[i : i + len(part)] == part:
-            del kept[i : i + len(part)]
-    return kept
-
-
-def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
-    """Return what to type or do instead of an unknown flag.
-
-    Return None if neither this project nor another server has a similar flag.
-    """
-    from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
-
-    others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
-    # All flags such as --trtllm.section.key have one entry, "trtllm.".
-    section, dot, _ = name.partition(".")
-    answer = others.get(section + dot)
-    if isinstance(answer, str) and answer:
-        return answer
-    # Otherwise the entry is a list of fields. Without an entry, a field may have the name.
-    fields = answer or _fields_named(name, (model, *_COMMANDS))
-    for field in fields:
-        if positional is not None and field == positional.field:
-            return f"{positional.names[0]} is the first argument: type the value without --{name}"
-        if field in model.model_fields:
-            flag = _flag(field)
-            return None if flag == f"--{name}" else f"use {flag}"
-    for owner, command in _COMMANDS.items():
-        for field in fields:
-            if field in owner.model_fields:
-                return _use_of_another_command(model, owner, command, field, name)
-    return None
-
-
-def _fields_named(flag_name: str, models: Iterable[type[Config]]) -> list[str]:
-    """Return the field with this flag in any of the models; none if there is none."""
-    field = flag_name.replace("-", "_")
-    return [field] if any(field in model.model_fields for model in models) else []
-
-
-def _use_of_another_command(
-    model: type[Config], owner: type[Config], command: str, field: str, name: str
-) -> str:
-    flag = _flag(field)
-    if issubclass(model, LaunchConfig | ServeConfig):
-        where = "frontend"
-        # Workers have the settings of access, too, but clients use the port of the frontend.
-        if owner is WorkerConfig and field not in ACCESS_FIELDS:
-            where = "the flags of a worker"
-        return f"write {flag.removeprefix('--')} in {where} in the deployment file"
-    if flag == f"--{name}":
-        return f"{flag} is a flag of {command}"
-    return f"it is {flag} of {command}"
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")

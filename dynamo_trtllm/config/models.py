@@ -54,7 +54,7 @@ class WorkerConfig(HttpAccessConfig):
 
     cluster_role: ClassVar[ClusterRole] = ClusterRole.WORKER
 
-    # None selects the engine's own default.
+    # In the fields below, None selects the engine's own default.
     model_path: str = option(
         "model", ..., aliases=("--model",), help="Model folder or bundled model name."
     )
@@ -144,7 +144,7 @@ class WorkerConfig(HttpAccessConfig):
         "engine",
         120.0,
         help="Maximum seconds of the warm-up before the worker registers, in which kernels are"
-        " compiled. A step that runs then is finished. 0: only one request.",
+        " compiled. A step that runs at its end is finished. 0: only one request.",
     )
     max_num_tokens: TokenCount | None = option(
         "engine", None, help="Maximum tokens in one engine step, such as 8192, 8k or 8K."
@@ -200,11 +200,14 @@ class WorkerConfig(HttpAccessConfig):
     prefill_share: Fraction = option(
         "role",
         1.0,
-        help="Share of an elastic worker of the work of prefill workers, from 0 to 1, until"
-        " `dynamo-trtllm shares` or a planner sets another one.",
+        help="How much of a prefill worker's work an elastic worker takes, from 0 to 1, until"
+        " `dynamo-trtllm shares` or a planner sets another share.",
     )
     decode_share: Fraction = option(
-        "role", 1.0, help="The same of the work of decode workers. Both can't be 0."
+        "role",
+        1.0,
+        help="How much of a decode worker's work an elastic worker takes, from 0 to 1. It can't be"
+        " 0 if --prefill-share is 0.",
     )
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option(
         "role",
@@ -387,8 +390,8 @@ class FrontendConfig(RoutingConfig):
     max_connections: PositiveInt = option(
         "HTTP and routing",
         8192,
-        help="Maximum connections that run requests; further requests get 429. Beyond it and 256"
-        " more, idle ones are closed.",
+        help="Maximum connections that run requests; further requests get 429. If more than this"
+        " number and 256 are open, idle ones are closed.",
     )
     max_header_bytes: PositiveInt = option(
         "HTTP and routing",

@@ -76,7 +76,7 @@ def run_module(module: str, prog: str) -> None:
 
 
 def _write_error() -> OSError | None:
-    """Return the error of a write to stdout, if it fails."""
+    """Write a line break to stdout. Return the error if that fails, otherwise None."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -136,5 +136,5 @@ class CommandParser(argparse.ArgumentParser):
         self._print_message(formatter.format_help(), sys.stdout)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse ignores errors here, but a command must exit with 1 then.
+        # argparse ignores an error of this write, but a command must exit with 1 after it.
         (file or sys.stderr).write(message)

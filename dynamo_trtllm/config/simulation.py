@@ -34,14 +34,14 @@ class LimitsConfig(Config):
     mean_gap_ms: PositiveFloat = option(
         "load",
         20.0,
-        help="It also keeps this limit of the mean time between two tokens (TPOT): the first"
-        " definition of goodput.",
+        help="By the first definition of goodput, a good request also keeps this limit of the mean"
+        " time between two tokens (TPOT).",
     )
     worst_gap_ms: PositiveFloat = option(
         "load",
         100.0,
-        help="Or it keeps this limit of the longest time between two tokens: the second definition"
-        " of goodput.",
+        help="By the second definition of goodput, a good request also keeps this limit of the"
+        " longest time between two tokens.",
     )
     gpu: NonEmpty | None = option(
         "engine",
@@ -59,10 +59,10 @@ class LimitsConfig(Config):
 class ProfileConfig(HttpClientConfig):
     """Write the constants that `simulate` and `plan` need, from what a running worker has learned.
 
-    Every worker learns how long its steps take. With --frontend-url, loads are sent to it for
-    --seconds: prompts of all lengths up to a full step, 1 to 256 at a time. Otherwise, it must have
-    had loads of your shapes, at low and high rates. An aggregated worker learns both kinds of
-    steps; it must be the only one of its model.
+    Every worker learns how long its steps take. With --frontend-url, this command sends loads to
+    the worker for --seconds: prompts of all lengths up to a full step, 1 to 256 at a time.
+    Otherwise, the worker must have had loads of your shapes, at low and high rates. An aggregated
+    worker learns both kinds of steps; it must be the only worker of its model.
 
     examples:
       %(prog)s openai/gpt-oss-120b --url http://localhost:9090 --gpu h200 --out constants.yaml \\
@@ -85,15 +85,21 @@ class ProfileConfig(HttpClientConfig):
     seconds: Annotated[float, Field(ge=1, le=3600)] = option(
         "load", 150.0, help="How long the loads take."
     )
-    gpu: NonEmpty = option("engine", ..., help="Its GPU model, such as h200.")
-    engine: NonEmpty = option("engine", "vllm", help="Its engine.")
-    engine_version: NonEmpty = option("engine", "unknown", help="Release of its engine.")
-    tensor_parallel_size: PositiveInt = option("engine", 1, help="Its GPUs.")
+    gpu: NonEmpty = option("engine", ..., help="GPU model of the worker, such as h200.")
+    engine: NonEmpty = option("engine", "vllm", help="Engine of the worker.")
+    engine_version: NonEmpty = option("engine", "unknown", help="Release of the worker's engine.")
+    tensor_parallel_size: PositiveInt = option("engine", 1, help="GPUs of the worker.")
     kv_block_size: PositiveInt = option(
-        "engine", 16, help="Its tokens per KV block. Aggregated workers of vLLM have 16."
+        "engine",
+        16,
+        help="Tokens per KV block of the worker. Aggregated workers of vLLM have 16.",
     )
-    max_num_tokens: TokenCount = option("engine", 8192, help="Its prompt tokens per step.")
-    max_batch_size: PositiveInt = option("engine", 256, help="Its requests per step.")
+    max_num_tokens: TokenCount = option(
+        "engine", 8192, help="Maximum prompt tokens in one step of the worker."
+    )
+    max_batch_size: PositiveInt = option(
+        "engine", 256, help="Maximum requests in one step of the worker."
+    )
     out: Path = option("process", ..., help="YAML file to write, for --constants.")
 
 
@@ -190,7 +196,10 @@ class PlanConfig(LimitsConfig):
     rate: PositiveFloat = option("load", ..., help="Requests per second of the whole deployment.")
     requests: RequestCount = option("load", 300, help="Requests of each simulation.")
     seeds: PositiveInt = option(
-        "load", 3, help="Simulations of each cell, with other arrivals. Figures have their range."
+        "load",
+        3,
+        help="Simulations of each topology and rate, each with other arrivals. Goodput is printed"
+        " with its range.",
     )
     decide_by: Literal["mean-gap", "worst-gap"] = option(
         "load", "mean-gap", help="The definition of goodput by which the topology is chosen."

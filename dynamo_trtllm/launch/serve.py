@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--" in words:
         raise ConfigError("remove --: flags of workers and of the frontend need no mark")
     own, of_workers, of_frontend = split_words(words, (ServeConfig, WorkerConfig, FrontendConfig))
-    config = load(ServeConfig, prog=PROG, argv=own, also=(WorkerConfig, FrontendConfig))
+    config = load(ServeConfig, prog=PROG, argv=own, others=(WorkerConfig, FrontendConfig))
     observe_logging.setup(config.log_level, "serve", config.log_format)
     # Workers require a model. Here it is the first argument, and not one of their flags.
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}

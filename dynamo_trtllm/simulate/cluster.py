@@ -1,4 +1,4 @@
-"""A frontend and its workers in virtual time: the real ones, but for HTTP, text and the network.
+"""A frontend and its workers in virtual time: the real code, but no HTTP, text or network.
 
 A request passes the queue of the frontend, the selection of workers, the request flow, the limits
 of the workers, and the scheduler of the mock engine, as when it is served. The frontend's work
@@ -83,7 +83,8 @@ class SimulatedDeployment:
     num_gpus: int  # of all workers; without GPUs, the number of workers
     # What a request takes outside the engines: HTTP, tokenization and messages.
     frontend_s: float = 0.0
-    planner: TimeLimits | None = None  # of a planner. None: the shares of elastic workers stay
+    # The limits of a planner. None: there is no planner, so the shares of elastic workers stay.
+    planner: TimeLimits | None = None
 
 
 def simulate(
@@ -110,9 +111,9 @@ def simulate_closed_loop(
     seed: int = 1,
     least_part: float = 1.0,
 ) -> Outcome:
-    """Run requests of one shape, of which a fixed number runs at any time.
+    """Run requests of one shape. At any time, `concurrency` of them run.
 
-    Args and errors as for `simulate`, and of `varied_arrivals`.
+    The other arguments and the errors are those of `simulate` and `varied_arrivals`.
     """
     arrivals = varied_arrivals(shape, least_part, num_requests, seed)
     return run_virtual(_simulate(deployment, arrivals, seed, concurrency))
@@ -166,9 +167,10 @@ class SimulatedCluster:
         self._tasks = BackgroundTasks()
         self._stack = AsyncExitStack()
         self._model = deployment.workers[0].model_name
+        # The KV transfers of all workers, see `MemoryBackend`.
         self._published: dict[str, tuple[MemoryBackend, Sequence[MemoryRegion]]] = {}
-        self._numbers = itertools.count(1)
-        self.context_tokens = 0  # known when it has started
+        self._numbers = itertools.count(1)  # of requests
+        self.context_tokens = 0  # known after `start`
         self.num_share_changes = 0
 
     async def start(self) -> None:
@@ -188,7 +190,7 @@ class SimulatedCluster:
     async def run(self, arrivals: Sequence[Arrival]) -> list[SimulatedRequest]:
         """Send all requests, and return them when they have ended."""
         now = self._clocks.monotonic
-        # The first request comes now. This is the time from which `at_s` counts.
+        # `at_s` counts from this time, so that the first request comes now.
         zero_s = now() - arrivals[0].at_s
         requests: list[SimulatedRequest] = []
         async with asyncio.TaskGroup() as group:
@@ -232,6 +234,7 @@ class SimulatedCluster:
         await self._stack.aclose()
 
     async def _start_worker(self, number: int, config: WorkerConfig) -> None:
+        """Start a worker, and register it with the frontend."""
         engine = MockEngine(
             config,
             instance_id=number,
@@ -295,7 +298,8 @@ class SimulatedCluster:
                     self.num_share_changes += 1
                     shares |= changes
                     self._view.set_shares(dict(shares))
-                # The reports of real frontends are up to a second old at the next decision.
+                # A planner decides by reports of frontends that are up to a second old. So the
+                # usage of now counts at the next decision.
                 usage = model_usage(self._windows.window(self._model), self._limiter)
                 observer.on_usage(FrontendUsage(1, 1, {self._model: usage}, {}), now())
         finally:

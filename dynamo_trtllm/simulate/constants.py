@@ -31,7 +31,7 @@ class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The times of one model and engine on one kind of GPU.
 
-    Fitted to measured cells, or learned by a worker.
+    They were fitted to measured loads, or learned by a worker.
     """
 
     models: tuple[str, ...]  # names in lower case, without the organization
@@ -39,7 +39,7 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     versions: tuple[str, ...]  # releases of the engine that were measured
     gpu: str  # the GPU model, in lower case
     source: str  # what was measured, and by whom
-    fitted: str  # the cells to which the constants were fitted
+    fitted: str  # the measured loads to which the constants were fitted
     mock: dict[str, Any]  # engine arguments of the mock engine
     gpus_per_worker: int = 1
     frontend_ms: float = 0.0  # what a request takes outside of engines

@@ -31,7 +31,7 @@ class SimulatedRequest:
     wanted_tokens: int = 0  # output tokens of the complete answer
     begun_s: float = math.inf  # when it left the queue of the frontend
     computed_s: float = math.inf  # when a pair had computed its prompt
-    path: str = ""  # the path that was chosen by predicted times; "": they did not choose it
+    path: str = ""  # the path, if it was chosen by predicted times; otherwise ""
 
     @property
     def is_ok(self) -> bool:

@@ -74,9 +74,9 @@ class Cell:
     ttft_p90_ms: Range
     tpot_p50_ms: Range
     worst_gap_p50_ms: Range
-    # By name of the definition: share of the requests that keep its limits.
+    # By the name of a definition of goodput: share of the requests that keep its limits.
     attainment: Mapping[str, Range]
-    # By name of the definition: good requests per second and GPU.
+    # By the name of a definition of goodput: good requests per second and GPU.
     goodput: Mapping[str, Range]
     # `mean` is the mean of `attainment`; `low` and `high` are the shares if all times are longer or
     # shorter by as much as the constants were off on measured loads. None: that is not known.

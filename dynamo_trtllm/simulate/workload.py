@@ -27,8 +27,8 @@ TRACE_BLOCK_TOKENS: Final = 512
 _TOKENS: Final = 200_000
 # The blocks of a trace have lower numbers, those of a shape this number and higher ones.
 _FIRST_OF_SHAPE: Final = 1 << 31
-# Workers report and plan every second of virtual time, also without requests. To simulate this time
-# takes about a minute.
+# Workers report and a planner decides every second of virtual time, also without requests. So a
+# simulation of this time takes about a minute.
 _MAX_SIMULATED_S: Final = 30 * 24 * 3600.0
 
 

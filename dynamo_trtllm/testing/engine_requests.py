@@ -75,7 +75,7 @@ def prompt_of(length: int, seed: int = 1, vocab_size: int = 2010) -> array[int]:
     Args:
         length: number of the ids.
         seed: chooses the ids.
-        vocab_size: ids are below it.
+        vocab_size: ids are below it, and below 2010.
     """
     first = min(10, vocab_size // 2)  # models use the first ids for control tokens
     count = min(2010, vocab_size) - first

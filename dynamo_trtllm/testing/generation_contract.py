@@ -34,7 +34,7 @@ from dynamo_trtllm.testing.engine_requests import (
 from dynamo_trtllm.testing.stream_record import StreamRecord, is_terminal
 
 _HARMONY_STOPS = (200002, 200012)  # the end of an answer, and of a tool call
-# A value of each field of Sampling that an engine may not support, which is not the default.
+# For each field of Sampling that an engine may not support, a value that is not the default.
 _VALUES: dict[str, Any] = {
     "min_tokens": 1,
     "temperature": 0.5,
@@ -128,17 +128,17 @@ class GenerationContract(ContractBase):
         async with pool.started(engine):
             whole = pool.ask(engine, 70, max_tokens=24)
             undisturbed = tokens(await collect(engine, whole))
-            for made in (1, len(undisturbed) - 2):
-                sampling = msgspec.structs.replace(whole.sampling, max_tokens=24 - made)
+            for num_before in (1, len(undisturbed) - 2):
+                sampling = msgspec.structs.replace(whole.sampling, max_tokens=24 - num_before)
                 rest = msgspec.structs.replace(
                     whole,
-                    token_ids=whole.token_ids + token_ids(undisturbed[:made]),
+                    token_ids=whole.token_ids + token_ids(undisturbed[:num_before]),
                     sampling=sampling,
-                    num_resumed_output_tokens=made,
+                    num_resumed_output_tokens=num_before,
                 )
-                assert tokens(await collect(engine, rest)) == undisturbed[made:], (
-                    f"a greedy answer that is resumed after {made} tokens continues as if it had"
-                    " not been interrupted"
+                assert tokens(await collect(engine, rest)) == undisturbed[num_before:], (
+                    f"a greedy answer that is resumed after {num_before} tokens continues as if it"
+                    " had not been interrupted"
                 )
 
     async def test_cancel_when_tokens_flow_then_nothing_left(self, pool: EnginePool) -> None:

@@ -145,7 +145,7 @@ def _shown(value: Any) -> str:
     return json.dumps(value)
 
 
-@command(WorkerConfig, "python -m dynamo_trtllm", more=table)
+@command(WorkerConfig, "python -m dynamo_trtllm", extra_text=table)
 def main(config: WorkerConfig) -> None:
     """Run the command.
 

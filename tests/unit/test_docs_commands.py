@@ -87,7 +87,7 @@ def test_documented_output_is_what_the_command_prints(
     argv = words[len(environ) + 2 :]
     assert words[len(environ) : len(environ) + 2] == ["dynamo-trtllm", "worker"]
     with pytest.raises((SystemExit, ConfigError)) as end:
-        load(WorkerConfig, prog="x", argv=argv, environ=environ, more=worker.table)
+        load(WorkerConfig, prog="x", argv=argv, environ=environ, extra_text=worker.table)
     printed = capsys.readouterr().out
     if isinstance(end.value, ConfigError):
         printed = f"dynamo-trtllm worker: {end.value.message}\n"

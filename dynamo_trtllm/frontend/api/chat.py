@@ -113,12 +113,12 @@ FunctionName = Annotated[
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
-def _given(name: Any) -> Any:
-    """Return the name of a message. An empty one counts as absent."""
+def _none_if_empty(name: Any) -> Any:
+    """Return a name. An empty one counts as absent."""
     return None if name == "" else name
 
 
-Author = Annotated[_Author | None, BeforeValidator(_given)]
+Author = Annotated[_Author | None, BeforeValidator(_none_if_empty)]
 
 
 class SystemMessage(RequestModel):
@@ -212,7 +212,7 @@ class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Text = ""
     tool_call_id: Id
-    name: Annotated[FunctionName | None, BeforeValidator(_given)] = None
+    name: Annotated[FunctionName | None, BeforeValidator(_none_if_empty)] = None
 
 
 ChatMessage = Annotated[
@@ -341,12 +341,12 @@ class NameOnly(RequestModel):
     name: Label
 
 
-class ToolNamed(RequestModel):
+class NamedFunction(RequestModel):
     type: Literal["function"]
     function: NameOnly
 
 
-class CustomNamed(RequestModel):
+class NamedCustomTool(RequestModel):
     type: Literal["custom"]
     custom: NameOnly
 
@@ -357,8 +357,8 @@ class CustomNamed(RequestModel):
 
 
 _AnyNamed = Annotated[
-    Annotated[ToolNamed, Tag("<function>")]
-    | Annotated[CustomNamed, Tag("<custom>")]
+    Annotated[NamedFunction, Tag("<function>")]
+    | Annotated[NamedCustomTool, Tag("<custom>")]
     | Annotated[HostedTool, Tag(HOSTED)],
     Discriminator(tag_of("function", "custom")),
     BeforeValidator(without_hosted("function", "custom")),
@@ -370,29 +370,32 @@ class AllowedTools(RequestModel):
     tools: List[_AnyNamed] = Field(max_length=MAX_TOOLS)
 
 
-class ToolsAllowed(RequestModel):
+class AllowedToolsChoice(RequestModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | CustomNamed | ToolsAllowed
+ChoiceSent: TypeAlias = (
+    Literal["auto", "none", "required"] | NamedFunction | NamedCustomTool | AllowedToolsChoice
+)
 
 
-def _tool_choice(value: Any, info: ValidationInfo) -> Any:
+def _tool_choice(value: Any, info: ValidationInfo) -> ToolChoice:
+    """Return the normalized form of a `tool_choice`. Reject one that demands a hosted tool."""
     match value:
         case "auto" | "none" | "required":
             return ToolChoice(mode=value)
         case {"type": "function"}:
-            named = ToolNamed.model_validate(value, context=info.context)
+            named = NamedFunction.model_validate(value, context=info.context)
             return ToolChoice(mode="named", name=named.function.name)
         case {"type": "allowed_tools"}:
-            allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
+            allowed = AllowedToolsChoice.model_validate(value, context=info.context).allowed_tools
             served = [tool for tool in allowed.tools if not isinstance(tool, HostedTool)]
             return ToolChoice(
                 mode=allowed.mode, allowed=tuple(tool.function.name for tool in served)
             )
         case {"type": "custom"}:
-            custom = CustomNamed.model_validate(value, context=info.context)
+            custom = NamedCustomTool.model_validate(value, context=info.context)
             return ToolChoice(mode="named", name=custom.custom.name)
         case {"type": str(kind)}:
             reject_demanded(kind)
@@ -481,7 +484,7 @@ class ChatRequest(CompletionFields):
 
     @property
     def text_tools(self) -> frozenset[str]:
-        """The names of the tools whose input is any text."""
+        """The names of those `custom_tools` whose input follows no grammar."""
         tools = (tool.custom for tool in self.tools if isinstance(tool, ChatCustomTool))
         return frozenset(tool.name for tool in tools if tool.format.type == "text")
 

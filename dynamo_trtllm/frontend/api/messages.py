@@ -186,7 +186,7 @@ _BLOCKS_OF: Final = {
 
 
 def _turn_blocks(value: Any, info: ValidationInfo) -> Any:
-    # If the role is wrong, it is missing here, and its error is reported whatever this returns.
+    # `info.data` lacks a wrong role. The error of the role is reported, whatever this returns.
     role = str(info.data.get("role"))
     return _blocks(value, _BLOCKS_OF.get(role, ("text",)))
 
@@ -312,7 +312,7 @@ class CountTokensRequest(SamplingFields):
     """
 
     hints: ClassVar = SamplingFields.hints | {"service_tier", "cache_control", "inference_geo"}
-    # `NO_OPS` and `SamplingFields.unsupported` are those of all endpoints.
+    # `NO_OPS` and `SamplingFields.unsupported` also list fields that only this endpoint supports.
     no_ops: ClassVar = {
         name: values for name, values in NO_OPS.items() if name not in _SUPPORTED_HERE
     }

@@ -67,6 +67,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "xtc_probability": (0,),
 }
 
+# Of chat and text completions.
 OF_COMPLETIONS: Final[Mapping[str, str]] = {
     "guided_whitespace_pattern": "whitespace in structured output can't be chosen",
     "grammar": _FORMAT,
@@ -75,6 +76,7 @@ OF_COMPLETIONS: Final[Mapping[str, str]] = {
     "ebnf": _FORMAT,
 }
 
+# Of text completions only.
 OF_TEXT_COMPLETIONS: Final[Mapping[str, str]] = {
     "suffix": "models can't fill in the middle of a text",
     "messages": "use /v1/chat/completions",

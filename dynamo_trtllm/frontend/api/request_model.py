@@ -46,12 +46,13 @@ from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 M = TypeVar("M", bound="RequestModel")
 V = TypeVar("V")
 
-# ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
+# Limits of a body. `_check_count` counts its values by the punctuation that is named here.
+# ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
 MAX_VALUES: Final = 1_250_000
-# ":" in a body; enough for MAX_ITEMS messages of six fields. While an object with so many keys is
-# parsed, nothing else runs for 0.08 s.
+# ":"; enough for MAX_ITEMS messages of six fields. While an object with so many keys is parsed,
+# nothing else runs for 0.08 s.
 MAX_KEYS: Final = 125_000
-MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 bytes of memory
+MAX_CONTAINERS: Final = 200_000  # "[" and "{"; each takes up to 700 bytes of memory
 # characters of a text for the model; in practice --max-body-bytes is the limit
 MAX_TEXT: Final = 32 << 20
 MAX_LABEL: Final = 512  # characters of a name or an id
@@ -62,12 +63,12 @@ LongText = Annotated[str, Field(max_length=MAX_TEXT)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
-_NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
+_NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))  # all bytes but the counted punctuation
 _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
-REF = "#/components/schemas/{model}"
-_UNSUPPORTED = "unsupported_parameter"
-_MAX_WHOLE: Final = float(1 << 53)  # smaller floats are exact
+REF = "#/components/schemas/{model}"  # pydantic's template for references of OpenAPI
+_UNSUPPORTED = "unsupported_parameter"  # pydantic error type that becomes UnsupportedParameter
+_MAX_WHOLE: Final = float(1 << 53)  # below it, floats without a fraction are exact integers
 _KINDS = {
     dict: "an object",
     list: "a list",
@@ -277,9 +278,12 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
 
 
 def single_value(values: Mapping[str, V | None]) -> V | None:
-    """Return the value that a client gives under one name or several. None: under no name.
+    """Return the value that a client gives under one or several of these names; None: under none.
 
-    Reject different values, in a validator. `values` are by the path of their field.
+    In a validator, it rejects different values.
+
+    Args:
+        values: the value under each name, by the path of its field.
     """
     given = [(path, value) for path, value in values.items() if value is not None]
     if not given:

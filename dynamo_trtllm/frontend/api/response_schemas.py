@@ -37,7 +37,7 @@ SameReasoning = Annotated[
 TokenIdList = Annotated[
     list[Count], Field(description="Present if the request has return_token_ids.")
 ]
-# Of objects with fields that are not listed here.
+# The configuration of objects that have further fields, which are not listed here.
 _OPEN: Final = ConfigDict(extra="allow")
 
 
@@ -184,10 +184,16 @@ class InstanceObject(TypedDict):
     engine: str
     transport: InstanceTransport
     prefill_share: NotRequired[
-        Annotated[float, Field(description="Share of an elastic worker of the prefill work.")]
+        Annotated[
+            float,
+            Field(description="How much of a prefill worker's work this elastic worker takes."),
+        ]
     ]
     decode_share: NotRequired[
-        Annotated[float, Field(description="Share of an elastic worker of the decode work.")]
+        Annotated[
+            float,
+            Field(description="How much of a decode worker's work this elastic worker takes."),
+        ]
     ]
     shares_since: NotRequired[
         Annotated[

@@ -42,7 +42,7 @@ from dynamo_trtllm.protocol.number_types import MAX_LOGPROBS
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _TEXT_PARTS = ("input_text", "output_text")
-_OUTPUT_PARTS = (*_TEXT_PARTS, "text")  # the last one is that of MCP
+_OUTPUT_PARTS = (*_TEXT_PARTS, "text")  # tools of MCP write "text"
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _CHOSEN = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
 # The types of items that the input may have.
@@ -271,7 +271,7 @@ LOGPROBS = "message.output_text.logprobs"
 # no effect: the reasoning is returned as plain text
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 # Results of tools that this server does not run, see `hosted_tools`. Clients that list such a tool
-# add them on their own.
+# ask for its results on their own.
 INCLUDES_OF_HOSTED = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

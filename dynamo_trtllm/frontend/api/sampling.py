@@ -223,7 +223,7 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
-        # Reading these rejects a value that has two names and differs between them.
+        # A client can give each of these in two fields. Reading it rejects different values.
         _ = self.past_eos, self.salt, self.requested_priority
         if (
             self.attention_dp_relax
@@ -387,7 +387,7 @@ def _one_of(texts: list[str]) -> str:
 
 
 class CompletionFields(SamplingFields):
-    """The fields of chat and text completions that `/v1/responses` does not have.
+    """The fields of chat and text completions that other endpoints do not have.
 
     Their names are vLLM's.
     """

@@ -8,7 +8,8 @@ from typing import Final, Literal
 
 MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
 _MAX_NAME: Final = 64  # characters of each
-_SHORTEST: Final = 3  # characters of a known name; every name of one character is nearly "n"
+# Characters of a known name. A shorter one, such as "n", is one edit away from too many names.
+_SHORTEST: Final = 3
 _MAX_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
 
 
@@ -49,8 +50,8 @@ class IgnoredFields:
 
         None: the name is not misspelled, or misspelled names are ignored like other unknown ones.
 
-        Only the first unknown fields of a request are compared, so that no request costs more than
-        its size.
+        Only the first unknown fields of a request are compared, so that its cost stays in
+        proportion to its size.
         """
         if not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED:
             return None

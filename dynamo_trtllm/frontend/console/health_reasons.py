@@ -20,8 +20,8 @@ from dynamo_trtllm.frontend.routing.pair_breakers import PairState
 
 SILENT_S: Final = 5.0  # without a token of a running stream, or without a sample of a frontend
 _FULL_KV: Final = 0.95  # share of the KV blocks
-_BRIEF_S: Final = 5.0  # for how long a worker must be slow before its reason says for how long
-_LEFT_S: Final = 600.0  # for how long a worker that left is missed
+_BRIEF_S: Final = 5.0  # after this time of slowness, the reason says for how long a worker is slow
+_LEFT_S: Final = 600.0  # for how long the reasons name a worker that left
 _MAX_OF_A_KIND: Final = 5  # reasons of one kind
 _MAX_CODES: Final = 3  # error codes that one reason names
 

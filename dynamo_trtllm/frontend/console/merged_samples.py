@@ -183,7 +183,11 @@ class MergedSamples:
     def _point(
         self, samples: Sequence[FrontendSample], rows: Sequence[RequestRow] = ()
     ) -> ConsolePoint:
-        """Return the values of the charts from samples of different processes."""
+        """Return the values of the charts from the samples that came since the last point.
+
+        Usually that is one sample of each process. If one is late, its rates are added to those of
+        the process in the next point.
+        """
         counts = {
             TTFT: _sums([sample.ttft_counts for sample in samples], len(_BOUNDS[TTFT]) + 1),
             GAPS: _sums([sample.gap_counts for sample in samples], len(_BOUNDS[GAPS]) + 1),
@@ -214,6 +218,7 @@ class MergedSamples:
         )
 
     def _snapshot(self, point: ConsolePoint, rows: Sequence[RequestRow]) -> ConsoleSnapshot:
+        """Return the state of the deployment, with the newest point and these requests."""
         now = time.time()
         report = self._models.readiness(MAX_LISTED)
         instances = self._models.instances()

@@ -10,9 +10,10 @@ from typing import Final
 from dynamo_trtllm.protocol.frontend_samples import RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.messages import Role
 
-# The weight of a measurement after each second, as a share of that before: after ten, half is left.
+# How much of a measurement's weight is left after a second. After ten seconds, half of it is left.
 _KEPT_SHARE: Final = 0.5**0.1
-# A mean of fewer tokens or transfers, by their weight now, is not shown: it is of long ago.
+# A mean is shown only if the weights of its tokens or transfers have at least this sum. Otherwise
+# they are of long ago.
 _LEAST_TOKENS: Final = 2.0
 _LEAST_TRANSFERS: Final = 0.02
 # A worker is slow if its time is this many times the median of the other workers of its role.

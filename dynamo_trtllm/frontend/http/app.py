@@ -41,7 +41,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
-_ERROR_FORMS: Final = {_MESSAGES: messages_error}
+_ERROR_FORMS: Final = {_MESSAGES: messages_error}  # by the beginning of the path
 _NOT_FOUND_HINT: Final = "; see /docs for the API"
 
 
@@ -75,7 +75,8 @@ def build_app(
         access: decides which requests are served. Default: that of the settings.
 
     Raises:
-        ConfigError: a route has a path of the frontend, or the file of API keys is wrong.
+        ConfigError: a route of the program has a path of the frontend, or the file of API keys is
+            wrong.
     """
     access = access or AccessControl(config)
     access.count = metrics.count

@@ -41,7 +41,7 @@ class ConsoleRoutes:
     """The routes of the console.
 
     Args:
-        feed: the data, once a second.
+        feed: sends the data once a second.
         events: reads the timeline of one request.
         check: raises a DynamoError if the sender of a request may not read the console any more.
     """

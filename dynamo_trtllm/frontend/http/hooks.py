@@ -49,7 +49,8 @@ _STATUSES: Final = frozenset(
 )
 
 ReadBody: TypeAlias = Callable[[], Awaitable[bytes]]
-# Reads the body of a request, which takes memory until the end of the block.
+# Returns a context in which the body of a request can be read. The body counts in the limits of
+# bodies until the context ends.
 OpenBody: TypeAlias = Callable[[HttpRequest], AbstractContextManager[ReadBody]]
 
 
@@ -202,7 +203,7 @@ class Hooks:
 
         Args:
             others: the frontend's own routes.
-            open_body: reads the body of a request.
+            open_body: returns the context in which a route reads the body of its request.
 
         Raises:
             ConfigError: a path is one of the frontend's own.
@@ -278,6 +279,11 @@ class Hooks:
         )
 
     def _result(self, hook: Callable[..., Any], task: asyncio.Task[object]) -> object:
+        """Return the result of a call that has ended, or raise its error.
+
+        A ClientDisconnected is raised as it is, and so is a DynamoError whose texts can be sent.
+        Any other error becomes HookFailed.
+        """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return task.result()
@@ -407,7 +413,7 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _check_arguments(middleware: object, routes: object, timeout_s: object) -> None:
-    """Raise ConfigError if one has a wrong type."""
+    """Raise ConfigError if an argument has a wrong type."""
     if not isinstance(middleware, Sequence):
         raise ConfigError(
             f"middleware is {shown(middleware)}; pass a list of async functions", field="middleware"
@@ -430,7 +436,8 @@ def _check_hook(hook: Any, argument: str) -> None:
 
     It must take a request as its only argument.
     """
-    # Python looks up `__call__` in the class: a class itself is called to create an object.
+    # A call of the hook runs `__call__` of its type. `hook.__call__` may be another method: if the
+    # hook is a class, its call creates an object.
     call = getattr(type(hook), "__call__", None)  # noqa: B004 - looks at the method
     if not (inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(call)):
         raise ConfigError(

@@ -345,6 +345,7 @@ def ref(name: str) -> Schema:
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
+    """Return the OpenAPI object of an operation."""
     described: dict[str, Any] = {
         "operationId": operation.id,
         "summary": operation.about,
@@ -380,6 +381,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
+    """Return the OpenAPI objects of all responses of an operation, by status."""
     answer = ref(operation.answer)
     content: dict[str, Any] = {"text/plain": {"schema": TEXT}}
     if operation.answer:

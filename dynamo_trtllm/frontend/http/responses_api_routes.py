@@ -76,7 +76,7 @@ class ResponseRoutes:
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:
-        """Return a stored response, or one in progress that will be stored as it is now."""
+        """Return a stored response. Of one in progress that will be stored, return its state."""
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
@@ -102,8 +102,8 @@ def _check_query(request: HttpRequest, *known: str) -> None:
             raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
     for name in ("include", "include[]"):
         for value in query.get(name, ()):
-            # Log-probabilities are included if the original request asked for them. The others do
-            # not exist, as when a response is created.
+            # Log-probabilities are included if the original request asked for them. The other
+            # values have no effect, as in the request that creates a response.
             if value not in _INCLUDED:
                 raise UnsupportedParameter(
                     f"include of {value!r} is not supported; leave it out", field="include"

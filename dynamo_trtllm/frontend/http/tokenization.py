@@ -37,8 +37,8 @@ from dynamo_trtllm.protocol.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds
 from dynamo_trtllm.support.http_server.server import Route
 
-# What resolves a request returns its work, and how many characters of stored responses this work
-# renders. Only `/v1/responses` has stored responses.
+# The work of a request is returned with the number of characters of stored responses that it
+# renders. Only `/v1/responses/input_tokens` has stored responses.
 _NO_STORED_CHARS = 0
 
 
@@ -69,6 +69,7 @@ async def _tokenization(
 
 
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
+    """Return the response of `/tokenize`, to a plain prompt or to messages."""
     if body.prompt is not None:
         # None is the default, true.
         adds_special_tokens = body.add_special_tokens is not False
@@ -120,7 +121,7 @@ async def _detokenization(
 
 
 def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
-    """Return what resolves requests of `/v1/responses/input_tokens`."""
+    """Return the function that returns the work of a request of `/v1/responses/input_tokens`."""
 
     async def resolve(
         body: ResponseRequest, served: ServedModel, owner: str

@@ -171,8 +171,8 @@ class MessageBuilder:
         self._prompt_tokens = len(plan.choices[0].request.token_ids)
         self._blocks: list[_TextBlock] = []
         self._open: _TextBlock | None = None  # the last block, unless it is closed
-        self._finish = ""
-        self._stop: str | None = None
+        self._finish = ""  # the finish reason; "": the output goes on
+        self._stop: str | None = None  # the stop string that has ended the output
 
     # --- complete ----------------------------------------------------------------------
 

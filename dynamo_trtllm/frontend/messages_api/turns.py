@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.tokenization.served_model import ServedModel
 from dynamo_trtllm.protocol.errors import InvalidRequest
 
 _BILLING: Final = "x-anthropic-billing-header"  # begins a line of Claude Code's system prompt
+# The names of this API's fields, by internal names (see `GenerationOptions.names`).
 _NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -122,9 +123,9 @@ def _texts(run: Iterable[_Placed]) -> list[str]:
 
 
 def _answer(run: Iterable[_Placed], called: set[str]) -> list[Message]:
-    """Return the message of an assistant's turn, and add the ids of its calls.
+    """Return the message of an assistant's turn, and add the ids of its calls to `called`.
 
-    A turn without text, reasoning and calls has none.
+    A turn without text, reasoning and calls has no message.
     """
     reasoning = []
     texts = []
@@ -258,7 +259,8 @@ def _effort(body: CountTokensRequest, served: ServedModel) -> tuple[str | None, 
         elif thinking.budget_tokens is not None:
             chosen = _effort_of(thinking.budget_tokens)
     if chosen is not None and _EFFORT not in served.renderer.variables:
-        # Then reasoning is turned off by a variable of the template, or is not shown.
+        # "disabled" has an effect nevertheless: a variable of the template turns reasoning off, or
+        # the answer does not show it.
         is_turned_off = effort is None and thinking is not None and thinking.type == "disabled"
         ignored = () if is_turned_off else (field,)
         return None, ignored

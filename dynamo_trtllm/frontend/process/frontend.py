@@ -44,6 +44,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
+# The answers to status requests while the rest of the frontend is loaded.
 _STARTING = "this frontend is starting"
 _NO_LISTS: dict[str, object] = dict.fromkeys(
     ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()
@@ -224,6 +225,7 @@ class Frontend(Lifecycle):
     async def _serve_on(
         self, sock: socket.socket, access: AccessControl, certificate: ServerCertificate | None
     ) -> None:
+        """Serve on a listening socket until stopped. Raise the error of a task that has failed."""
         gate = StartupGate()
         keeps_all_headers = bool(self._hooks)
         server = frontend_server(
@@ -259,6 +261,7 @@ class Frontend(Lifecycle):
         access: AccessControl,
         certificate: ServerCertificate | None,
     ) -> None:
+        """Run what is behind the gate, until cancelled."""
         # This takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
         from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc

@@ -49,13 +49,14 @@ def process_main(config: FrontendProcessConfig) -> None:
 
 
 async def _serve_with_parent(config: FrontendProcessConfig) -> None:
+    """Serve until a signal or the end of the parent, whose socket is standard input."""
     from dynamo_trtllm.access.key_usage import UsageTable
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
     own_end = socket.socket(fileno=sys.stdin.fileno())
     usage = None
     if config.api_keys_file is not None:
-        # The parent has sent it before it started this process, so this does not wait.
+        # The parent has sent the file before it started this process, so `recv_fds` does not wait.
         _, (usage_file,), _, _ = socket.recv_fds(own_end, 1, 1)
         usage = UsageTable(usage_file, config.number, config.workers)
         os.close(usage_file)

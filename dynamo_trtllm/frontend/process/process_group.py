@@ -115,7 +115,7 @@ class ProcessGroup:
         self._hooks = hooks  # names, see `Hooks.names`
         self._environ = process_environ(config, environ)
         if hooks is not None:
-            # The processes import them from where this one has them.
+            # The processes import the hooks from the folders from which this one has imported them.
             self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._usage_file: int | None = None  # memory in which processes count what keys use
         if config.api_keys_file is not None:
@@ -194,6 +194,7 @@ class ProcessGroup:
         return self._aggregator.total()
 
     async def _refresh(self, name: str, pipe: ControlPipe) -> None:
+        """Give the present metrics of a process to the aggregator."""
         try:
             snapshot = await pipe.request_snapshot(_METRICS_TIMEOUT_S)
         except (DeadlineExceeded, Disconnected) as exc:

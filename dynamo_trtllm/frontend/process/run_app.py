@@ -54,8 +54,8 @@ _OTHERS_START = "other processes of this frontend are starting"
 # For the totals of all processes. The parent's wait per process is shorter.
 _METRICS_TIMEOUT_S = 5.0
 _FAILURE_VISIBLE_S = 1.0  # how long `/ready` reports a failure before the port is closed
-# After this time, requests are accepted even if some of the existing models are not loaded: others
-# may be.
+# After this time, requests are accepted even if some of the existing models are not loaded, because
+# others may be.
 _LOADING_S = 15.0
 
 
@@ -99,7 +99,7 @@ async def run_app(
         stack.push_async_callback(discovery.aclose)
         if pipe is not None:
             _share_metrics(pipe, metrics)
-        # Only probes prove that a pair works before it gets requests.
+        # With probes, a model is ready only once one of its pairs has worked.
         proofs = breakers if config.probe_interval_s > 0 else None
         models = ModelRegistry(view, discovery, plane, config.namespace, proofs)
         stack.push_async_callback(models.aclose)
@@ -203,6 +203,10 @@ def _share_metrics(pipe: ControlPipe, metrics: FrontendMetrics) -> None:
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
+    """Wait until a background task fails. Then call `stop`, and raise the failure once cancelled.
+
+    Running requests may finish between the two.
+    """
     try:
         await tasks.until_failed()
     except DynamoError as failure:
@@ -342,10 +346,11 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
     )
 
 
-# Per GC generation, in allocations or collections of the younger generation. A collection of the
-# middle one stops all streams: with up to 500,000 objects it took 150 to 200 ms while many choices
-# started, with 100,000 50 ms on a busy machine, and with 50,000 33 ms of CPU time for a body of
-# 40,000 blocks. So it has at most 25,000: 16 ms. All collections together take as long as before.
+# Per GC generation: how many allocations, or collections of the younger generation, lead to a
+# collection. A collection of the middle generation stops all streams. With up to 500,000 objects it
+# took 150 to 200 ms while many choices started, with 100,000 50 ms on a busy machine, and with
+# 50,000 33 ms of CPU time for a body of 40,000 blocks. With these thresholds it has at most 25,000
+# objects and takes 16 ms. All collections together take as long as with larger thresholds.
 THRESHOLDS = (5_000, 5, 2_000)
 
 

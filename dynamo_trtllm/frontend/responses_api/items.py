@@ -177,6 +177,7 @@ def _visible_text(parts: Iterable[Item]) -> str:
 
 
 def _result(item: Item, called: Mapping[str, str]) -> Message:
+    """Return the message of the output of a tool. `called`: as in `messages_of`."""
     call_id = called.get(item["call_id"])
     if call_id is None:
         kind = item["type"]
@@ -305,7 +306,10 @@ class _Item:
 
 
 class _WholeCall(_Item):
-    """A call whose item has no arguments: the text is read when it is complete."""
+    """A call of a custom tool or a shell.
+
+    Its item has an input or an action, which is read from the complete arguments.
+    """
 
     def start(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))
@@ -384,6 +388,7 @@ class OutputBuilder:
                 events.append(event)
         finish_events = list(self._open.finish(status))
         events += finish_events
+        # The last event has the whole item.
         self._done.append(finish_events[-1]["item"])
         self._open = None
         return events

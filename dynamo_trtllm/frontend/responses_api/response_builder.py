@@ -55,6 +55,7 @@ from dynamo_trtllm.protocol.errors import (
 )
 from dynamo_trtllm.protocol.messages import GenerateRequest, ModelDeploymentCard, TokenIds, encode
 
+# The names of this API's fields, by internal names (see `GenerationOptions.names`).
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -125,7 +126,7 @@ class ResponseBuilder:
         self._output = OutputBuilder(self.id, plan.choices[0].renderer, tools)
         self._items = plan.items
         self._base = _echo(meta, body, plan)
-        self._finish = ""
+        self._finish = ""  # the finish reason; "": the output goes on
         self._max_stored_bytes = max_stored_bytes
         self._next_number = 0  # sequence number of the next event
 
@@ -150,7 +151,8 @@ class ResponseBuilder:
     def pack(self, response: dict[str, Any]) -> bytes | None:
         """Serialize the response for the store.
 
-        None if `store` is false; it is set to false if it is too large.
+        None: `store` is false, or the response is too large. In the second case, its `store` is set
+        to false.
         """
         if not self.stored:
             return None
@@ -230,6 +232,7 @@ class ResponseBuilder:
         return start_events + self._last_events(error)
 
     def _last_events(self, error: DynamoError) -> bytes:
+        """Return the events with which a stream ends after an error."""
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
             last = {"type": "response.incomplete", "response": self.cancelled()}
@@ -243,6 +246,7 @@ class ResponseBuilder:
         )
 
     def _encoded(self, *events: OutputEvent) -> bytes:
+        """Return numbered events as they are sent."""
         data = b""
         for number, event in enumerate(events, self._next_number):
             if isinstance(event, TextDelta):
@@ -329,7 +333,10 @@ class ResponsesAdapter:
     async def resolve(
         self, body: ResponseRequest, served: ServedModel, call: GenerateRequest, owner: str
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        """Read all items that the request refers to, and return the work that plans it.
+        """Read all items that the request refers to. Arguments as for `ApiAdapter.resolve`.
+
+        Returns:
+            The work that plans the request, and the characters of the conversation.
 
         Raises:
             ResponseNotFound: the request refers to a response that is not stored.

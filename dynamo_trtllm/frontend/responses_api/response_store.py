@@ -154,6 +154,7 @@ class ResponseStore:
             await self.store.put(response_id, data, owner)
 
     def _written(self, response_id: str, write: _Write) -> None:
+        """Forget a write that has ended. Log and count its failure."""
         self._tasks.discard(write.task)
         self._pending_bytes -= len(write.data)
         if self._writes.get(response_id) is write:

@@ -1,8 +1,8 @@
 """Parse the output of models without Harmony: split reasoning from the answer, and find tool calls.
 
 Text that is not a call, or stops being one before the call was emitted, is content. The parser is
-strict about the top level of a call's JSON object. Below it, it only matches brackets and quotes:
-arguments are passed on as generated, and the client has to validate them.
+strict about the top level of a call's JSON object. Below that level, it only matches brackets and
+quotes: arguments are passed on as generated, and the client has to validate them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _Matching: TypeAlias = Generator[None, None, bool]  # returns whether it found w
 _Reading: TypeAlias = Generator[None, None, str]  # returns text
 
 
-class _Output:
-    """The text of an output, and what was read of it.
+class _OutputReader:
+    """Reads the text of an output, and adds reasoning, content and calls to `out`.
 
-    Its methods are generators, which yield when they need more text. Those that return a value
+    Methods that need more text are generators, and yield to wait for it. Those that return a value
     return False or "" at the first error, and consume nothing after it.
     """
 
     def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
         self.text = ""  # the text received last
-        self.at = 0  # the index in it where reading goes on
+        self.at = 0  # the index in `text` where reading goes on
         self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
-        self.num_reasoning_texts = 0  # the texts of reasoning that it has received
+        self.num_reasoning_texts = 0  # the texts of reasoning that `out` has received
         # Whether the text is reasoning. A prompt for such a model may end with <think>.
         self.is_in_reasoning = reasoning_parser == "deepseek_r1"
         self.is_reasoning_over = reasoning_parser == "none"  # all further text is the answer
@@ -189,9 +189,10 @@ class _Output:
     def _content(self, *, skips_space: bool) -> _Parsing:
         """Emit text up to <tool_call>.
 
-        Leading white space is withheld, and text that may be the beginning of the marker.
+        Text that may be the beginning of the marker is withheld. With `skips_space`, leading white
+        space is withheld, too.
         """
-        # There may be much white space, so it is joined only once.
+        # Whether all text so far is white space to skip. It may be long, so it is joined only once.
         is_blank = skips_space
         while True:
             while self.at == len(self.text):
@@ -274,6 +275,7 @@ class _Output:
         return self._is_certain
 
     def _begin_if_certain(self) -> None:
+        """Emit the beginning of the call once what was read of it can only be a call."""
         if self._is_certain or not self._name:
             return
         if "arguments" not in self._keys and self._tool_call_parser != "hermes":
@@ -287,7 +289,7 @@ class _Output:
     def _take(self, end: int, *, is_argument: bool = False) -> str:
         """Consume the text up to an index, and return it.
 
-        Arguments of a certain call are emitted. All other text is kept.
+        Arguments of a certain call are emitted. All other text is withheld.
         """
         part = self.text[self.at : end]
         self.at = end
@@ -402,13 +404,13 @@ class ChatOutputParser:
         forced_ids: TokenIds,
     ) -> None:
         self._text = text
-        # The generator refers to the output. The output does not hold the generator, because such a
+        # The generator refers to the reader. The reader does not hold the generator, because such a
         # cycle would keep the text in memory.
-        self._output = _Output(reasoning_parser, tool_call_parser)
-        self._parsing = self._output.parse()
+        self._reader = _OutputReader(reasoning_parser, tool_call_parser)
+        self._parsing = self._reader.parse()
         self._is_plain = False  # all further text is content, and none waits
         self._add(forced_ids)
-        self._output.out.reasoning_tokens = 0
+        self._reader.out.reasoning_tokens = 0
 
     def push(self, token_ids: TokenIds) -> StepOutput:
         if self._is_plain:
@@ -418,43 +420,43 @@ class ChatOutputParser:
 
     def finish(self) -> StepOutput:
         self._push(self._text.finish())
-        self._output.has_ended = True
-        if not self._output.is_reasoning_over:
+        self._reader.has_ended = True
+        if not self._reader.is_reasoning_over:
             self._parse("")
-        self._output.finish_answer()
+        self._reader.finish_answer()
         return self._take()
 
     def _take(self) -> StepOutput:
-        self._is_plain = self._output.is_all_content
-        return self._output.out.take()
+        self._is_plain = self._reader.is_all_content
+        return self._reader.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
         """Parse tokens. Those of reasoning are parsed one by one, to count them."""
-        output = self._output
+        reader = self._reader
         at = 0
-        while at < len(token_ids) and not output.is_reasoning_over:
-            num_texts = output.num_reasoning_texts
-            was_in_reasoning = output.is_in_reasoning
+        while at < len(token_ids) and not reader.is_reasoning_over:
+            num_texts = reader.num_reasoning_texts
+            was_in_reasoning = reader.is_in_reasoning
             self._push(self._text.push(token_ids[at : at + 1]))
-            is_between_markers = was_in_reasoning and output.is_in_reasoning
+            is_between_markers = was_in_reasoning and reader.is_in_reasoning
             # A token may have the last text of reasoning, and the marker that ends it.
-            has_reasoning_text = output.num_reasoning_texts > num_texts
+            has_reasoning_text = reader.num_reasoning_texts > num_texts
             if is_between_markers or has_reasoning_text:
-                output.out.reasoning_tokens += 1
+                reader.out.reasoning_tokens += 1
             at += 1
         if at < len(token_ids):
             self._push(self._text.push(token_ids[at:]))
 
     def _push(self, decoded: StepOutput) -> None:
         for delta in decoded.deltas:
-            if self._output.is_all_content:
-                self._output.out.add(_CONTENT, delta.text)
+            if self._reader.is_all_content:
+                self._reader.out.add(_CONTENT, delta.text)
             else:
                 self._parse(delta.text)
 
     def _parse(self, text: str) -> None:
-        self._output.text = text
-        self._output.at = 0
+        self._reader.text = text
+        self._reader.at = 0
         next(self._parsing)
 
 

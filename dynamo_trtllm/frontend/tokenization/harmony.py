@@ -249,7 +249,7 @@ class HarmonyRenderer:
     def _header_end(self, channel: str, address: str, content_type: str | None) -> TokenIds:
         """Return the end of a header, from the channel on.
 
-        Content types are marked, except that of built-in tools.
+        A content type follows `<|constrain|>`, except that of built-in tools.
         """
         ids = token_ids([harmony_parser.CHANNEL])
         if content_type is None:
@@ -314,6 +314,7 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
     functions = tuple(tool for tool in conversation.tools if not harmony_builtins.is_builtin(tool))
     if instructions or functions:
         yield _developer(instructions, functions)
+    # Harmony keeps only the reasoning after the last answer, that of the turn that goes on.
     last_answer = -1
     for index, message in enumerate(conversation.messages):
         if _is_answer(message):

@@ -117,8 +117,8 @@ class HarmonyParser:
     one.
 
     Args:
-        texts: a cache for each channel: token id -> output of a step with only this token. It is
-            None for control tokens.
+        texts: a cache for each channel: token id -> output of a step with only this token. The
+            output is None for control tokens.
         forced_ids: ids that follow the prompt. They are not output.
         is_reasoning_split: if False, reasoning is final text.
         is_call_split: if False, the arguments of calls are text of their message's channel.
@@ -145,8 +145,8 @@ class HarmonyParser:
         self._num_calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # How many tokens at the start of the header were forced, so are not output. While only the
-        # forced ids are parsed, no token of a header is output: this is at least the number of all.
+        # How many tokens at the start of the header were forced. They are not output. While the
+        # forced ids are parsed, this is the number of all of them, so that no header is output.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
@@ -199,6 +199,7 @@ class HarmonyParser:
             self._emit_header_as_text()
 
     def _control(self, token_id: int) -> None:
+        """Process a control token."""
         if self._position is _Position.HEADER and token_id == MESSAGE:
             self._end_header()
         elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
@@ -223,14 +224,15 @@ class HarmonyParser:
             return False
         if self._header[0] >= FIRST_SPECIAL:
             return True
-        # A token has at least one byte. So the tokens before the newest one have the bytes of
-        # `_RECIPIENT` at least, and an earlier call has found that they begin with it.
+        # Each token has at least one byte. So the tokens before the newest one are at least as long
+        # as `_RECIPIENT`, and an earlier call has found that they begin with it.
         if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
         return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
 
     def _end_header(self) -> None:
+        """Begin the body that the withheld header announces."""
         header = self._read_header()
         if header is None:
             self._emit_header_as_text()
@@ -321,6 +323,7 @@ class HarmonyParser:
         self._num_forced_in_header = 0
 
     def _end_message(self) -> None:
+        """End the current body, or a header without one."""
         if self._position is _Position.HEADER and self._header:
             # A header of only the role is dropped: it has nothing to show.
             is_bare = self._read_header() == Header()

@@ -69,6 +69,7 @@ class DeveloperTexts:
         return "\n".join(self._batches(json.loads(tools_json)))
 
     def _batches(self, tools: Sequence[tuple[str, str, Any]]) -> Iterator[str]:
+        """Yield the text of all tools in parts, each of tools that are rendered in one call."""
         batch: list[oh.ToolDescription] = []
         placeholders = _Placeholders()
         for name, description, parameters in tools:

@@ -47,8 +47,8 @@ def load_tokenizer(cache_dir: Path | None = None) -> O200kTokenizer:
 class O200kTokenizer:
     """Converts text to the ids of ordinary tokens, and ids to bytes.
 
-    fastokens takes 2 to 3 s of CPU time to load, and 110 MiB. So it is loaded by `load`, or for a
-    text that would take openai-harmony too long, which encodes the others until then.
+    fastokens takes 2 to 3 s of CPU time to load, and 110 MiB. So it is loaded by `load`, or for the
+    first text that would take openai-harmony too long. Until then, openai-harmony encodes.
 
     Args:
         path: the vocabulary file, whose hash was checked.

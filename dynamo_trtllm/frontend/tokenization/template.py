@@ -200,6 +200,7 @@ class ChatTemplateRenderer:
                 self.variables |= meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as exc:
                 raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
+        # The ids of special tokens are no text. In the output of a chat, the markers are text.
         self._hidden = self._tokenizer.special
         self._added = self._tokenizer.added
         markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())

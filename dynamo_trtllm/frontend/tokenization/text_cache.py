@@ -17,8 +17,8 @@ MIN_CACHED_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
 class TextCache(Generic[V]):
     """Thread-safe LRU cache from texts to what is made of them. Callers must not modify the values.
 
-    All clients of a process share it. Only who already has a text can learn, from the time, that it
-    was sent before.
+    All clients of a process share it. From the time of a request, a client can learn that a text
+    was sent before, but only if it sends the same text.
 
     Args:
         make: makes the value of a text, for example its token ids.

@@ -48,12 +48,13 @@ def run_finder(chars: int) -> Callable[[str], bool]:
     A run consists of characters of words, of blanks, or of other characters.
 
     A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are
-    matched at multiples only, in linear time. New lines count as blanks and as other characters,
-    because "/" and new lines are one piece.
+    matched at multiples of `chars` only, which takes linear time. New lines count as blanks and as
+    other characters, because tokenizers encode "/" and new lines as one piece.
     """
     word_or_blanks = re.compile(rf"[^{_WORD_ENDS}]{{{chars}}}|\s{{{chars}}}")
-    # Blanks that are no new lines are looked for afterwards: in the pattern, they would need an
-    # alternative for each character, which takes 15 bytes and eight times as long.
+    # This also matches blanks that are no new lines, which `is_run` rejects. To exclude them, the
+    # pattern would need an alternative for each character, which takes 15 bytes and eight times as
+    # long.
     no_word = re.compile(rf"[\W_]{{{chars}}}")
 
     def is_run(text: str, start: int) -> bool:
@@ -158,8 +159,8 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What decides about the library, and where a text can be split; the rest of a tokenizer.json
-    is skipped.
+    """The parts of a tokenizer.json that decide which library encodes, and where a text can be
+    split. The rest is skipped.
     """
 
     model: _Part
@@ -191,9 +192,8 @@ class FastJsonTokenizer(FastTokenizer):
         added = self.library.added_tokens()
         # Added tokens, which are not tokens of the BPE model.
         self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
-        self.special = frozenset(
-            token["id"] for token in added if token["special"]
-        )  # those that are no text of answers
+        # Those of `added` that are no text of answers.
+        self.special = frozenset(token["id"] for token in added if token["special"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens included."""
@@ -216,6 +216,7 @@ class _Segments:
     """
 
     def __init__(self, file: _TokenizerFile) -> None:
+        # The added tokens that are found before the text is normalized.
         found_first = [
             token for token in file.added_tokens if token.content and not token.normalized
         ]

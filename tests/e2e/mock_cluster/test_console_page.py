@@ -186,3 +186,20 @@ def test_chat_shows_reasoning_a_tool_call_and_its_phases(
         page.click("text=Timeline >> nth=0")
         page.wait_for_selector(".message td:text('received')")
         check(opened, cluster)
+
+
+def test_chat_when_cleared_drops_the_answer_in_progress(mock_cluster: Cluster) -> None:
+    with open_page(viewport=LAPTOP) as opened:
+        page = opened.page
+        page.goto(mock_cluster.frontend.url())
+        expect(page, "document.querySelector('#chat-model').value")
+        page.fill("#chat-text", QUESTION)
+        page.press("#chat-text", "Enter")
+        expect(page, "document.querySelector('.message.assistant > .text')?.textContent")
+        page.click("#chat-clear")
+        expect(page, "document.querySelector('#chat-stop').hidden")
+        page.fill("#chat-text", "Hi")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.press("#chat-text", "Enter")
+        assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Hi"}]
+        check(opened, mock_cluster)

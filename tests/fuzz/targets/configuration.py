@@ -294,7 +294,12 @@ TARGETS = {
     "command-line": Target(
         summary="flags and environment variables",
         check=check_command_line,
-        files=("config/load.py", "config/flags.py", "config/parser.py"),
+        files=(
+            "config/load.py",
+            "config/flags.py",
+            "config/parser.py",
+            "config/unknown_flags.py",
+        ),
         seeds=_command_lines,
         words=(
             *_flag_words(),

@@ -485,7 +485,7 @@ def test_load_print_config_appends_extra_sections(capsys):
             prog="w",
             argv=["--model", "m", "--print-config"],
             environ={},
-            more=lambda config: f"more of {config.model_path}\n",
+            extra_text=lambda config: f"more of {config.model_path}\n",
         )
     assert capsys.readouterr().out.endswith("\nmore of m\n")
 

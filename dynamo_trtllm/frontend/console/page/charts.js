@@ -4,7 +4,7 @@ import { make, makeSvg } from "./dom.js";
 import { NONE, number, roundUp, seconds } from "./format.js";
 
 const SPAN_S = 300;
-const SMOOTH_S = 5; // what happens once a second or less often is shown as a mean
+const SMOOTH_S = 5; // each point shows the mean of this time, because some things happen less than once a second
 const JOINED_S = 15; // lines have gaps where nothing was measured for longer
 const HEIGHT = 96;
 const LEFT = 46;
@@ -29,7 +29,8 @@ function smooth(points, read) {
   });
 }
 
-// `series`: name, class and how to read a point. `stacked` ones lie on each other.
+// `series`: lines, each with its name, its class (`kind`) and how to read a point. `stacked`: the parts whose areas lie
+// on each other.
 const CHARTS = [
   {
     title: "Output tokens/s", format: number, series: [{ name: "tokens/s", kind: "decode", read: p => p.tokens_per_s, area: true }],
@@ -164,6 +165,7 @@ class Chart {
       return;
     }
     const at = this.now - this.selected;
+    // The point that is nearest in time.
     const near = values => values.reduce((best, one) => (best === null || Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best), null);
     const texts = this.lines.map(({ name, values }) => [name, near(values)])
       .concat(this.stack.map(({ part, upper, lower }) => {

@@ -145,7 +145,7 @@ export class Chat {
     this.answer();
   }
 
-  /** Take the result of a tool call. Once all of an answer are there, the model goes on. */
+  /** Take the result of a tool call. Once the answer has `wanted` results, the model goes on. */
   takeResult(result, wanted) {
     this.results.push(result);
     if (this.results.length < wanted) return;
@@ -173,6 +173,7 @@ export class Chat {
   async answer() {
     const view = new AnswerView(this.apiKey, (result, wanted) => this.takeResult(result, wanted));
     this.show(view.element);
+    const conversation = this.messages;
     this.abort = new AbortController();
     byId("chat-stop").hidden = false;
     byId("chat-send").disabled = true;
@@ -193,7 +194,8 @@ export class Chat {
     } catch (error) {
       const text = this.abort.signal.aborted ? "Stopped." : error.message;
       view.element.append(make("p", { class: "bad-text" }, text === "Failed to fetch" ? "The frontend does not answer. Send the message again." : text));
-      this.keepOrUndo(view.message);
+      // "Clear" may have begun another conversation, of which this answer is no part.
+      if (conversation === this.messages) this.keepOrUndo(view.message);
     } finally {
       this.abort = null;
       byId("chat-stop").hidden = true;
@@ -202,7 +204,7 @@ export class Chat {
     }
   }
 
-  /** Keep what came of an answer. Without any, its question may be sent again. */
+  /** Keep the text of an answer that was cut off. Without text, put the question back, so that it can be sent again. */
   keepOrUndo(message) {
     if (message.content) {
       this.messages.push(message);

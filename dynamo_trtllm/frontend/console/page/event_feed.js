@@ -41,7 +41,7 @@ export class EventFeed {
     this.handlers = handlers;
     this.key = "";
     this.failures = 0;
-    this.run = 0; // a new key ends the loop before
+    this.run = 0; // number of the newest loop of `start`: a new one ends the one before
   }
 
   /** Connect, and connect again whenever the stream ends. `key`: API key, or "". */

@@ -152,8 +152,8 @@ export class Workers {
       }));
       if (moves && pairs.length <= MAX_LABELS && x2 - x1 > 90) {
         // Spread over the width, so that labels of crossing lines do not lie on each other.
-        const share = pairs.length === 1 ? 0.5 : 0.3 + (0.4 * (index % 2));
-        const t = share;
+        const t = pairs.length === 1 ? 0.5 : 0.3 + (0.4 * (index % 2));
+        // The height of the curve where its parameter is `t`.
         const y = y1 + (y2 - y1) * (3 * t * t - 2 * t * t * t);
         labels.push(makeSvg("text", { class: "rate", x: x1 + (x2 - x1) * t, y: y - 4, "text-anchor": "middle" }, byteRate(pair.bytes_per_s)));
       }
