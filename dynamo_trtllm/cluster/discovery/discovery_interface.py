@@ -68,7 +68,7 @@ class StoredShares:
     table: ShareTable | None  # None: there is none, or it is invalid
     version: int = 0  # of the store: another one after each write. 0: there is no table
     problem: str = ""  # why the table is invalid
-    is_other_version: bool = False  # because its writer has an incompatible wire version
+    is_other_version: bool = False  # it is invalid because its writer has an incompatible version
 
 
 class Registration(Protocol):
@@ -83,7 +83,7 @@ class Registration(Protocol):
 
 
 class Leadership(Protocol):
-    """That this process is the only one of its kind that acts for a namespace.
+    """The right to act for a namespace. Of all processes of a kind, one has it.
 
     It ends if it is not renewed in time.
     """
@@ -100,7 +100,10 @@ class Leadership(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Let another process lead. If the store is unavailable, the time ends it. Idempotent."""
+        """Let another process lead. If the store is unavailable, the leadership expires instead.
+
+        Idempotent.
+        """
 
 
 class Discovery(Protocol):

@@ -166,7 +166,7 @@ class EtcdDiscovery:
         while not self._store.closed:
             async with aclosing(self._changes(prefix, snapshot, cache)) as batches:
                 async for batch in batches:
-                    delays = backoff()  # the watch runs
+                    delays = backoff()  # the watch runs, so the next delays begin short again
                     for key, record in batch:
                         events = cache.delete(key) if record is None else cache.put(key, record)
                         for event in events:
@@ -202,7 +202,7 @@ class EtcdDiscovery:
                     yield batch
             reason = "etcd ended the stream"
         except TimeoutError:
-            return
+            return  # missing instances need a new list
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
@@ -241,7 +241,7 @@ class EtcdDiscovery:
     async def lead_planners(self, namespace: str, name: str) -> EtcdLeadership | None:
         """See `Discovery.lead_planners`."""
         key = planner_key(namespace)
-        # A lease for each attempt would be many.
+        # Without this look, each attempt of a planner that waits would create a lease.
         if await self._store.revision_of(key):
             return None
         lease = await self._store.grant(self.lease_ttl_s)

@@ -37,7 +37,7 @@ _OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", -1),
 ]
-# of errors of etcd
+# Parts of the error texts of etcd.
 _NO_USERS: Final = "authentication is not enabled"
 _TOKEN_REJECTED: Final = (
     "invalid auth token",
@@ -145,8 +145,8 @@ class EtcdConnection:
             self._credentials = CredentialsFile(credentials_file, "etcd_credentials_file")
         self._token: str | None = None  # None: log in before the next call
         self._logging_in = asyncio.Lock()
-        self._current = 0
-        # Channels with former certificates are among them.
+        self._current = 0  # index of the endpoint in use
+        # All channels, also those with former certificates.
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
         self._files = _states(config)

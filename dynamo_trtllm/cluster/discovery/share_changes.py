@@ -64,7 +64,7 @@ def changed_table(
         now: seconds since the epoch (Unix).
 
     Returns:
-        None: a writer with a higher epoch has written it, and this one has been replaced.
+        None: a writer with a higher epoch has written the stored one, and replaces this writer.
     """
     before = stored.table or ShareTable()
     if epoch is None:
@@ -97,7 +97,7 @@ def changed_table(
 
 
 def _latest(history: list[ShareChange]) -> tuple[ShareChange, ...]:
-    """Return the latest changes of a history, as far as a table may have them."""
+    """Return the latest changes of a history, within the limits of a table."""
     latest: list[ShareChange] = []
     num_bytes = 0
     for change in reversed(history[-MAX_CHANGES:]):
@@ -138,7 +138,7 @@ async def change_shares(
     for _ in range(_MAX_ATTEMPTS):
         stored = await discovery.read_shares(namespace)
         if stored.is_other_version:
-            # Frontends that use it would reject what this process writes.
+            # Frontends of that version would reject what this process writes.
             raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
         table = changed_table(
             stored,
@@ -155,7 +155,7 @@ async def change_shares(
             if await discovery.write_shares(namespace, table, stored.version):
                 return table
         except Unreachable:
-            # It may have been written before the connection was lost.
+            # The table may have been written before the connection was lost.
             again = await discovery.read_shares(namespace)
             if again.table == table:
                 return table

@@ -30,19 +30,19 @@ class _OtherVersion(BadRecord):
 
 
 # No key of an instance has this form, because it has fewer parts.
-_NAME: Final = "shares"
+_SHARES: Final = "shares"
 _PLANNER: Final = "planner"
 _PARTS: Final = len(PREFIX.split("/")) + 2
 
 
 def share_key(namespace: str) -> str:
     """Return the etcd key of the share table of a namespace."""
-    return f"{namespace_prefix(namespace)}{_NAME}"
+    return f"{namespace_prefix(namespace)}{_SHARES}"
 
 
 def is_share_key(key: str) -> bool:
     """Return whether a key under the prefix of a namespace is that of its share table."""
-    return key.endswith(f"/{_NAME}") and key.count("/") == _PARTS - 1
+    return key.endswith(f"/{_SHARES}") and key.count("/") == _PARTS - 1
 
 
 def planner_key(namespace: str) -> str:
@@ -59,7 +59,7 @@ def read_share_table(record: bytes) -> ShareTable:
     """Decode and validate a share table.
 
     Raises:
-        BadRecord: the record is invalid. It names the worker and the field.
+        BadRecord: the record is invalid. The error names the worker and the field.
     """
     if len(record) > MAX_RECORD_BYTES:
         raise BadRecord(f"the record has {len(record)} bytes; the limit is {MAX_RECORD_BYTES}")

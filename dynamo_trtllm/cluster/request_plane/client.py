@@ -99,8 +99,8 @@ class PlaneClient:
         # The running streams, by subject of the worker, then by number.
         self._running: dict[str, dict[int, StreamReceiver]] = {}
         self._num_ended_frames = 0  # frames of the ended streams of all workers
-        # Frames of the ended streams of each worker that has running ones, by subject. They are
-        # counted from `_num_ended_frames` on, as it was when the first of these streams began.
+        # For each worker with running streams, by subject: the number of frames of its ended
+        # streams, counted from a start value (see `generate`).
         self._ended_frames: dict[str, int] = {}
         # The subjects of streams that were closed before their last frame arrived, by number of the
         # stream. The latest one is last.
@@ -152,8 +152,8 @@ class PlaneClient:
         self._inbox[number] = receiver
         if subject not in self._running:
             self._running[subject] = {}
-            # `_num_ended_frames` never falls. So the number that `_num_received` returns for this
-            # worker never goes back, even if all its streams have ended in between.
+            # The start value `_num_ended_frames` never falls. So what `_num_received` returns for
+            # this worker never falls, not even if all its streams have ended in between.
             self._ended_frames[subject] = self._num_ended_frames
         self._running[subject][number] = receiver
         left_s = request.deadline - time.time()

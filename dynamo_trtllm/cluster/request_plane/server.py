@@ -1,6 +1,6 @@
 """Run a service's streams for its callers: the worker's side of the request plane.
 
-It works over any `Transport`.
+This module works over any `Transport`.
 
 An exception of a service that is not a `DynamoError` is logged here, and the caller gets
 InternalError.
@@ -112,8 +112,8 @@ class ServerStream:
 class PlaneServer:
     """Server of one service at one subject. It serves after `start`.
 
-    `load` returns what it reports to its callers. `on_unreadable` is called for each message that
-    can't be read.
+    `load` returns the load that the server reports to its callers. `on_unreadable` is called for
+    each message that can't be read.
     """
 
     transport: Transport
@@ -141,8 +141,8 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # Inboxes that got the load less than _LOAD_EVERY_S ago -> whether a later message to them
-        # had no load.
+        # For each inbox that got the load less than _LOAD_EVERY_S ago: whether a message without
+        # the load has followed.
         self._got_load: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
@@ -277,6 +277,7 @@ class PlaneServer:
 
     def _heartbeat_message(self, inbox: str) -> bytes:
         report = self._report(inbox, ping=0)
+        # A message without a report also shows that this worker lives, and asks for a reply.
         return PING if report is None else report
 
     def _latest_message(self, inbox: str) -> int:
@@ -347,7 +348,7 @@ class PlaneServer:
         self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
-        # The caller is watched until the KV is fetched.
+        # While it holds KV, the ended stream stays listed, so that its caller is watched.
         if stream.handle.holds_kv:
             self._mark_ended(stream)
         else:
@@ -363,7 +364,8 @@ class PlaneServer:
     def _end_with_error(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller.
 
-        If it has ended, free its KV, which its caller can't release.
+        A stream that has already ended sends no error. Only its KV is freed, because its caller can
+        no longer release it.
         """
         if not stream.has_ended:
             self._send_error(stream, error)
@@ -477,10 +479,10 @@ class PlaneServer:
     def _load_for(self, inbox: str) -> LoadReport | None:
         """Return the load for the next message to a caller.
 
-        None: the caller got the load less than _LOAD_EVERY_S ago, or it can't be read.
+        None: the caller got the load less than _LOAD_EVERY_S ago, or the load can't be read.
 
-        If the last messages to a caller were without the load, it gets the load later, in a message
-        of its own: otherwise it would take an idle worker for a busy one.
+        A caller whose last messages were without the load gets it later, in a separate message.
+        Otherwise the caller would take a worker that has become idle for a busy one.
         """
         if inbox in self._got_load:
             self._got_load[inbox] = True
@@ -497,7 +499,8 @@ class PlaneServer:
     def _load_time_over(self, inbox: str) -> None:
         was_withheld = self._got_load.pop(inbox)
         if was_withheld:
-            # The next message has the load again. Wait for it a while, to save a message.
+            # The next message to this caller has the load again. Wait a while for one, to save the
+            # separate message.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:
