@@ -1,6 +1,6 @@
 """Plan the shares of all elastic workers of a namespace, from what is observed.
 
-It has no clock and no I/O: `process` runs it, and simulations in virtual time.
+The module does no I/O and reads no clock: `process` runs it, and simulations in virtual time.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class Predictor:
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
         """Return the prompt steps of each worker. None: the size of a prompt is not known.
 
-        No prompt was computed lately then, and none waits at frontends.
+        It is not known if no prompt was computed lately and none waits at frontends.
 
         Prompts that arrive during a step are computed together in the next one. So a longer step
         makes the next one longer: its tokens and its time are found by iteration.

@@ -225,5 +225,5 @@ async def broadcast_load(
         with suppress(TimeoutError):
             async with asyncio.timeout(timing.unchanged_load_s):
                 await called.wait()
-            # Then one report covers the calls that arrive together.
+            # Wait a moment, so that one report covers the calls that arrive together.
             await asyncio.sleep(timing.called_s)
