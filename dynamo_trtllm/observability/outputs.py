@@ -148,7 +148,7 @@ class Outputs:
     ) -> None:
         """Start the relay again whenever it is killed or stopped, at most once in RESTART_S.
 
-        In between, drop what comes.
+        Until it runs again, drop what writers write.
 
         Args:
             relay: the relay, which outlives this process. It ends with status 0 when all pipes have

@@ -46,7 +46,7 @@ _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # The fields: number of the event, time in ns since boot, request, event, choice, three values,
-# reason, and the number again.
+# reason, and the number again. A slot whose two numbers differ was not written to its end.
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
 NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # number of slots in a file of 4 MiB
 
@@ -494,7 +494,7 @@ def is_locked(path: Path) -> bool:
 def start_ticks(pid: int | str) -> int:
     """Return when a process started, in clock ticks since boot.
 
-    This tells the process from a later one with its id.
+    This tells the process from a later one with the same id.
 
     Raises:
         OSError: there is no such process, or it has ended and its parent has not noticed.

@@ -52,7 +52,10 @@ class QueryTransport(Protocol):
 
 
 class ClockOffset(NamedTuple):
-    """What converts times of a machine to the clock of this one, by addition: from low to high."""
+    """The offset between the clocks of another machine and of this one, between two bounds.
+
+    Added to a time of the other machine, it gives the time of this one.
+    """
 
     low_ns: int
     high_ns: int
@@ -141,7 +144,7 @@ class RecordingQueries:
                 while not self._has_all_answers():
                     self._news.clear()
                     await self._news.wait()
-        # Who has not answered one query is not waited for again.
+        # A worker that has not answered one query is not waited for again.
         self._expected &= self._answered
         await unsubscribe()
 

@@ -150,7 +150,9 @@ class KeySelector:
                 return self._given | self._begun.keys()
 
 
-_answered: dict[str, None] = {}  # latest queries; several workers of one process have one recording
+# The latest queries, by inbox. Several workers of one process have one recording, which only the
+# first of them sends.
+_answered: dict[str, None] = {}
 
 
 async def answer_queries(

@@ -199,10 +199,13 @@ class RequestRecording:
 
 
 class Holder(NamedTuple):
-    """The process, or the part outside of processes, that holds a request or has no recording."""
+    """What holds a request: a process, or something outside of processes, such as NATS.
+
+    Or a worker that has no recording, and may hold requests.
+    """
 
     title: str
-    reason: str  # why
+    reason: str  # why it holds the request, or has no recording
 
 
 class RequestIds(NamedTuple):

@@ -177,7 +177,8 @@ class Lifecycle(ABC):
         elif isinstance(error, asyncio.CancelledError):
             self._serving.cancel()
         self.stop()
-        # Raises the error of a server that failed. A cancel from outside ends it at once.
+        # This raises the error of a server that failed. A cancel from outside ends the server at
+        # once.
         await self._serving
 
 

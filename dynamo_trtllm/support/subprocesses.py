@@ -399,7 +399,7 @@ class Supervisor:
                 raise _Stopped
         except* (RunFailed, ConfigError) as group:
             failure = _first(group)
-            # The caller shows it only after the stop, which may take long.
+            # Say it now: the caller shows the failure only after the stop, which may take long.
             if isinstance(failure, RunFailed):
                 self._say(f"stopping all processes: {failure}")
         except* _Stopped:

@@ -71,7 +71,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._parser = RequestParser(server.limits, self)
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._handler: asyncio.Task[None] | None = None  # of `_current`
-        self._newest: Exchange | None = None  # received
+        self._newest: Exchange | None = None  # the last one that was received
         self._waiting: deque[Exchange] = deque()
 
     @property
@@ -168,7 +168,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unparsed = memoryview(b"")
 
     def _await_turn(self, *, has_rest: bool) -> None:
-        """Wait for a turn. `has_rest`: this connection has no new data to parse."""
+        """Wait for a turn. `has_rest`: see `ParsingTurns.wait`."""
         if not self._awaits_turn:
             self._awaits_turn = True
             begins_request = self.begins_request and not has_rest
@@ -558,6 +558,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # If the error is in a head, `newest` is the request before it.
         if newest is not None and not self._parser.awaits_head:
             if newest.response.ended:
+                # The error is in the rest of a body whose request was answered already.
                 self._linger()
                 return
             if self._waiting:
@@ -569,6 +570,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._close()
                 return
             else:
+                # The error is sent in place of the handler's response.
                 self._lose(newest)
                 newest = None
         if newest is not None and not newest.response.ended:

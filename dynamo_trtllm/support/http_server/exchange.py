@@ -336,8 +336,8 @@ class HttpResponse:
         lines = [_STATUS_LINES[status]]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines) + "\r\n\r\n"
-        # Each line ends with one line break, and an empty line follows. A value with another one
-        # would add a header. Some proxies and clients take a carriage return alone as one.
+        # Each line ends with one line break, and an empty line follows. A value with a line break
+        # would add a header. Some proxies and clients take a carriage return alone as a line break.
         num_breaks = len(lines) + 1
         if head.count("\n") != num_breaks or head.count("\r") != num_breaks:
             raise ValueError("a value of a response header contains a line break")

@@ -96,7 +96,8 @@ class ParsingTurns:
 
         Args:
             connection: its `take_turn` is called once.
-            has_rest: a part of what it has received is left from an earlier turn.
+            has_rest: it has no new data, only requests that wait, or a part that is left from an
+                earlier turn.
             begins_request: nothing of its next request was parsed yet.
         """
         self._schedule()

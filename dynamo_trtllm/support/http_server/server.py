@@ -195,7 +195,7 @@ class Router:
         Return True for a preflight, which is answered.
         """
         origin = request.header(b"origin")
-        # This is sent without the other headers, too: a cache must not return them to others.
+        # Sent with every response: a cache must not return one for an origin to another origin.
         response.headers["Vary"] = "Origin"
         if origin is None or not self._origins & {"*", origin}:
             return False
@@ -285,8 +285,8 @@ class HttpServer(ConnectionGroup):
 
         Closes the socket. If cancelled, it ends all requests at once.
         """
-        # With fewer, a connection is open for a few turns of the loop before others replace it, so
-        # its request is read.
+        # At most an eighth of the connections is new in a turn of the loop. So a connection is open
+        # for a few turns before others replace it, and its request is read.
         accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self.max_open // 8))
         acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:

@@ -241,7 +241,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             return
         self._is_shut = True
         if self._is_established:
-            # It raises an error unless the client has said the same, for which nothing waits here.
+            # `unwrap` raises an error unless the client has said the same, too. Do not wait for it.
             with suppress(ssl.SSLError):
                 self._tls.unwrap()
             self._flush()

@@ -163,8 +163,7 @@ class Acceptor:
     def _port(self) -> str:
         try:
             return str(self._sock.getsockname()[1])
-        # The socket was closed.
-        except OSError:
+        except OSError:  # the socket was closed
             return "unknown"
 
     def _ended(self, task: asyncio.Task[None]) -> None:
