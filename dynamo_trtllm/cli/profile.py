@@ -168,8 +168,8 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
         source += f"; what a worker does not learn is from: {prior.source}"
     kv_blocks = int(sum_samples(page, PREFIX).get("kv_blocks_total", 0))
     if kv_blocks:
-        # The prior may have larger blocks than this aggregated worker, as workers have that
-        # transfer KV.
+        # The prior may be that of workers that transfer KV, whose blocks are larger than those of
+        # this aggregated worker.
         num_tokens = kv_blocks * config.kv_block_size
         mock["kv_cache_blocks"] = num_tokens // mock["kv_block_size"]
     entry: dict[str, Any] = {

@@ -126,7 +126,7 @@ def main(config: StatusConfig) -> int:
 async def _show(config: StatusConfig) -> list[DeploymentReport]:
     """Show the status; with --watch again and again until a Ctrl-C.
 
-    On a terminal it is replaced in place, otherwise one follows the other.
+    On a terminal, the status is replaced in place. Otherwise, each status follows the one before.
     """
     is_on_terminal = sys.stdout.isatty() and not config.json_output and is_installed("rich")
     meter = RateMeter()
@@ -213,10 +213,10 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             report, namespaces = await _of_etcd(config)
         if report.processes or report.not_ready:
             return [report]
-        found = "nor in another one"
+        in_others = "nor in another one"
         if namespaces:
-            found = f"it has workers in {', '.join(sorted(namespaces))}"
-        reasons.append(f"etcd has no worker in namespace {config.namespace} ({found})")
+            in_others = f"it has workers in {', '.join(sorted(namespaces))}"
+        reasons.append(f"etcd has no worker in namespace {config.namespace} ({in_others})")
     except UserRejected as exc:
         raise NothingRuns(f"{', '.join(reasons)}, {exc.message}") from exc
     except (Unreachable, TimeoutError):

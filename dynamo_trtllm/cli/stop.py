@@ -103,7 +103,7 @@ class _Stopping:
             StillRuns: the launcher does not end.
         """
         self.ask(signal.SIGTERM)
-        # Equal signals that arrive at once would be one.
+        # Not SIGTERM again: two equal signals that arrive together count as one.
         self.ask(signal.SIGINT)
         self.wait(_LAUNCHER_KILL_S)
         if self._record.is_running:

@@ -214,7 +214,8 @@ def _stuck_choices(
     for choice in sorted({step.entry.choice for step in steps}):
         own = [step for step in steps if step.entry.choice == choice]
         silent_s = (now_ns - own[-1].entry.ns) / 1e9
-        # A process records the progress of at most PROGRESS_PER_TICK requests in a second.
+        # A process records the progress of at most PROGRESS_PER_TICK requests in a second. With
+        # more requests, each is silent until its turn comes again.
         num_running = max(step.process.header.num_running for step in own)
         if silent_s < older_than_s + num_running / PROGRESS_PER_TICK:
             continue

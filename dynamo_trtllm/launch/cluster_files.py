@@ -46,7 +46,7 @@ _ENGINE_FILE: Final = "engine.yaml"
 _SYSTEM_PORT: Final = 9090
 _DRAIN_S: Final = 120.0  # longer than KV is kept for a decode worker
 _CLOSE_S: Final = 60  # time to close the engine after the drain
-_PLATFORM_NAMESPACE: Final = "dynamo"  # of which NATS and etcd of deploy/ have users
+_PLATFORM_NAMESPACE: Final = "dynamo"  # for which NATS and etcd of deploy/ have users
 _NUM_GPUS: Final = 1024  # of a cluster: more than a deployment of `serve` takes
 _DEFAULT_GPU_GIB: Final = 80.0
 _CPUS: Final = 4  # of a worker without GPU
@@ -71,6 +71,7 @@ def cluster_facts(machine: MachineFacts, config: ServeConfig) -> MachineFacts:
     GPUs are those of this machine, in any number for Kubernetes. Without any here, a cluster has
     GPUs of `--gpu-memory-gib`, unless the engine runs on CPUs.
     """
+    # There is an image with vLLM, so it may be chosen without being installed here.
     machine = replace(machine, engines=machine.engines | {"vllm"})
     if config.format == "compose":
         return machine

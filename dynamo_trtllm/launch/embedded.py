@@ -70,7 +70,7 @@ def serve(
             connections from this machine, on a free port.
 
     Returns:
-        deployment: starts with its block or `start()`.
+        The deployment. It starts with its block or `start()`.
 
     Raises:
         ConfigError: a setting is wrong, or the torch engine is not installed.
@@ -332,8 +332,7 @@ class EmbeddedDeployment:
     def _run_thread(self) -> None:
         try:
             uvloop.run(self._run())
-        # `_cancel` has cancelled it.
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `_cancel`
             if not self._started.done():
                 self._started.set_exception(Draining("the deployment was stopped; create another"))
         except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it

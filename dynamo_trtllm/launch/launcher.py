@@ -181,8 +181,8 @@ class Launcher:
         self._environ = without_other_servers(self.environ, self._own_servers)
         # Names of the processes that have never been ready.
         self._never_ready = {spec.name for spec in self.specs}
-        # By names of processes whose last restart was too slow: the limit of the next one, as a
-        # multiple of ready_timeout_s.
+        # For each process whose last restart was too slow, by name: the limit of the next restart,
+        # as a multiple of ready_timeout_s.
         self._limit_factors: dict[str, int] = {}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         # Names of processes that were ready before: other processes may still map the memory of
@@ -260,9 +260,10 @@ class Launcher:
         return users
 
     def _give_transfer_key(self, folder: Path) -> None:
-        """Give the workers a random key of KV transfers, if only they use this etcd and NATS.
+        """Give the workers a random key of KV transfers.
 
-        Workers of other launchers would have other keys. The environment may name a file of keys.
+        Not if the environment names a file of keys, nor if others may use this etcd or NATS: the
+        workers of other launchers would have other keys.
         """
         is_alone = set(self._own_servers) == {"etcd", "nats"}
         if is_alone and _KEY_FILE_VARIABLE not in self._environ:
@@ -456,7 +457,7 @@ def _check_port(spec: ProcessSpec) -> None:
     try:
         bind(spec.host, spec.port, setting=setting).close()
     except ConfigError as exc:
-        # The field is such as "http_host" or "http_port".
+        # The field is, for example, "http_host" or "http_port".
         is_wrong_host = exc.field == f"{setting}_host"
         flag = "host" if is_wrong_host else "port"
         hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""

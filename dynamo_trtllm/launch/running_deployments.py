@@ -2,7 +2,7 @@
 
 The files are in a folder in memory that only this user reads. A launcher removes its file at its
 end. The file of a killed launcher is recognized, because it has the process id and the start time
-of the launcher, and no process has both.
+of the launcher, and no running process has both.
 """
 
 from __future__ import annotations

@@ -280,8 +280,8 @@ class LocalServer(Child):
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-# What etcd says before it starts, and what the system says of a process. Of all processes together,
-# the system says "too many open files in system".
+# What etcd says before it starts, and what the system says of a process. "Too many open files in
+# system", which it says of all processes together, does not match: another limit would not help.
 _TOO_FEW_FILES: Final = re.compile(
     "file descriptor limit|too many open files(?! in system)", re.IGNORECASE
 )

@@ -420,10 +420,11 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return seconds + self._unfitted_decode_s(fit, requests, context)
 
     def _unfitted_decode_s(self, fit: Fit, requests: float, context_tokens: float) -> float:
-        """Return what streams add to a step with prompts, if its fit does not say it.
+        """Return what streams add to a step with prompts, if its fit does not include it; else 0.
 
-        Then the worker has never decoded in such a step, or the fit is that of another worker. The
-        sum is rather too high: it counts twice what both steps have in common.
+        The fit does not include it if the worker has never decoded in such a step, or if the fit is
+        that of another worker. The sum is rather too high: it counts twice what both steps have in
+        common.
         """
         request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
         if not requests or request_s or context_s or self.decode is None:
@@ -513,7 +514,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
         """Predict the time of a decode call until its first token.
 
-        It fetches the KV of the prompt.
+        The call fetches the KV of the prompt.
         """
         if self.kv_transfer is None:
             return None

@@ -46,7 +46,7 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Consecutive blocks can be reused from now on."""
 
     blocks: tuple[KvBlock, ...]  # blocks in the order of the prompt
-    # Hash of the block before the first one. None: the prompt begins with it.
+    # Hash of the block before the first one. None: the prompt begins with the first one.
     parent: int | None = None
     # Attention window in tokens of the layers that share the blocks. 0: all layers.
     cache_group: int = 0
