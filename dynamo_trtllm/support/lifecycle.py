@@ -187,7 +187,7 @@ class ThreadSafeEvent:
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
-        # A waiter that is cancelled must not cancel it for the others.
+        # A waiter that is cancelled must not cancel the future for the others.
         self._future.set_running_or_notify_cancel()
 
     def is_set(self) -> bool:

@@ -107,7 +107,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            # This closes its input and waits for its end.
+            # This closes the input of the remover and waits for its end.
             remover.communicate()
 
 
@@ -212,7 +212,7 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     def wait() -> None:
         # The error means that other code has reaped the process.
         with suppress(ChildProcessError):
-            # WNOWAIT leaves it a zombie, so that the id of its group is not reused.
+            # WNOWAIT leaves the process a zombie, so that the id of its group is not reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         # The errors mean that the group is empty (PermissionError on macOS).
         with suppress(ProcessLookupError, PermissionError):
@@ -429,6 +429,7 @@ class Supervisor:
     async def _keep(
         self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None
     ) -> None:
+        """Run a program again and again, until `stop` or the limit of restarts."""
         restarts: list[float] = []
         while not self.is_stopping:
             try:
@@ -503,6 +504,7 @@ class Supervisor:
         self.stop()
 
     async def _stop_children(self) -> None:
+        """Stop all children, those of a lower rank first."""
         errors: list[BaseException] = []
         ranks = {child.stop_rank for child in self._children.values()}
         for rank in sorted(ranks):

@@ -74,8 +74,9 @@ class StoredShares:
 class Registration(Protocol):
     """The registration of one instance.
 
-    A background task renews its lease. It writes the record again when the store has lost its data,
-    and also, within the time of a lease, when another client has deleted or overwritten the record.
+    A background task renews its lease. The task writes the record again when the store has lost its
+    data, and also, within the time of a lease, when another client has deleted or overwritten the
+    record.
     """
 
     async def aclose(self) -> None:

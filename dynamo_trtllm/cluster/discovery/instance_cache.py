@@ -251,6 +251,7 @@ class InstanceCache:
             changes.added.append(Added(instance))
 
     def _reject(self, key: str, reason: str, changes: _Changes) -> None:
+        """Report that a record is rejected, unless that is known or too many are rejected."""
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:

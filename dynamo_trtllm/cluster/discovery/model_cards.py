@@ -108,7 +108,7 @@ class ModelCards:
         self.instances: dict[str, Instance] = {}
         self.chosen: ChosenCard | None = None
         self._kinds: dict[CardKind, _CardsOfKind] = {}
-        # The last choice. None: nothing was chosen yet, or it has lost its last instance since.
+        # The last choice. None: nothing was chosen yet, or the choice has no instance any more.
         self._last_kind: CardKind | None = None
         self._last_card: bytes | None = None
 

@@ -97,6 +97,7 @@ def shown_key(key: str) -> str:
 
     A shortened key ends with its hash to differ from others.
     """
+    # Without the quotes. One character more than is shown reveals a longer key.
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text

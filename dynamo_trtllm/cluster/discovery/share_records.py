@@ -1,7 +1,7 @@
 """Encode the share table of a namespace, and validate it; name its key and that of the planner.
 
-These keys are among those of the instances of the namespace, so that one watch has both, and the
-same users may read them. Frontends of earlier versions log once that they reject them.
+These keys have the prefix of the instances of the namespace, so that one watch has all of them, and
+the same users may read them. Frontends of earlier versions log once that they reject these records.
 """
 
 from __future__ import annotations

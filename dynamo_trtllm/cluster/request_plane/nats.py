@@ -59,11 +59,13 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-_PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
+# Most messages that one subscription receives while the event loop is busy.
+_PENDING_MESSAGES = 1 << 20
 # Time for which one subscription receives messages that arrived together, before it lets the event
 # loop do other work. nats-py makes no pause.
 RECEIVING_S = 0.003
-# A server closes the connection of a client that sends a line of more than 4096 bytes.
+# A server closes the connection of a client that sends a line of more than 4096 bytes. A line has
+# this subject and that of the reply.
 _MAX_SUBJECT = 1024
 _DENIED_SUBSCRIPTION = f"{DENIED} for subscription"
 
@@ -351,13 +353,15 @@ class NatsTransport:
         if len(subject) > _MAX_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
-        # It is sent after this call. An error while sending ends all streams, and the end of a
-        # stream publishes a cancel: this function would be entered again before it has returned.
+        # The message is sent after this call. An error while sending ends all streams, and the end
+        # of a stream publishes a cancel: this function would be entered again before it has
+        # returned.
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
         self._outgoing.append((subject, data))
 
     def _send_outgoing(self) -> None:
+        """Pass the published messages to the client. Report a loss once."""
         outgoing = self._outgoing
         self._outgoing = []
         num_from_callbacks = self._num_from_callbacks
@@ -425,6 +429,7 @@ class NatsTransport:
     # nats-py accepts real coroutine functions only.
 
     async def _on_error(self, error: Exception) -> None:
+        """Note, report or log an error of the client, by its kind."""
         if isinstance(error, nats_errors.SlowConsumerError):
             lost = StreamIncomplete(
                 f"messages to {error.subject} were dropped because this process is overloaded"

@@ -190,6 +190,7 @@ class PlaneServer:
     # --- what arrives -----------------------------------------------------------------------------
 
     def _on_message(self, data: bytes, reply: str) -> None:
+        """Handle a message to the subject: the opening of a stream, a cancel, or a ping."""
         if data == PING:
             self.transport.publish(reply, PING)
             return
@@ -245,6 +246,7 @@ class PlaneServer:
         task.add_done_callback(self._control_tasks.discard)
 
     async def _control(self, data: bytes, reply: str) -> None:
+        """Run a control verb, and send the reply."""
         try:
             verb = decode(data, ControlRequest).verb
         except errors.BadFrame as exc:
@@ -312,6 +314,7 @@ class PlaneServer:
     # --- streams ----------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
+        """Start a stream."""
         caller = self._callers.setdefault(
             opening.inbox, _Caller(opening.inbox, opening.wire, self._num_messages)
         )
@@ -335,6 +338,7 @@ class PlaneServer:
             self._remove(stream)
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
+        """Send an event of a stream to its caller."""
         if not isinstance(event, Chunk):
             self._end_with_error(stream, event)
             return
@@ -381,7 +385,8 @@ class PlaneServer:
             last_frame_follows = stream.has_ended or stream.handle.stop()
             if last_frame_follows:
                 return  # the stream is removed after this frame, or when its caller is lost
-        # A caller that cancels an ended stream did not receive its last frame. It can't fetch KV.
+        # A caller that cancels an ended stream did not receive its last frame, so it can't fetch
+        # the KV.
         self._remove_and_cancel(stream)
 
     def _remove_and_cancel(self, stream: ServerStream) -> None:
@@ -411,6 +416,7 @@ class PlaneServer:
                 self._remove(stream)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
+        """End the streams of a caller that has not replied to its heartbeat, and free their KV."""
         caller = self._callers.get(inbox)
         if caller is None:
             return

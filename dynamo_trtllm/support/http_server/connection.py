@@ -100,12 +100,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End all requests, and free what they hold."""
         self._disarm()
         self._read_timer.stop()
         self._server.hangups.discard(self._file)
         for exchange in self._exchanges():
             self._lose(exchange)
-        self._current = self._newest = None
+        self._current = None
+        self._newest = None
         self._handler = None
         self._waiting.clear()
         self._unparsed = memoryview(b"")
@@ -215,6 +217,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise errors.Draining("the server is shutting down; retry")
 
     def on_head(self, head: RequestHead) -> None:
+        """Run the request of a head, or let it wait for the requests before it."""
         request = self._new_request(head)
         if self.is_idle:
             if not request.is_probe:
@@ -496,23 +499,15 @@ class HttpConnection(asyncio.BufferedProtocol):
                 "this connection was closed for other clients before the request was received; try"
                 " again later"
             )
-            response = HttpResponse(
-                self._transport,
-                self._server.batch,
-                _do_nothing,
-                error_form=self._server.error_form,
-                stall_s=self._timing.stall_s,
-                keeps_alive=False,
-            )
-            response.send_error(error)
+            self._send_error(error, _do_nothing)
             self._read_timer.watch()
         self._transport.close()
 
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
-        The client of a response that has begun does not know that it is the last one. Its next
-        request gets 503 `draining`.
+        If a response has begun, its client does not know that this response is the last one. The
+        client's next request gets 503 `draining`.
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:
@@ -576,15 +571,19 @@ class HttpConnection(asyncio.BufferedProtocol):
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            response = HttpResponse(
-                self._transport,
-                self._server.batch,
-                self._linger,
-                error_form=self._server.error_form,
-                stall_s=self._timing.stall_s,
-                keeps_alive=False,
-            )
-            response.send_error(error)
+            self._send_error(error, self._linger)
+
+    def _send_error(self, error: DynamoError, on_end: Callable[[], None]) -> None:
+        """Send an error that answers no request, and call `on_end` after it."""
+        response = HttpResponse(
+            self._transport,
+            self._server.batch,
+            on_end,
+            error_form=self._server.error_form,
+            stall_s=self._timing.stall_s,
+            keeps_alive=False,
+        )
+        response.send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""

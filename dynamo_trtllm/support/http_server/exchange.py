@@ -279,8 +279,8 @@ class HttpResponse:
             self._end(b"0\r\n\r\n" if self._is_chunked else b"")
             return
         self._unsent_event_bytes += len(events)
-        # Only the transport notices that a client reads slowly. It then calls `pause`. So it gets
-        # the data before much more of it is collected here.
+        # Only the transport notices that a client reads slowly, and then calls `pause`. So the
+        # transport gets the data before much more of it is collected here.
         if self._unsent_event_bytes >= _FLUSH_BYTES:
             self.flush()
 

@@ -126,6 +126,7 @@ class RequestParser:
             raise request_head.head_too_large(limits.max_header_bytes)
 
     def _parse(self, view: memoryview) -> bool:
+        """Feed the parser. See `feed` for the result."""
         while view:
             try:
                 self._parser.feed_data(view)

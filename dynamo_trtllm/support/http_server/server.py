@@ -151,7 +151,8 @@ class Router:
         for beginning, form in self._error_forms.items():
             if request.path.startswith(beginning):
                 response.error_form = form
-                response.headers["Request-Id"] = response.request_id  # as its clients name it
+                # Clients of such an API read the id from this header.
+                response.headers["Request-Id"] = response.request_id
         if self._origins and self._answer_origin(request, response):
             return
         if self._guard is not None:
@@ -233,7 +234,7 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
     """
     given = request.header(b"x-request-id") or ""
     request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
-    # It is never reset: the server logs exceptions in this task, which serves no other request.
+    # The id is never reset: the server logs exceptions in this task, which serves no other request.
     observe_logging.request_id.set(request_id)
     request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
     response.request_id = request_id

@@ -279,7 +279,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._raw.abort()
 
     def _reject_plain(self) -> None:
-        """End a connection that does not begin with TLS. Most of them are HTTP."""
+        """End a connection that does not begin with TLS. Most such connections are HTTP."""
         log.debug("client %s does not use TLS", self.network)
         self._end_handshake("not_tls")
         self._is_shut = True
