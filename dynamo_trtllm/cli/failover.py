@@ -1,7 +1,7 @@
 """Show that a stream survives the loss of its decode worker (`dynamo-trtllm demo --failover`).
 
 The same request is sent twice, with greedy sampling. The decode worker of the second stream gets
-SIGKILL in the middle of the answer. Another one continues it, and both texts must be equal.
+SIGKILL in the middle of the answer. Another worker continues it, and both texts must be equal.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ def _report(
 
 
 def _write_files(folder: Path, comparison: Comparison, chosen: Cell, shape: Shape) -> None:
-    """Write the deployment of the chosen topology with its engine files, and one that imitates it.
+    """Write the deployment of the chosen topology, its engine files, and a deployment with the
+    mock engine that imitates it.
 
     Raises:
         ConfigError: a file can't be written, or a process would reject its settings.

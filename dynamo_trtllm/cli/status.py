@@ -1,8 +1,8 @@
 """Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
 
-It shows all deployments that were launched on this machine (`running_deployments`), and otherwise
-asks a frontend, or etcd. It asks all processes at once, and ends when all have answered or the time
-is over.
+The command shows all deployments that were launched on this machine (`running_deployments`). If
+there is none, it asks a frontend, or etcd. It asks all processes at once, and ends when all have
+answered or the time is over.
 """
 
 from __future__ import annotations

@@ -211,6 +211,7 @@ def _stuck_choices(
     older_than_s: float,
     now_ns: int,
 ) -> Iterator[StuckRequest]:
+    """Yield the choices of a request that are silent for too long and have not ended."""
     for choice in sorted({step.entry.choice for step in steps}):
         own = [step for step in steps if step.entry.choice == choice]
         silent_s = (now_ns - own[-1].entry.ns) / 1e9

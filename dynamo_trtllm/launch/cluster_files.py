@@ -272,6 +272,7 @@ def kubernetes_file(cluster: ClusterDeployment) -> str:
 
 
 def _pods(cluster: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> WorkerPods:
+    """Return the pods of the workers of one role."""
     gpus = cluster.gpus_of(worker)
     size_gib = cluster.size_gib()
     shm_gib = _SHM_GIB.get(cluster.engine, 1)
@@ -312,6 +313,7 @@ def _digest(content: str) -> str:
 
 
 def _kubernetes_head(cluster: ClusterDeployment) -> list[str]:
+    """Return the lines at the beginning of the file: its origin, and how to use it."""
     lines = [
         *cluster.head,
         "",
@@ -385,6 +387,7 @@ def compose_file(cluster: ClusterDeployment) -> str:
 
 
 def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
+    """Return the service of worker `number` of the group."""
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
     devices = devices_of(worker, number)
     # Without GPUs, the home folder is in memory. With them, it is a volume (see below).
@@ -424,6 +427,7 @@ def _for_compose(word: str) -> str:
 
 
 def _compose_head(cluster: ClusterDeployment) -> list[str]:
+    """Return the lines at the beginning of the file: its origin, and how to use it."""
     folders = [
         f"deploy/compose/data/home/{worker.name}"
         for worker in cluster.deployment.workers

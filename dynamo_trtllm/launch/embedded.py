@@ -1,8 +1,8 @@
 """Serve a model with prefill and decode workers and a frontend in this process, on a thread.
 
-It is one process, because notebooks and tests need a deployment that starts in a second, needs no
-servers, and can't outlive its program. It has a thread of its own, because the program may block,
-or run an event loop of its own, while requests are served.
+All is in one process, because notebooks and tests need a deployment that starts in a second, needs
+no servers, and can't outlive its program. The deployment has a thread of its own, because the
+program may block, or run an event loop of its own, while requests are served.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class EmbeddedDeployment:
     """Workers and a frontend of this process, which `serve` has created.
 
     Its block begins when requests are accepted. The end of the block stops everything after the
-    running requests; if the block raises, also at Ctrl-C, it does so at once. If a worker fails
-    meanwhile, the end of the block raises the error.
+    running requests; if the block raises, also at Ctrl-C, it stops everything at once. If a worker
+    fails meanwhile, the end of the block raises the error.
 
     `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
     A deployment that was not stopped ends with its program.

@@ -217,6 +217,7 @@ class Launcher:
         self.output.say("stopped")
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
+        """Start the servers and the processes. Await `on_ready` when all are ready."""
         services = self.deployment.services
         etcd_address = services.etcd
         nats_address = services.nats
@@ -325,11 +326,12 @@ class Launcher:
     async def _before_restart(
         self, spec: ProcessSpec, process: ManagedProcess, status: int
     ) -> None:
+        """If a process has crashed, restart those that may keep its GPU memory mapped."""
         if process.is_ready:
             self._mapped_by_others.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor
-        # fails to start with another status. Its name is still in `_mapped_by_others`, so the
-        # dependents are restarted then.
+        # fails to start, and exits with another status. The name is still in `_mapped_by_others`
+        # then, so the dependents are restarted.
         has_crashed = status != 0
         restarts_dependents = self.deployment.restart.decode_workers
         if has_crashed and restarts_dependents and spec.name in self._mapped_by_others:
@@ -397,6 +399,11 @@ class Launcher:
         self._changed = asyncio.Event()
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
+        """Wait until a process is ready. If this takes too long, kill it, so that it is restarted.
+
+        Raises:
+            RunFailed: it was not ready in time at its first start.
+        """
         spec = process.spec
         factor = self._limit_factors.get(spec.name, 1)
         limit_s = factor * self.deployment.ready_timeout_s

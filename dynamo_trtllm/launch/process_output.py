@@ -200,6 +200,7 @@ class ProcessOutput:
         self._try(partial(self._write, text))
 
     def _try(self, write: Callable[[], None]) -> None:
+        """Write, unless the output has failed. Note a failure."""
         if self.failure is not None:
             return
         try:
@@ -247,7 +248,7 @@ class StartPanel:
         self.routine_lines: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
         self._terminal = terminal
         self._began = time.monotonic()
-        # The phase of each process, and the seconds after which it was ready; None: it is not yet.
+        # The phase of each process, and the seconds after which it was ready; None: not ready yet.
         self._phases: dict[str, tuple[str, float | None]] = dict.fromkeys(names, ("waiting", None))
         self._live = Live(
             console=terminal,

@@ -91,7 +91,7 @@ async def until(
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            # If the total limit has ended this attempt early, the reason of the one before it says
+            # If the total limit has ended this attempt early, the reason of the attempt before says
             # more.
             if limit_s == one_answer_s or not why:
                 why = "no response"

@@ -98,6 +98,7 @@ class Outputs:
             control.recv(len(output_relay.FLUSHED))
 
     def _start(self, process_name: str, log_format: str) -> None:
+        """Start the relay, and let stdout and stderr lead to it. Raises OSError."""
         with ExitStack() as stack:
             # If the start fails, this closes what would be kept.
             on_failure = stack.enter_context(ExitStack())

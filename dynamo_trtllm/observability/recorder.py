@@ -452,7 +452,7 @@ def remove_old(folder: Path) -> None:
     """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
-        # Another process may have just removed it, or it is another file.
+        # Another process may have just removed the file, or it is no file of a recorder.
         with contextlib.suppress(OSError, ValueError):
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:

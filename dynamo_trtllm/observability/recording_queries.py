@@ -131,6 +131,7 @@ class RecordingQueries:
             await self._ask(query, 0.0, _CLOCK_TIMEOUT_S)
 
     async def _ask(self, query: RecordingQuery, settle_s: float, timeout_s: float) -> None:
+        """Send a query, and wait for the answers: at least `settle_s`, and at most `timeout_s`."""
         inbox = self.transport.new_inbox()
         unsubscribe = await self.transport.subscribe(inbox, self._receive)
         for sender in self._senders.values():
@@ -165,6 +166,7 @@ class RecordingQueries:
         self._news.set()
 
     def _take(self, part: RecordingPart, header: RecordingHeader, received_ns: int) -> None:
+        """Take a part of an answer. Its time narrows the bounds of the offset."""
         offset = self._offsets.get(header.boot_id, _UNBOUNDED)
         self._offsets[header.boot_id] = offset.within(
             self._asked_ns - part.now_ns, received_ns - part.now_ns

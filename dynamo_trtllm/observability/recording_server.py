@@ -197,6 +197,7 @@ def _part(instance_id: int, header: bytes, *, is_last: bool) -> RecordingPart:
 async def _answer(
     query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int
 ) -> None:
+    """Send the events that a query wants, in parts."""
     selector = KeySelector(query)
     # Without these, the query has the keys of all requests that it wants.
     needs_search = query.prefix >= 0 or query.client_id > 0
@@ -242,7 +243,7 @@ async def _answer(
 def _slices() -> Iterator[bytes]:
     """Yield the slots of the ring.
 
-    Those that are written meanwhile may be newer than the others.
+    Slots that are written meanwhile may be newer than the others.
     """
     for begin in itertools.count(HEADER_BYTES, _SLICE_BYTES):
         slots = RECORDER.content(begin, begin + _SLICE_BYTES)

@@ -399,7 +399,8 @@ def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
     """Return a sort key: the workers that suit decode calls best come first.
 
-    They have no prefill work, have decode work, the most streams, and the fewest queued tokens.
+    They are compared in this order: no share of prefill, a share of decode, more streams, fewer
+    queued tokens.
     """
     shares = worker.shares
     return (

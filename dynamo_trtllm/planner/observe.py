@@ -211,17 +211,17 @@ class Observer:
             if instance.role is not Role.AGGREGATED:
                 pools[PoolKey(instance.card.name, pairing_key(instance))].append(instance)
         num_workers = Counter(instance.card.name for instance in self._view.instances())
-        elastic = {
+        elastic_pools = {
             key: instances
             for key, instances in pools.items()
             if any(instance.role is Role.ELASTIC for instance in instances)
         }
         # The windows of pools that are gone are dropped.
         self._queue_windows = {
-            key: self._queue_windows.get(key) or QueueWindow() for key in elastic
+            key: self._queue_windows.get(key) or QueueWindow() for key in elastic_pools
         }
         observations: dict[PoolKey, Observation] = {}
-        for key, instances in elastic.items():
+        for key, instances in elastic_pools.items():
             # Frontends report by model. Each pool gets the part of its workers.
             part = len(instances) / num_workers[key.model]
             queue = self._queues.of_model(key.model, now).part(part)

@@ -44,7 +44,7 @@ class Planner:
         for key, observation in self._observer.observations(now).items():
             before = self._histories.get(key, History())
             decisions[key], histories[key] = decide(observation, self._limits, before)
-        # Those of pools that are gone are dropped.
+        # The histories of pools that are gone are dropped.
         self._histories = histories
         return decisions
 

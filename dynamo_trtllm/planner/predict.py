@@ -34,7 +34,7 @@ _MAX_ROUNDS: Final = 30
 # More than this multiple of the present streams is not predicted.
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # workers of a role
-# The fit of a mock engine may have steps that take no time. Shorter ones are taken as this long.
+# The shortest time of a step: the fit of a mock engine may have steps that take no time.
 _SHORTEST_STEP_S: Final = 1e-6
 
 
@@ -122,7 +122,7 @@ class PromptSteps(NamedTuple):
     step_s: float
     prompt_s: float  # of all steps of one prompt
     busy: float  # part of the time in which such steps run
-    # The same if all steps were full. Above _MAX_BUSY, the queue grows.
+    # What `busy` would be if all steps were full. Above _MAX_BUSY, the queue grows.
     full_busy: float
 
 

@@ -183,8 +183,8 @@ def prefill_step_s(
 def first_token_features(new_tokens: float, running_s: float, steps_s: float) -> Features:
     """Return the values on which the time to first token of a prefill or aggregated call depends.
 
-    The coefficient of the running step says how much of it a call waits for: about half on average,
-    and more where the engine schedules the next step before it ends.
+    The coefficient of the running step says how much of this step a call waits for: about half on
+    average, and more where the engine schedules the next step before this one ends.
 
     Args:
         new_tokens: the prompt tokens of the call that are not cached.
@@ -252,8 +252,8 @@ def linear_prefill_fit(
 ) -> Fit:
     """Return a prior for steps with prompt tokens.
 
-    It is a time per step and per prompt token; and per decoding request and token of its context,
-    as in `linear_decode_fit`.
+    It has a time per step, per prompt token, per decoding request, and per token of the context of
+    the decoding requests.
     """
     slopes = [token_s] * len(_PREFILL_KNOTS)
     return prior_fit((base_s, *slopes, request_s, 1024 * context_token_s, 0.0))
@@ -508,7 +508,7 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def suffices_alone(self) -> bool:
-        """True if it lacks nothing that it could take from an equal worker."""
+        """True if this model lacks nothing that it could take from that of an equal worker."""
         return self.is_complete and self.has_computed_prompts
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:

@@ -293,6 +293,7 @@ class ServiceStream(Stream):
         return msgspec.structs.replace(chunk, kv_params=signed)
 
     def _note_first(self, chunk: Chunk) -> None:
+        """Note the first result of the call. Its time is a sample for the cost model."""
         if chunk.token_ids:
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         if self.fetch is not None:
@@ -445,6 +446,7 @@ class WorkerService:
         return stream
 
     def _check(self, request: GenerateRequest) -> None:
+        """Check that this worker serves the call. Raises DynamoError."""
         model = self.instance.card.name
         if request.model != model:
             raise ModelNotFound(
@@ -480,8 +482,8 @@ class WorkerService:
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
 
-        It is made once for many callers, because an engine walks over all of its requests for
-        `stats`.
+        A report is made once for many callers, because an engine walks over all of its requests
+        for `stats`.
         """
         now = self.clocks.monotonic()
         last = self._last_load

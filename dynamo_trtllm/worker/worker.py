@@ -416,6 +416,7 @@ class Worker(Lifecycle):
         stack.callback(RECORDER.stop)
 
     async def _serve_health(self, engine: Engine, stack: AsyncExitStack) -> None:
+        """Serve health, metrics, /sleep and /wake until `stack` is closed."""
         config = self._config
 
         def render_metrics() -> bytes:
