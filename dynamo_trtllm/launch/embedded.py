@@ -70,7 +70,7 @@ def serve(
             connections from this machine, on a free port.
 
     Returns:
-        The deployment. It starts with its block or `start()`.
+        The deployment, which starts with its block or `start()`.
 
     Raises:
         ConfigError: a setting is wrong, or the torch engine is not installed.
@@ -205,8 +205,8 @@ class EmbeddedDeployment:
     """Workers and a frontend of this process, which `serve` has created.
 
     Its block begins when requests are accepted. The end of the block stops everything after the
-    running requests; if the block raises, also at Ctrl-C, it stops everything at once. If a worker
-    fails meanwhile, the end of the block raises the error.
+    running requests. An error in the block, also a Ctrl-C, stops everything at once. If a worker
+    fails meanwhile, the end of the block raises its error.
 
     `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
     A deployment that was not stopped ends with its program.
