@@ -55,8 +55,8 @@ from dynamo_trtllm.support.tls_files import ClientTlsFiles
 
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
-_METRICS_BYTES = 8 << 20
-_MAX_WORKERS = 10_000
+_METRICS_BYTES = 8 << 20  # longest response of a process
+_MAX_WORKERS = 10_000  # most workers that a frontend is asked for
 _MAX_REASON_CHARS = 300
 _STARTING = "starting"
 _QUARANTINED = "quarantined"

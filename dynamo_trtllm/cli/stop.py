@@ -22,7 +22,7 @@ from dynamo_trtllm.launch.running_deployments import (
 )
 from dynamo_trtllm.observability.recorder import start_ticks
 
-_PAUSE_S: Final = 0.1
+_PAUSE_S: Final = 0.1  # between two looks at the processes
 _NOTICE_S: Final = 5.0  # between two lines that say which processes have not ended
 _LAUNCHER_KILL_S: Final = 15.0  # a launcher that takes longer to kill its processes is frozen
 _KILLED_S: Final = 5.0  # the longest wait for the end of a killed launcher

@@ -37,7 +37,7 @@ _LOG_LINE = re.compile(
     r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ (?P<request>\S+ )?\S+:"
     r" (?P<message>.*)"
 )
-_MAX_TERMINAL_CHARS = 100
+_MAX_TERMINAL_CHARS = 100  # of a line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 

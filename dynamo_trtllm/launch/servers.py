@@ -280,8 +280,8 @@ class LocalServer(Child):
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-# What etcd says before it starts, and what the system says of a process. "Too many open files in
-# system", which it says of all processes together, does not match: another limit would not help.
+# What etcd says before it starts, and what the system says of a process. The text for all processes
+# together, "too many open files in system", does not match: a process can't raise that limit.
 _TOO_FEW_FILES: Final = re.compile(
     "file descriptor limit|too many open files(?! in system)", re.IGNORECASE
 )

@@ -57,8 +57,8 @@ _now_ns = time.monotonic_ns
 
 KEPT_FILES: Final = 20  # limit of the files of processes that have ended
 KEPT_SHARE: Final = 1 / 8  # limit of the part of the file system that these files take
-KEPT_S: Final = 24 * 3600.0
-TICK_S: Final = 1.0
+KEPT_S: Final = 24 * 3600.0  # the longest time for which these files are kept
+TICK_S: Final = 1.0  # between two ticks
 # Limit of the progress events per tick, so that they do not fill the ring too fast.
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces

@@ -33,9 +33,9 @@ from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, shorten
 
-_ANSWER_GRACE_S: Final = 0.5
-_CLOCK_READINGS: Final = 3
-_CLOCK_TIMEOUT_S: Final = 0.25
+_ANSWER_GRACE_S: Final = 0.5  # the least wait for answers
+_CLOCK_READINGS: Final = 3  # queries for the clocks
+_CLOCK_TIMEOUT_S: Final = 0.25  # of each of these queries
 _MAX_HOST_CHARS: Final = 256
 
 

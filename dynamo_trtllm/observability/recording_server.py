@@ -31,8 +31,8 @@ from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import decode, encode
 from dynamo_trtllm.protocol.number_types import Int64, Number, UInt64
 
-_SLICE_BYTES: Final = 256 * SLOT.size
-_PART_BYTES: Final = 64 << 10
+_SLICE_BYTES: Final = 256 * SLOT.size  # of the ring, read before the event loop does other work
+_PART_BYTES: Final = 64 << 10  # of an answer
 _MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 NUM_LATEST: Final = 20  # requests

@@ -52,7 +52,7 @@ START_TIMEOUT_S = 5.0
 # The longest wait if etcd has answered before. A restart of this worker instead would reload its
 # model for minutes.
 AWAY_TIMEOUT_S = 120.0
-LOG_EVERY_S = 5.0
+LOG_EVERY_S = 5.0  # between two log lines while etcd does not answer
 _ETCD = "etcd"  # name in the flight recorder
 
 T = TypeVar("T")

@@ -37,9 +37,9 @@ _LONG: Final = 256  # characters of other names, and of a version
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
 _MAX_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
-_MAX_REASON: Final = 400
+_MAX_REASON: Final = 400  # characters of a reason
 _SHOWN_CHARACTERS: Final = 256  # characters of a key that messages show
-_SHOWN_HEAD: Final = 200
+_SHOWN_HEAD: Final = 200  # characters of a longer key, before its hash
 
 # There are no leading zeros, so that one id has one key.
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")

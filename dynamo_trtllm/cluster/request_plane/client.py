@@ -394,7 +394,7 @@ def _ack_data(reply: bytes) -> bytes:
     return answer.data
 
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # limit of one control request
 # Pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
 _PAUSES_S = (0.2, 0.5, 1.0)
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _MAX_KEY_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S = 2
-_CANCEL_AGAIN_S = 0.1
+_CANCEL_AGAIN_S = 0.1  # between two cancels of a task
 _RECONNECT_S: Final = 0.1  # between two attempts
 # A rejection lasts until someone corrects the credentials, so the attempts become rarer.
 _MAX_REJECTED_S: Final = 5.0

@@ -50,7 +50,7 @@ from dynamo_trtllm.support.background import BackgroundTasks
 log = logging.getLogger(__name__)
 
 _MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
-_LOAD_EVERY_S = 0.05
+_LOAD_EVERY_S = 0.05  # the least time between two reports of the load to a caller
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
 # Openings of streams to remember. Repeated openings arrive soon after the first.
 _MAX_REMEMBERED = 16_384

@@ -42,10 +42,7 @@ def _do_nothing() -> None: ...
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection.
-
-    It runs one handler at a time; requests that the client sends before its response wait.
-    """
+    """One connection. It runs one handler at a time, and further requests wait."""
 
     _transport: asyncio.Transport
     _file = -1  # descriptor of the socket; -1 if there is none
@@ -72,7 +69,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._handler: asyncio.Task[None] | None = None  # of `_current`
         self._newest: Exchange | None = None  # the last one that was received
-        self._waiting: deque[Exchange] = deque()
+        self._waiting: deque[Exchange] = deque()  # whose handlers have not begun
 
     @property
     def is_idle(self) -> bool:
@@ -123,7 +120,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_paused = False
         if self._current is not None:
             self._current.response.resume()
-        if self._waiting:
+        if self._waiting:  # `_begin_next` has waited for this
             self._await_turn(has_rest=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -208,7 +205,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- called by the parser, within `feed` ------------------------------------------------------
 
     def on_begin(self) -> None:
-        # The first request has a timer since the connection was made.
+        # The timer of the first request runs since the connection was made. The timer of an idle
+        # connection is replaced.
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -518,7 +516,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._parser.awaits_head:
             self._arm(self._timing.drain_s, self._close)
             self._awaits_request = True
-        else:
+        else:  # the rest of a request that was answered still arrives
             self._close()
 
     def _close(self) -> None:

@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S, ErrorForm, to_response
 from dynamo_trtllm.support.http_server.request_head import Headers
 
-_FLUSH_BYTES = 32 << 10
+_FLUSH_BYTES = 32 << 10  # of events that wait for the end of the turn; more are written at once
 JSON = "application/json"
 _SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}

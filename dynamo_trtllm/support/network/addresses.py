@@ -122,7 +122,7 @@ def network_of(address: str) -> str:
 
 
 _PORTS = range(20_000, 32_000)
-_TRIES = 200
+_TRIES = 200  # of random ports
 
 
 @contextmanager
