@@ -198,7 +198,7 @@ async def _undisturbed(deployment: ReadyDeployment) -> StreamedAnswer:
 async def _interrupted(
     deployment: ReadyDeployment, reference: StreamedAnswer, screen: Screen
 ) -> StreamedAnswer:
-    """Return the answer to the same request, of which the decode worker is killed on the way.
+    """Return the answer to the same request, whose decode worker is killed on the way.
 
     Raises:
         OSError: the connection failed.

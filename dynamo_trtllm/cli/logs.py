@@ -41,7 +41,7 @@ def main(config: LogsConfig) -> None:
             lines = deque(filter(None, map(shown, reader.lines())), maxlen=config.tail)
             _print(lines)
             while config.follow:
-                # This is asked first, because the launcher may write lines until its end.
+                # Ask first whether the launcher has ended: it may write lines until its end.
                 is_over = not record.is_running
                 _print(filter(None, map(shown, reader.lines())))
                 if is_over:

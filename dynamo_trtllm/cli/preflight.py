@@ -67,7 +67,7 @@ class CheckedWorker(NamedTuple):
 class Report:
     """Result of a preflight check.
 
-    The lists of roles lack those whose arguments TensorRT-LLM would reject.
+    Roles whose arguments TensorRT-LLM would reject are missing in the lists.
     """
 
     release: str

@@ -355,7 +355,7 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 
 
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
-    """Add the workers that only the frontend knows, without the `ended` ones, and its problems."""
+    """Add the problems of the frontend and the workers that only it knows, except `ended` ones."""
     known = {process.instance_id: process for process in report.processes}
     for instance in health.instances:
         if instance.id in ended:

@@ -167,7 +167,7 @@ def _was_just_killed(process: ProcessRecording) -> bool:
 
 
 def _why_unconnected(process: ProcessRecording) -> str:
-    """Return why a running process can't work: etcd does not answer it. "" if etcd does."""
+    """Return for how long etcd has not answered a running process; "" if etcd answers."""
     waits_s = process.waits_for_etcd_s
     if waits_s < _SLOW_S:
         return ""

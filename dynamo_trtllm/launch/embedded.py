@@ -50,7 +50,7 @@ def serve(
 ) -> EmbeddedDeployment:
     """Serve a model in this process, for notebooks and tests.
 
-    It needs no etcd, NATS or network. It also works where an event loop runs, as in a notebook.
+    No etcd, NATS or network is needed. This also works where an event loop runs, as in a notebook.
 
         with serve("tiny-gpt-oss") as deployment:
             print(deployment.url, deployment.model)

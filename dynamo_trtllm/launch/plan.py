@@ -87,7 +87,7 @@ class ProcessSpec:
 
     @property
     def model(self) -> str:
-        """Return the model name that clients send; empty if it is no worker."""
+        """Return the model name that clients send; empty if the process is no worker."""
         return "" if self.worker is None else self.worker.model_name
 
     @property

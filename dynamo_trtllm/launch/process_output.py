@@ -104,7 +104,7 @@ class ProcessOutput:
     def starting(self) -> Iterator[None]:
         """On a terminal, show live lines and hide routine output.
 
-        It lasts until `end_start` or the end of the context. If an exception ends the context
+        This lasts until `end_start` or the end of the context. If an exception ends the context
         before `end_start`, the hidden lines are written.
         """
         if self.has_terminal and not self._is_json and is_installed("rich"):

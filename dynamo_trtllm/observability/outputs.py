@@ -253,7 +253,7 @@ def _start_relay(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[relay_end.fileno(), memory, *files],
-                # A Ctrl-C, or a kill of this process's group, must not reach it.
+                # A Ctrl-C, or a kill of this process's group, must not reach the relay.
                 process_group=0,
             )
         except OSError:

@@ -1,6 +1,6 @@
 """Ask the running processes of a deployment for their recordings.
 
-The times in these are converted to the clock of this machine.
+The times in the recordings are converted to the clock of this machine.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class RecordingQueries:
     def result(self, local: Recordings) -> Recordings:
         """Return the recordings of this machine and those that were sent.
 
-        They name the workers that are silent, and why.
+        The result also names the workers that are silent, and why.
         """
         reason = (
             f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off"

@@ -122,7 +122,7 @@ class ReportWindow:
         )
 
     def _more_streams_per_s(self, now: float) -> float:
-        """Return by how many streams per second they have become more in GROWTH_S."""
+        """Return how many streams per second have been added, as a mean over GROWTH_S."""
         before = self._counts[0]
         for counts in self._counts:
             if counts.at_s > now - GROWTH_S:

@@ -19,7 +19,7 @@ from dynamo_trtllm.protocol.cost_model import (
 # prediction does not see.
 MAX_PART: Final = 0.8
 # If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit with
-# headroom. It is then replaced by this multiple of the time on an idle worker.
+# headroom. The limit is then replaced by this multiple of the time on an idle worker.
 _IDLE_FACTOR: Final = 2.0
 # The 90th percentile of the time to first token is predicted. Waits in a queue are taken as
 # distributed exponentially, so their 90th percentile is this multiple of their mean.

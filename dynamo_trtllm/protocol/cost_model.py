@@ -52,8 +52,8 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
-# However long its steps take, an elastic engine computes this part of a step without streams, but
-# not fewer prompt tokens than _LEAST_CHUNK.
+# However long its steps take, an elastic engine computes some prompt tokens in each: this part of
+# those in a step without streams, and at least _LEAST_CHUNK.
 _CHUNK_DIVISOR: Final = 64
 _LEAST_CHUNK: Final = 32
 

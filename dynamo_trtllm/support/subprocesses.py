@@ -198,9 +198,9 @@ class Child:
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     """Return a future of the exit status.
 
-    Before it is set, the rest of the child's process group is killed, because remaining processes
-    of an engine would hold the GPU that the next child needs. A thread waits for the process,
-    because this works on every system without a child watcher.
+    Before the status is set, the rest of the child's process group is killed, because remaining
+    processes of an engine would hold the GPU that the next child needs. A thread waits for the
+    process, because this works on every system without a child watcher.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
@@ -324,7 +324,7 @@ def decide_after(
             f"{ended}; it was restarted {num_recent} times in {limits.window_s:g} s, which is the"
             " limit"
         )
-    # The first restart has no pause; after that it doubles each time.
+    # The first restart has no pause; after that the pause doubles each time.
     pause_s = limits.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
     text = (

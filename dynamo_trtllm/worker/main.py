@@ -1,6 +1,6 @@
 """Run a worker from the command line (`python -m dynamo_trtllm`).
 
-It can also print the engine arguments or the environment.
+The command can also print the engine arguments or the environment.
 """
 
 from __future__ import annotations

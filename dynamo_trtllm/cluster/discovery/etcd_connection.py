@@ -99,7 +99,7 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
 
 
 def _pem(config: ConnectionConfig, field: str) -> bytes | None:
-    """Read a PEM file at the start.
+    """Return the content of a PEM file at the start. None: the field is not set.
 
     Without --etcd-ca, the certificate authorities of the system are used.
     """

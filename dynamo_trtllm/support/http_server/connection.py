@@ -522,7 +522,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _close(self) -> None:
         """Close the connection when the client has read all data.
 
-        It may still send a body that is not read.
+        The client may still send a body that is not read.
         """
         if self._is_lingering:
             return
@@ -543,7 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _reject(self, error: DynamoError) -> None:
         """Receive no more, and end the connection.
 
-        It ends after the response that is being sent, or else with this error.
+        The connection ends after the response that is being sent, or else with this error.
         """
         self._ignores_data = True
         self._disarm()

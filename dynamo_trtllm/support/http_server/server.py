@@ -1,6 +1,6 @@
 """Run the HTTP server of a frontend or worker.
 
-It accepts connections within limits, routes requests and ends gracefully.
+The server accepts connections within limits, routes requests and ends gracefully.
 """
 
 from __future__ import annotations

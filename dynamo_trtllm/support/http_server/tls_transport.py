@@ -288,7 +288,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._raw.close()
 
     def _fail(self, exc: ssl.SSLError) -> None:
-        """End a connection after an error. What TLS says of it to the client is sent."""
+        """End a connection after an error. The client is sent the alert of TLS."""
         log.debug("TLS with client %s failed: %s", self.network, exc)
         if not self._is_established:
             is_certificate = isinstance(exc, ssl.SSLCertVerificationError)
