@@ -130,9 +130,14 @@ async def _set(
     """Set the shares of the workers, in turn. Return them by instance id."""
     workers = await elastic_workers(discovery, deployment.namespace)
     changes = {worker.id: one for worker, one in zip(workers, itertools.cycle(shares))}
-    present = {worker.id: worker.shares for worker in workers}
+    registered = {worker.id: worker.shares for worker in workers}
     table = await change_shares(
-        discovery, deployment.namespace, changes, present=present, reason="chaos", writer="chaos"
+        discovery,
+        deployment.namespace,
+        changes,
+        registered=registered,
+        reason="chaos",
+        writer="chaos",
     )
     if table is None:
         raise NotReady("the shares could not be set")

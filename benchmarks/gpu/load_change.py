@@ -347,7 +347,7 @@ class Comparison:
                 await asyncio.sleep(0.1 * args.set_s)
                 decided.append(DecidedChange(time.time(), "set", name))
                 await change_shares(
-                    discovery, deployment.namespace, shares, present=registered, reason=name
+                    discovery, deployment.namespace, shares, registered=registered, reason=name
                 )
                 await asyncio.sleep(0.9 * args.set_s)
             records, _ = await sending

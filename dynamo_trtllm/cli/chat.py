@@ -80,7 +80,7 @@ class ChatServer(NamedTuple):
 
     url: str
     api_key: str | None = None
-    tls: ssl.SSLContext | None = None  # None: that of other https:// servers
+    tls: ssl.SSLContext | None = None  # None: the default of `http_client.connect`
 
     @classmethod
     def of(cls, config: ChatConfig) -> ChatServer:
@@ -103,26 +103,25 @@ class ChatServer(NamedTuple):
 
 
 def _converse(config: ChatConfig, server: ChatServer) -> int:
-    """Chat until the input ends; return how many questions of others than a terminal failed."""
-    is_terminal = sys.stdin.isatty()
-    shows_all = sys.stdout.isatty()
-    has_colors = is_terminal and shows_all and not is_color_disabled()
+    """Chat until the input ends. Return how many questions failed; 0 for those of a terminal."""
+    is_typed = sys.stdin.isatty()
+    is_shown = sys.stdout.isatty()
+    has_colors = is_typed and is_shown and not is_color_disabled()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
         partial(stream_chat, server),
-        LiveOutput(sys.stdout, has_colors=has_colors, shows_reasoning=shows_all),
+        LiveOutput(sys.stdout, has_colors=has_colors, shows_reasoning=is_shown),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if config.question is not None:
         chat.run([config.question])
         return chat.num_failures
-    if not is_terminal:
+    if not is_typed:
         chat.run(sys.stdin)
         return chat.num_failures
-
     address = mask_address(server.url)
     chat.say(f"Connected to {config.model} at {address}. Type /help for commands.")
     chat.run(_typed_lines())

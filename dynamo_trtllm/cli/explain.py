@@ -1,7 +1,7 @@
 """Explain where requests spent their time, and where they are stuck (`dynamo-trtllm explain`).
 
-It reads the files that the flight recorders of this machine's processes write, so it also explains
-requests of frozen and ended processes. It asks the running processes of other machines.
+The command reads the files that the flight recorders of this machine's processes write, so it also
+explains requests of frozen and ended processes. It asks the running processes of other machines.
 """
 
 from __future__ import annotations

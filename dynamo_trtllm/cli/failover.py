@@ -1,7 +1,7 @@
 """Show that a stream survives the loss of its decode worker (`dynamo-trtllm demo --failover`).
 
 The same request is sent twice, with greedy sampling. The decode worker of the second stream gets
-SIGKILL in the middle of the answer. Another one continues it, and both texts must be equal.
+SIGKILL in the middle of the answer. Another worker continues it, and both texts must be equal.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from dynamo_trtllm.protocol.sanitize import escape_controls
 from dynamo_trtllm.support import http_client
 from dynamo_trtllm.support.subprocesses import RunFailed
 
-MAX_PAUSE_S: Final = 10.0
+MAX_PAUSE_S: Final = 10.0  # a longer pause of the stream fails the demo
 _KILL_AFTER: Final = 0.4  # share of the characters of the answer
 _TIMEOUT_S: Final = 180.0  # for both streams
-_RECORDED_WITHIN_S: Final = 2.0
-_POLL_S: Final = 0.05
+_RECORDED_WITHIN_S: Final = 2.0  # the longest wait for the recording of the end
+_POLL_S: Final = 0.05  # between two looks at the recordings
 _TICK_S: Final = 0.1  # between two counts of the pause on a terminal
 _SHORTEST_PAUSE_S: Final = 0.1  # shorter gaps between two pieces of text are not shown
-_MAX_TOKENS: Final = 400
+_MAX_TOKENS: Final = 400  # of the answer
 # The bundled model thinks longest with a high effort.
 _LONGER: Final[Mapping[str, Mapping[str, Any]]] = {"tiny-gpt-oss": {"reasoning_effort": "high"}}
 _RECORDER_DIR: Final = f"{ENV_PREFIX}RECORDER_DIR"
 _DATA: Final = "data: "
 _DONE: Final = "[DONE]"
 
-_MAX_WIDTH: Final = 100
+_MAX_WIDTH: Final = 100  # columns
 _INDENT: Final = "  "
 _BOLD: Final = "1"
 _RED: Final = "31"
@@ -198,7 +198,7 @@ async def _undisturbed(deployment: ReadyDeployment) -> StreamedAnswer:
 async def _interrupted(
     deployment: ReadyDeployment, reference: StreamedAnswer, screen: Screen
 ) -> StreamedAnswer:
-    """Return the answer to the same request, of which the decode worker is killed on the way.
+    """Return the answer to the same request, whose decode worker is killed on the way.
 
     Raises:
         OSError: the connection failed.

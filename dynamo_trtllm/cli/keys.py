@@ -18,7 +18,7 @@ PROG = "python -m dynamo_trtllm.cli.keys"
 
 @command(KeysConfig, PROG)
 def main(config: KeysConfig) -> None:
-    """Run the command."""
+    """Run the command. Exit with status 0, or 2 for a bad command line or file."""
     if config.action == "list":
         sys.stdout.write(_table(config.api_keys_file))
     elif config.action == "revoke":

@@ -12,7 +12,7 @@ C = TypeVar("C", bound=ConnectionConfig)
 
 
 def with_servers_of(config: C, record: LaunchRecord) -> C:
-    """Return the settings with the addresses of a deployment that was launched here."""
+    """Return the settings with the addresses and users of a deployment that was launched here."""
     launched: dict[str, object] = {
         "namespace": record.namespace,
         "etcd_endpoints": record.etcd,

@@ -41,7 +41,7 @@ def main(config: LogsConfig) -> None:
             lines = deque(filter(None, map(shown, reader.lines())), maxlen=config.tail)
             _print(lines)
             while config.follow:
-                # This is asked first, because the launcher may write lines until its end.
+                # Ask first whether the launcher has ended: it may write lines until its end.
                 is_over = not record.is_running
                 _print(filter(None, map(shown, reader.lines())))
                 if is_over:
@@ -55,7 +55,7 @@ def main(config: LogsConfig) -> None:
 
 
 def _source(record: LaunchRecord, process: str | None) -> tuple[Path, Callable[[bytes], str]]:
-    """Return the file to read, and what formats its lines. It returns "" for one to leave out.
+    """Return the file to read, and a function that formats its lines: "" for one to leave out.
 
     Raises:
         ConfigError: there is no such process.

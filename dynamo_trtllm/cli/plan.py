@@ -51,7 +51,7 @@ def main(config: PlanConfig) -> None:
         for topology in comparison.topologies
     ]
     chosen = best([cell for cell in cells if cell.rate == config.rate], config.decide_by)
-    # Figures first: a file that can't be written must not cost them.
+    # The figures are written first, so that they are not lost if a file can't be written.
     if config.json_output:
         sys.stdout.write(json.dumps(_report(cells, chosen, comparison, config), indent=2) + "\n")
     else:
@@ -188,7 +188,8 @@ def _report(
 
 
 def _write_files(folder: Path, comparison: Comparison, chosen: Cell, shape: Shape) -> None:
-    """Write the deployment of the chosen topology with its engine files, and one that imitates it.
+    """Write the deployment of the chosen topology, its engine files, and a deployment with the
+    mock engine that imitates it.
 
     Raises:
         ConfigError: a file can't be written, or a process would reject its settings.

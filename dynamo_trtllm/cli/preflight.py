@@ -67,7 +67,7 @@ class CheckedWorker(NamedTuple):
 class Report:
     """Result of a preflight check.
 
-    The lists of roles lack those whose arguments TensorRT-LLM would reject.
+    Roles whose arguments TensorRT-LLM would reject are missing in the lists.
     """
 
     release: str
@@ -220,17 +220,18 @@ def evaluate(config: PreflightConfig) -> Report:
     model = _model(model_name)
     gpu = _gpu(config.gpu)
     report = Report(release=config.release, gpu=gpu.name if gpu else None)
-    for one in checked:
-        worker = _worker(one, model_name)
+    for checked_worker in checked:
+        worker = _worker(checked_worker, model_name)
         try:
             args = trtllm_args(worker, manifest, [gpu] * _NUM_GPUS if gpu else [])
         except ConfigError as exc:  # a finding, and not an error of this command line
-            if one.file is not None:
-                _check_engine_of(one.file)
-            report.findings.append((str(one.role), _rejected(one.where, exc)))
+            if checked_worker.file is not None:
+                _check_engine_of(checked_worker.file)
+            finding = _rejected(checked_worker.where, exc)
+            report.findings.append((str(checked_worker.role), finding))
             continue
         facts = RoleFacts(
-            role=one.role,
+            role=checked_worker.role,
             args=args,
             release=config.release,
             model=model,
@@ -341,8 +342,8 @@ def _rejected(path: Path, error: ConfigError) -> Finding:
 def _check_engine_of(path: Path) -> None:
     """Raise ConfigError if the file seems to be for another engine.
 
-    It does if half of its arguments or more are unknown to TensorRT-LLM, and the other engine knows
-    one of these.
+    It seems so if half of its arguments or more are unknown to TensorRT-LLM, and the other engine
+    knows one of these.
     """
     try:
         given = read_yaml(find_file(path))

@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 10.0
 _LEARNED_S: Final = 2.5
 _MIN_SAMPLES: Final = 100  # of each kind of step
 _MAX_METRICS_BYTES: Final = 1 << 20
-_OF_WORKERS: Final = "active_calls"  # a metric that only workers have
+_WORKER_METRIC: Final = "active_calls"  # a metric that only workers have
 # By key of `step_costs` of the mock engine: the kind of the costs in metrics, and its terms.
 _KINDS: Final = {
     "decode": ("decode_step", DECODE_TERMS),
@@ -125,7 +125,7 @@ async def _metrics(url: str, config: ProfileConfig) -> str:
 
 def check_page(page: str, url: str) -> None:
     """Check that a page of metrics is that of a worker. Raise NotProfiled."""
-    if _OF_WORKERS not in sum_samples(page, PREFIX):
+    if _WORKER_METRIC not in sum_samples(page, PREFIX):
         raise NotProfiled(f"{url} is not a worker; pass the address of the worker's --system-port")
 
 
@@ -168,8 +168,8 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
         source += f"; what a worker does not learn is from: {prior.source}"
     kv_blocks = int(sum_samples(page, PREFIX).get("kv_blocks_total", 0))
     if kv_blocks:
-        # The prior may have larger blocks than this aggregated worker, as workers have that
-        # transfer KV.
+        # The prior may be that of workers that transfer KV, whose blocks are larger than those of
+        # this aggregated worker.
         num_tokens = kv_blocks * config.kv_block_size
         mock["kv_cache_blocks"] = num_tokens // mock["kv_block_size"]
     entry: dict[str, Any] = {

@@ -75,15 +75,15 @@ async def _run(config: SharesConfig) -> int:
 
 async def _set(config: SharesConfig, discovery: Discovery, workers: list[Instance]) -> bool:
     """Set the shares of the command line. Return False if a worker is not registered."""
-    present = {worker.id: worker.shares for worker in workers}
+    registered = {worker.id: worker.shares for worker in workers}
     changes: dict[int, Shares] = {}
     for text in config.set_shares:
         setting = parse_shares(text)
         if setting.worker == ALL:
-            changes |= dict.fromkeys(present, setting.shares)
+            changes |= dict.fromkeys(registered, setting.shares)
             continue
         instance_id = int(setting.worker, 16)
-        if instance_id not in present:
+        if instance_id not in registered:
             _note(
                 f"{setting.worker} is no elastic worker of namespace {config.namespace}; these are:"
                 f" {', '.join(f'{worker.id:x}' for worker in workers)}"
@@ -94,7 +94,7 @@ async def _set(config: SharesConfig, discovery: Discovery, workers: list[Instanc
         discovery,
         config.namespace,
         changes,
-        present=present,
+        registered=registered,
         reason=config.reason,
         writer=f"shares on {socket.gethostname()}",
     )

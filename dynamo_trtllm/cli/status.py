@@ -1,8 +1,8 @@
 """Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
 
-It shows all deployments that were launched on this machine (`running_deployments`), and otherwise
-asks a frontend, or etcd. It asks all processes at once, and ends when all have answered or the time
-is over.
+The command shows all deployments that were launched on this machine (`running_deployments`). If
+there is none, it asks a frontend, or etcd. It asks all processes at once, and ends when all have
+answered or the time is over.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from dynamo_trtllm.support.tls_files import ClientTlsFiles
 
 _PORTS = {"http": 80, "https": 443}
 _UNKNOWN_PID = 0
-_METRICS_BYTES = 8 << 20
-_MAX_WORKERS = 10_000
+_METRICS_BYTES = 8 << 20  # longest response of a process
+_MAX_WORKERS = 10_000  # most workers that a frontend is asked for
 _MAX_REASON_CHARS = 300
 _STARTING = "starting"
 _QUARANTINED = "quarantined"
@@ -126,7 +126,7 @@ def main(config: StatusConfig) -> int:
 async def _show(config: StatusConfig) -> list[DeploymentReport]:
     """Show the status; with --watch again and again until a Ctrl-C.
 
-    On a terminal it is replaced in place, otherwise one follows the other.
+    On a terminal, the status is replaced in place. Otherwise, each status follows the one before.
     """
     is_on_terminal = sys.stdout.isatty() and not config.json_output and is_installed("rich")
     meter = RateMeter()
@@ -213,10 +213,10 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             report, namespaces = await _of_etcd(config)
         if report.processes or report.not_ready:
             return [report]
-        found = "nor in another one"
+        in_others = "nor in another one"
         if namespaces:
-            found = f"it has workers in {', '.join(sorted(namespaces))}"
-        reasons.append(f"etcd has no worker in namespace {config.namespace} ({found})")
+            in_others = f"it has workers in {', '.join(sorted(namespaces))}"
+        reasons.append(f"etcd has no worker in namespace {config.namespace} ({in_others})")
     except UserRejected as exc:
         raise NothingRuns(f"{', '.join(reasons)}, {exc.message}") from exc
     except (Unreachable, TimeoutError):
@@ -355,7 +355,7 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 
 
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
-    """Add the workers that only the frontend knows, without the `ended` ones, and its problems."""
+    """Add the problems of the frontend and the workers that only it knows, except `ended` ones."""
     known = {process.instance_id: process for process in report.processes}
     for instance in health.instances:
         if instance.id in ended:

@@ -49,7 +49,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None
     decode_share: float | None = None
-    # When its shares changed last. None: it registered with them.
+    # When these shares changed last. None: the worker registered with them.
     shares_since: str | None = None
     # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
@@ -156,7 +156,7 @@ def _role(process: ProcessStatus) -> str:
         return process.role
     role = f"{process.role} {process.prefill_share:g}/{process.decode_share:g}"
     if process.shares_since:
-        # The time of a day, which is enough for the eye. --json has the whole time.
+        # The part HH:MM:SS, which is enough for the eye. --json has the whole time.
         role += f" since {process.shares_since[11:19]}"
     return role
 

@@ -1,6 +1,6 @@
 """Stop a deployment that was launched on this machine (`dynamo-trtllm stop`).
 
-A signal to its launcher does all: the launcher ends its processes in order.
+The command sends a signal to the launcher, which ends its processes in order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dynamo_trtllm.launch.running_deployments import (
 )
 from dynamo_trtllm.observability.recorder import start_ticks
 
-_PAUSE_S: Final = 0.1
+_PAUSE_S: Final = 0.1  # between two looks at the processes
 _NOTICE_S: Final = 5.0  # between two lines that say which processes have not ended
-_LAUNCHER_KILL_S: Final = 15.0  # a launcher that has not killed its processes by then is frozen
+_LAUNCHER_KILL_S: Final = 15.0  # a launcher that takes longer to kill its processes is frozen
 _KILLED_S: Final = 5.0  # the longest wait for the end of a killed launcher
 
 
@@ -103,7 +103,7 @@ class _Stopping:
             StillRuns: the launcher does not end.
         """
         self.ask(signal.SIGTERM)
-        # Equal signals that arrive at once would be one.
+        # Not SIGTERM again: two equal signals that arrive together count as one.
         self.ask(signal.SIGINT)
         self.wait(_LAUNCHER_KILL_S)
         if self._record.is_running:

@@ -167,7 +167,7 @@ def _was_just_killed(process: ProcessRecording) -> bool:
 
 
 def _why_unconnected(process: ProcessRecording) -> str:
-    """Return why a running process can't work: etcd does not answer it. "" if etcd does."""
+    """Return for how long etcd has not answered a running process; "" if etcd answers."""
     waits_s = process.waits_for_etcd_s
     if waits_s < _SLOW_S:
         return ""
@@ -211,10 +211,12 @@ def _stuck_choices(
     older_than_s: float,
     now_ns: int,
 ) -> Iterator[StuckRequest]:
+    """Yield the choices of a request that are silent for too long and have not ended."""
     for choice in sorted({step.entry.choice for step in steps}):
         own = [step for step in steps if step.entry.choice == choice]
         silent_s = (now_ns - own[-1].entry.ns) / 1e9
-        # A process records the progress of at most PROGRESS_PER_TICK requests in a second.
+        # A process records the progress of at most PROGRESS_PER_TICK requests in a second. With
+        # more requests, each is silent until its turn comes again.
         num_running = max(step.process.header.num_running for step in own)
         if silent_s < older_than_s + num_running / PROGRESS_PER_TICK:
             continue

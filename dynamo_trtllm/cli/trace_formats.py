@@ -142,7 +142,7 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
         for block_hash in hashes:
             if block_hash:  # 0: the prompt has no further block
                 yield block_hash
-    # Hashes are not negative, so these numbers are none of them.
+    # Hashes are not negative, so these numbers are none of them. Each belongs to one block only.
     for number in itertools.count(1):
         yield -(request.key << 32 | choice << 20 | number)
 

@@ -36,7 +36,7 @@ class CredentialsFile:
         self._path = path
         self._field = field
         self._latest = _read(path, field)
-        self._problem = ""  # of the file when it was read last; "": it was right
+        self._problem = ""  # what was wrong with the file at the last reading; "": nothing
 
     def identity(self) -> str:
         """Return, as text for users, the user that was read last, and the file."""

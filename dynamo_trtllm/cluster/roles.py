@@ -40,8 +40,8 @@ from dynamo_trtllm.protocol.frontend_samples import frontend_samples_subject
 from dynamo_trtllm.protocol.frontend_usage import frontend_usage_subject
 from dynamo_trtllm.protocol.kv_events import kv_events_subject
 
-# The components of workers without --endpoint: one for prefill, and one for decode each of the
-# engines of this package and of other engines.
+# The components of workers without --endpoint: of prefill workers; of others with an engine of this
+# package but vLLM; and of others with vLLM or an engine of another package.
 COMPONENTS: Final = ("prefill", "tensorrt_llm", "backend")
 _FRONTENDS: Final = f"_INBOX_{ClusterRole.FRONTEND}.>"
 _WORKERS: Final = f"_INBOX_{ClusterRole.WORKER}.>"

@@ -46,9 +46,9 @@ _ENGINE_FILE: Final = "engine.yaml"
 _SYSTEM_PORT: Final = 9090
 _DRAIN_S: Final = 120.0  # longer than KV is kept for a decode worker
 _CLOSE_S: Final = 60  # time to close the engine after the drain
-_PLATFORM_NAMESPACE: Final = "dynamo"  # of which NATS and etcd of deploy/ have users
+_PLATFORM_NAMESPACE: Final = "dynamo"  # for which NATS and etcd of deploy/ have users
 _NUM_GPUS: Final = 1024  # of a cluster: more than a deployment of `serve` takes
-_DEFAULT_GPU_GIB: Final = 80.0
+_DEFAULT_GPU_GIB: Final = 80.0  # of a GPU of the cluster, if this machine has none
 _CPUS: Final = 4  # of a worker without GPU
 _ENOUGH_BYTES: Final = 1 << 50  # of memory: the nodes of a cluster are not known
 _MAX_NAME_CHARS: Final = 40  # Kubernetes allows 63 with what follows the name
@@ -71,6 +71,7 @@ def cluster_facts(machine: MachineFacts, config: ServeConfig) -> MachineFacts:
     GPUs are those of this machine, in any number for Kubernetes. Without any here, a cluster has
     GPUs of `--gpu-memory-gib`, unless the engine runs on CPUs.
     """
+    # There is an image with vLLM, so it may be chosen without being installed here.
     machine = replace(machine, engines=machine.engines | {"vllm"})
     if config.format == "compose":
         return machine
@@ -271,6 +272,7 @@ def kubernetes_file(cluster: ClusterDeployment) -> str:
 
 
 def _pods(cluster: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> WorkerPods:
+    """Return the pods of the workers of one role."""
     gpus = cluster.gpus_of(worker)
     size_gib = cluster.size_gib()
     shm_gib = _SHM_GIB.get(cluster.engine, 1)
@@ -311,6 +313,7 @@ def _digest(content: str) -> str:
 
 
 def _kubernetes_head(cluster: ClusterDeployment) -> list[str]:
+    """Return the lines at the beginning of the file: its origin, and how to use it."""
     lines = [
         *cluster.head,
         "",
@@ -384,6 +387,7 @@ def compose_file(cluster: ClusterDeployment) -> str:
 
 
 def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
+    """Return the service of worker `number` of the group."""
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
     devices = devices_of(worker, number)
     # Without GPUs, the home folder is in memory. With them, it is a volume (see below).
@@ -423,6 +427,7 @@ def _for_compose(word: str) -> str:
 
 
 def _compose_head(cluster: ClusterDeployment) -> list[str]:
+    """Return the lines at the beginning of the file: its origin, and how to use it."""
     folders = [
         f"deploy/compose/data/home/{worker.name}"
         for worker in cluster.deployment.workers

@@ -1,8 +1,8 @@
 """Serve a model with prefill and decode workers and a frontend in this process, on a thread.
 
-It is one process, because notebooks and tests need a deployment that starts in a second, needs no
-servers, and can't outlive its program. It has a thread of its own, because the program may block,
-or run an event loop of its own, while requests are served.
+All is in one process, because notebooks and tests need a deployment that starts in a second, needs
+no servers, and can't outlive its program. The deployment has a thread of its own, because the
+program may block, or run an event loop of its own, while requests are served.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def serve(
 ) -> EmbeddedDeployment:
     """Serve a model in this process, for notebooks and tests.
 
-    It needs no etcd, NATS or network. It also works where an event loop runs, as in a notebook.
+    No etcd, NATS or network is needed. This also works where an event loop runs, as in a notebook.
 
         with serve("tiny-gpt-oss") as deployment:
             print(deployment.url, deployment.model)
@@ -70,7 +70,7 @@ def serve(
             connections from this machine, on a free port.
 
     Returns:
-        deployment: starts with its block or `start()`.
+        The deployment, which starts with its block or `start()`.
 
     Raises:
         ConfigError: a setting is wrong, or the torch engine is not installed.
@@ -205,8 +205,8 @@ class EmbeddedDeployment:
     """Workers and a frontend of this process, which `serve` has created.
 
     Its block begins when requests are accepted. The end of the block stops everything after the
-    running requests; if the block raises, also at Ctrl-C, it does so at once. If a worker fails
-    meanwhile, the end of the block raises the error.
+    running requests. An error in the block, also a Ctrl-C, stops everything at once. If a worker
+    fails meanwhile, the end of the block raises its error.
 
     `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
     A deployment that was not stopped ends with its program.
@@ -332,8 +332,7 @@ class EmbeddedDeployment:
     def _run_thread(self) -> None:
         try:
             uvloop.run(self._run())
-        # `_cancel` has cancelled it.
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `_cancel`
             if not self._started.done():
                 self._started.set_exception(Draining("the deployment was stopped; create another"))
         except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it

@@ -1,8 +1,9 @@
 """Write the Kubernetes objects of a deployment: frontends, workers, planner, budgets and network
 policies.
 
-`dynamo-trtllm serve --dry-run --format kubernetes` and `deploy/recipes/render` use it. It needs no
-other package, because `render` runs without any. The texts are in manifests/, with their comments.
+`dynamo-trtllm serve --dry-run --format kubernetes` and `deploy/recipes/render` use this module. It
+needs no other package, because `render` runs without any. The texts are in manifests/, with their
+comments.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class Launcher:
         self._environ = without_other_servers(self.environ, self._own_servers)
         # Names of the processes that have never been ready.
         self._never_ready = {spec.name for spec in self.specs}
-        # By names of processes whose last restart was too slow: the limit of the next one, as a
-        # multiple of ready_timeout_s.
+        # For each process whose last restart was too slow, by name: the limit of the next restart,
+        # as a multiple of ready_timeout_s.
         self._limit_factors: dict[str, int] = {}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         # Names of processes that were ready before: other processes may still map the memory of
@@ -217,6 +217,7 @@ class Launcher:
         self.output.say("stopped")
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
+        """Start the servers and the processes. Await `on_ready` when all are ready."""
         services = self.deployment.services
         etcd_address = services.etcd
         nats_address = services.nats
@@ -260,9 +261,10 @@ class Launcher:
         return users
 
     def _give_transfer_key(self, folder: Path) -> None:
-        """Give the workers a random key of KV transfers, if only they use this etcd and NATS.
+        """Give the workers a random key of KV transfers.
 
-        Workers of other launchers would have other keys. The environment may name a file of keys.
+        Not if the environment names a file of keys, nor if others may use this etcd or NATS: the
+        workers of other launchers would have other keys.
         """
         is_alone = set(self._own_servers) == {"etcd", "nats"}
         if is_alone and _KEY_FILE_VARIABLE not in self._environ:
@@ -324,11 +326,12 @@ class Launcher:
     async def _before_restart(
         self, spec: ProcessSpec, process: ManagedProcess, status: int
     ) -> None:
+        """If a process has crashed, restart those that may keep its GPU memory mapped."""
         if process.is_ready:
             self._mapped_by_others.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor
-        # fails to start with another status. Its name is still in `_mapped_by_others`, so the
-        # dependents are restarted then.
+        # fails to start, and exits with another status. The name is still in `_mapped_by_others`
+        # then, so the dependents are restarted.
         has_crashed = status != 0
         restarts_dependents = self.deployment.restart.decode_workers
         if has_crashed and restarts_dependents and spec.name in self._mapped_by_others:
@@ -396,6 +399,11 @@ class Launcher:
         self._changed = asyncio.Event()
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
+        """Wait until a process is ready. If this takes too long, kill it, so that it is restarted.
+
+        Raises:
+            RunFailed: it was not ready in time at its first start.
+        """
         spec = process.spec
         factor = self._limit_factors.get(spec.name, 1)
         limit_s = factor * self.deployment.ready_timeout_s
@@ -456,7 +464,7 @@ def _check_port(spec: ProcessSpec) -> None:
     try:
         bind(spec.host, spec.port, setting=setting).close()
     except ConfigError as exc:
-        # The field is such as "http_host" or "http_port".
+        # The field is, for example, "http_host" or "http_port".
         is_wrong_host = exc.field == f"{setting}_host"
         flag = "host" if is_wrong_host else "port"
         hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""

@@ -92,7 +92,7 @@ def split_line(line: bytes) -> tuple[str, str]:
 
 
 class LogReader:
-    """A reader of the lines in a log file and the one before it, while they are written.
+    """A reader of the lines in a log file and the file before it, while lines are written.
 
     Args:
         path: the file.

@@ -44,7 +44,7 @@ _COMMON_NAMES = {
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
 }
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-_STOP_MARGIN_S = 5.0
+_STOP_MARGIN_S = 5.0  # for the end of a worker after its drain
 # Settings that are left out when a deployment gets another engine.
 _LOST_WITH_ENGINE = (
     "extra_engine_args",
@@ -87,7 +87,7 @@ class ProcessSpec:
 
     @property
     def model(self) -> str:
-        """Return the model name that clients send; empty if it is no worker."""
+        """Return the model name that clients send; empty if the process is no worker."""
         return "" if self.worker is None else self.worker.model_name
 
     @property
@@ -134,7 +134,7 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
 def is_open_to_all(deployment: DeploymentConfig, environ: Mapping[str, str]) -> bool:
     """Return whether every client of other machines could use the frontend of a deployment.
 
-    `processes` rejects such a deployment. The arguments and errors are the same.
+    `processes` rejects such a deployment. Arguments and errors are those of `processes`.
     """
     if deployment.frontend is None:
         return False
@@ -213,14 +213,14 @@ def reachable(listening: str) -> str:
 
 
 def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
-    config, planned = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
+    config, spec_fields = _planned(FRONTEND, FrontendConfig, "http", flags, {}, environ)
     config.check_exposure()
     return ProcessSpec(
         module="dynamo_trtllm.frontend",
         stop_timeout_s=_FRONTEND_STOP_S,
         api_key=config.api_key[0] if config.api_key else "",
         needs_api_key=config.needs_api_key,
-        **planned,
+        **spec_fields,
     )
 
 
@@ -239,8 +239,10 @@ def planner_flags(deployment: DeploymentConfig) -> Flags | None:
 
 
 def _planner(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
-    _, planned = _planned(PLANNER, PlannerConfig, "system", flags, {}, environ)
-    return ProcessSpec(module="dynamo_trtllm.planner", stop_timeout_s=_PLANNER_STOP_S, **planned)
+    _, spec_fields = _planned(PLANNER, PlannerConfig, "system", flags, {}, environ)
+    return ProcessSpec(
+        module="dynamo_trtllm.planner", stop_timeout_s=_PLANNER_STOP_S, **spec_fields
+    )
 
 
 def _worker(
@@ -249,10 +251,10 @@ def _worker(
     name = worker.process_names[number]
     flags = {**flags, "disaggregation_mode": worker.disaggregation_mode}
     env = {"CUDA_VISIBLE_DEVICES": devices_of(worker, number), **worker.env}
-    config, planned = _planned(name, WorkerConfig, "system", flags, env, environ)
+    config, spec_fields = _planned(name, WorkerConfig, "system", flags, env, environ)
     stop_timeout_s = config.drain_timeout_s + _STOP_MARGIN_S
     return ProcessSpec(
-        module="dynamo_trtllm", stop_timeout_s=stop_timeout_s, worker=config, **planned
+        module="dynamo_trtllm", stop_timeout_s=stop_timeout_s, worker=config, **spec_fields
     )
 
 

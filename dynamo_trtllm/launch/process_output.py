@@ -37,7 +37,7 @@ _LOG_LINE = re.compile(
     r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ (?P<request>\S+ )?\S+:"
     r" (?P<message>.*)"
 )
-_MAX_TERMINAL_CHARS = 100
+_MAX_TERMINAL_CHARS = 100  # of a line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
@@ -104,7 +104,7 @@ class ProcessOutput:
     def starting(self) -> Iterator[None]:
         """On a terminal, show live lines and hide routine output.
 
-        It lasts until `end_start` or the end of the context. If an exception ends the context
+        This lasts until `end_start` or the end of the context. If an exception ends the context
         before `end_start`, the hidden lines are written.
         """
         if self.has_terminal and not self._is_json and is_installed("rich"):
@@ -200,6 +200,7 @@ class ProcessOutput:
         self._try(partial(self._write, text))
 
     def _try(self, write: Callable[[], None]) -> None:
+        """Write, unless the output has failed. Note a failure."""
         if self.failure is not None:
             return
         try:
@@ -247,7 +248,7 @@ class StartPanel:
         self.routine_lines: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
         self._terminal = terminal
         self._began = time.monotonic()
-        # The phase of each process, and the seconds after which it was ready; None: it is not yet.
+        # The phase of each process, and the seconds after which it was ready; None: not ready yet.
         self._phases: dict[str, tuple[str, float | None]] = dict.fromkeys(names, ("waiting", None))
         self._live = Live(
             console=terminal,

@@ -2,7 +2,7 @@
 
 The files are in a folder in memory that only this user reads. A launcher removes its file at its
 end. The file of a killed launcher is recognized, because it has the process id and the start time
-of the launcher, and no process has both.
+of the launcher, and no running process has both.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _free_name(namespace: str, taken: Set[str]) -> str:
 
 
 def _write(path: Path, record: LaunchRecord) -> None:
-    """Write the file at once. Readers see the former content or the new one."""
+    """Replace the file in one step. Readers see the former content or the new one."""
     written = path.with_suffix(".new")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:

@@ -1,7 +1,7 @@
 """Serve one model on this machine: choose engine, devices and workers, and launch them.
 
-`python -m dynamo_trtllm.launch.serve MODEL` runs it. It launches the deployment file that it would
-write with --dry-run.
+`python -m dynamo_trtllm.launch.serve MODEL` does this. The command launches the deployment file
+that it would write with --dry-run.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ async def set_up_etcd(
 ) -> None:
     """Create users in etcd, which rejects all others from then on.
 
-    It waits up to START_TIMEOUT_S for an etcd that does not answer yet.
+    Wait up to START_TIMEOUT_S for an etcd that does not answer yet.
 
     Args:
         config: the address of etcd. If etcd has users, also the certificate or password of root.

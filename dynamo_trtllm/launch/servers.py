@@ -91,7 +91,7 @@ async def until(
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            # If the total limit has ended this attempt early, the reason of the one before it says
+            # If the total limit has ended this attempt early, the reason of the attempt before says
             # more.
             if limit_s == one_answer_s or not why:
                 why = "no response"
@@ -280,8 +280,8 @@ class LocalServer(Child):
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-# What etcd says before it starts, and what the system says of a process. Of all processes together,
-# the system says "too many open files in system".
+# What etcd says before it starts, and what the system says of a process. The text for all processes
+# together, "too many open files in system", does not match: a process can't raise that limit.
 _TOO_FEW_FILES: Final = re.compile(
     "file descriptor limit|too many open files(?! in system)", re.IGNORECASE
 )

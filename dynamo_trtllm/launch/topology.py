@@ -126,6 +126,7 @@ def _on_cpu(
     options: ServeConfig,
     reasons: dict[str, str],
 ) -> Topology:
+    """Choose workers that run on the CPU. Add to the reasons."""
     if options.tensor_parallel_size not in (None, 1):
         raise ConfigError(
             f"--tensor-parallel-size {options.tensor_parallel_size} needs GPUs, but these workers"
@@ -173,6 +174,7 @@ def _on_gpus(
     options: ServeConfig,
     reasons: dict[str, str],
 ) -> Topology:
+    """Choose workers that run on free GPUs. Add to the reasons."""
     free: list[GpuMemory] = []
     busy: list[str] = []
     for gpu in machine.gpus:

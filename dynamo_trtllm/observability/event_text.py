@@ -40,7 +40,7 @@ _MEANINGS: Final[dict[int, str]] = {
 
 
 def _values(entry: Entry) -> str:
-    # What `a` and `b` are is said where `RecordedEvent` is defined.
+    # The comments of `RecordedEvent` say what `a` and `b` mean.
     a, b = entry.a, entry.b
     reason = entry.reason
     match entry.event:

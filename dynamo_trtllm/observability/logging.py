@@ -151,7 +151,7 @@ class JsonFormatter(_OwnFormatter):
         )
 
 
-class _Cut:
+class _Shortened:
     """A value of a log record, shortened to VALUE_CHARS characters in `%s` and `%r`."""
 
     def __init__(self, value: Any) -> None:
@@ -178,14 +178,14 @@ def _message(record: logging.LogRecord) -> str:
     text = str(record.msg)
     args = record.args
     if isinstance(args, Mapping):
-        text = text % {name: _bounded(value) for name, value in args.items()}
+        text = text % {name: _shortened(value) for name, value in args.items()}
     elif args:
-        text = text % tuple(map(_bounded, args))
+        text = text % tuple(map(_shortened, args))
     return mask_credentials(shorten(text.rstrip("\n"), LINE_CHARS))
 
 
-def _bounded(value: Any) -> Any:
-    return value if isinstance(value, int | float) else _Cut(value)  # `%d` takes numbers only
+def _shortened(value: Any) -> Any:
+    return value if isinstance(value, int | float) else _Shortened(value)  # `%d` takes numbers only
 
 
 def _traceback(record: logging.LogRecord) -> list[str]:

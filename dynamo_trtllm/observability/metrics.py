@@ -196,6 +196,7 @@ def read_client_loads(page: str) -> dict[str, ClientLoad]:
         for sample in family.samples:
             key = sample.labels["key"]
             values[sample.name.removeprefix(prefix), key] = int(sample.value)
+            # Only samples of `key_tokens_last_minute` have this label.
             if "weight" in sample.labels:
                 loads[key] = ClientLoad(float(sample.labels["weight"]), int(sample.value), 0, 0)
     return {
@@ -222,7 +223,7 @@ def read_costs(page: str) -> dict[str, LearnedCosts]:
         for sample in family.samples:
             kind = sample.labels["kind"]
             learned = costs.get(kind, LearnedCosts(0, {}))
-            if "term" in sample.labels:
+            if "term" in sample.labels:  # a sample of `cost_seconds`
                 learned.coefficients[sample.labels["term"]] = float(sample.value)
             else:
                 learned = learned._replace(num_samples=int(sample.value))
@@ -367,10 +368,10 @@ class FrontendMetrics(ProcessMetrics):
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
         """Observe the phases of one request.
 
-        Those that only a newer worker knows have the label "unknown".
+        Phases that only a newer worker knows have the label "unknown".
 
-        Many requests are observed together, in less time: the CPU's caches have the code and data
-        from the one before.
+        Many requests are observed together. This takes less time, because the CPU's caches have the
+        code and data from the request before.
         """
         self._unobserved.append((model, phases))
         if len(self._unobserved) >= _OBSERVED_TOGETHER:
@@ -386,8 +387,8 @@ class FrontendMetrics(ProcessMetrics):
     def render(self) -> bytes:
         """Return the metrics of this process.
 
-        Gauges by worker are those of at most MAX_WORKERS workers, those with the highest values.
-        Those by key are of at most MAX_KEYS keys, those with the most tokens.
+        Gauges by worker are of at most MAX_WORKERS workers, those with the highest values. Gauges
+        by key are of at most MAX_KEYS keys, those with the most tokens.
         """
         self._observe_all()
         for name, read in self.by_worker.items():

@@ -3,9 +3,9 @@
 `outputs` runs this file as a program, with one pipe for each output, and again if it is killed. It
 must not import this package.
 
-It is a process because a thread of the served process would not do. A thread needs the GIL, which a
-library may hold while it prints. And a crash would end the thread, although the last lines before a
-crash matter most.
+The relay is a process because a thread of the served process would not do. A thread needs the GIL,
+which a library may hold while it prints. And a crash would end the thread, although the last lines
+before a crash matter most.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ class Outputs:
             control.recv(len(output_relay.FLUSHED))
 
     def _start(self, process_name: str, log_format: str) -> None:
+        """Start the relay, and let stdout and stderr lead to it. Raises OSError."""
         with ExitStack() as stack:
             # If the start fails, this closes what would be kept.
             on_failure = stack.enter_context(ExitStack())
@@ -148,7 +149,7 @@ class Outputs:
     ) -> None:
         """Start the relay again whenever it is killed or stopped, at most once in RESTART_S.
 
-        In between, drop what comes.
+        Until it runs again, drop what writers write.
 
         Args:
             relay: the relay, which outlives this process. It ends with status 0 when all pipes have
@@ -252,7 +253,7 @@ def _start_relay(
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[relay_end.fileno(), memory, *files],
-                # A Ctrl-C, or a kill of this process's group, must not reach it.
+                # A Ctrl-C, or a kill of this process's group, must not reach the relay.
                 process_group=0,
             )
         except OSError:

@@ -9,7 +9,7 @@ _FULL_SHARE: Final = 1000
 
 
 class PackedShares(NamedTuple):
-    """The shares by which the workers of a request were selected. None: it has a fixed role."""
+    """The shares by which the workers of a request were selected. None: of a fixed role."""
 
     prefill: float | None  # of the worker that computes the prompt
     decode: float | None

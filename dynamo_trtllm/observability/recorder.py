@@ -46,7 +46,7 @@ _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
 _ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # The fields: number of the event, time in ns since boot, request, event, choice, three values,
-# reason, and the number again.
+# reason, and the number again. A slot whose two numbers differ was not written to its end.
 SLOT: Final = struct.Struct("<QQQHHQQQ28sQ")
 NUM_SLOTS: Final = ((4 << 20) - HEADER_BYTES) // SLOT.size  # number of slots in a file of 4 MiB
 
@@ -57,8 +57,8 @@ _now_ns = time.monotonic_ns
 
 KEPT_FILES: Final = 20  # limit of the files of processes that have ended
 KEPT_SHARE: Final = 1 / 8  # limit of the part of the file system that these files take
-KEPT_S: Final = 24 * 3600.0
-TICK_S: Final = 1.0
+KEPT_S: Final = 24 * 3600.0  # the longest time for which these files are kept
+TICK_S: Final = 1.0  # between two ticks
 # Limit of the progress events per tick, so that they do not fill the ring too fast.
 PROGRESS_PER_TICK: Final = 256
 BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
@@ -452,7 +452,7 @@ def remove_old(folder: Path) -> None:
     """
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
-        # Another process may have just removed it, or it is another file.
+        # Another process may have just removed the file, or it is no file of a recorder.
         with contextlib.suppress(OSError, ValueError):
             if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
@@ -494,7 +494,7 @@ def is_locked(path: Path) -> bool:
 def start_ticks(pid: int | str) -> int:
     """Return when a process started, in clock ticks since boot.
 
-    This tells the process from a later one with its id.
+    This tells the process from a later one with the same id.
 
     Raises:
         OSError: there is no such process, or it has ended and its parent has not noticed.

@@ -1,6 +1,6 @@
 """Ask the running processes of a deployment for their recordings.
 
-The times in these are converted to the clock of this machine.
+The times in the recordings are converted to the clock of this machine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import Instance, decode, encode
 from dynamo_trtllm.protocol.sanitize import escape_controls, shorten
 
-_ANSWER_GRACE_S: Final = 0.5
-_CLOCK_READINGS: Final = 3
-_CLOCK_TIMEOUT_S: Final = 0.25
+_ANSWER_GRACE_S: Final = 0.5  # the least wait for answers
+_CLOCK_READINGS: Final = 3  # queries for the clocks
+_CLOCK_TIMEOUT_S: Final = 0.25  # of each of these queries
 _MAX_HOST_CHARS: Final = 256
 
 
@@ -52,7 +52,10 @@ class QueryTransport(Protocol):
 
 
 class ClockOffset(NamedTuple):
-    """What converts times of a machine to the clock of this one, by addition: from low to high."""
+    """The offset between the clocks of another machine and of this one, between two bounds.
+
+    Added to a time of the other machine, it gives the time of this one.
+    """
 
     low_ns: int
     high_ns: int
@@ -128,6 +131,7 @@ class RecordingQueries:
             await self._ask(query, 0.0, _CLOCK_TIMEOUT_S)
 
     async def _ask(self, query: RecordingQuery, settle_s: float, timeout_s: float) -> None:
+        """Send a query, and wait for the answers: at least `settle_s`, and at most `timeout_s`."""
         inbox = self.transport.new_inbox()
         unsubscribe = await self.transport.subscribe(inbox, self._receive)
         for sender in self._senders.values():
@@ -141,7 +145,7 @@ class RecordingQueries:
                 while not self._has_all_answers():
                     self._news.clear()
                     await self._news.wait()
-        # Who has not answered one query is not waited for again.
+        # A worker that has not answered one query is not waited for again.
         self._expected &= self._answered
         await unsubscribe()
 
@@ -162,6 +166,7 @@ class RecordingQueries:
         self._news.set()
 
     def _take(self, part: RecordingPart, header: RecordingHeader, received_ns: int) -> None:
+        """Take a part of an answer. Its time narrows the bounds of the offset."""
         offset = self._offsets.get(header.boot_id, _UNBOUNDED)
         self._offsets[header.boot_id] = offset.within(
             self._asked_ns - part.now_ns, received_ns - part.now_ns
@@ -192,7 +197,7 @@ class RecordingQueries:
     def result(self, local: Recordings) -> Recordings:
         """Return the recordings of this machine and those that were sent.
 
-        They name the workers that are silent, and why.
+        The result also names the workers that are silent, and why.
         """
         reason = (
             f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off"

@@ -31,8 +31,8 @@ from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.messages import decode, encode
 from dynamo_trtllm.protocol.number_types import Int64, Number, UInt64
 
-_SLICE_BYTES: Final = 256 * SLOT.size
-_PART_BYTES: Final = 64 << 10
+_SLICE_BYTES: Final = 256 * SLOT.size  # of the ring, read before the event loop does other work
+_PART_BYTES: Final = 64 << 10  # of an answer
 _MAX_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 NUM_LATEST: Final = 20  # requests
@@ -150,7 +150,9 @@ class KeySelector:
                 return self._given | self._begun.keys()
 
 
-_answered: dict[str, None] = {}  # latest queries; several workers of one process have one recording
+# The latest queries, by inbox. Several workers of one process have one recording, which only the
+# first of them sends.
+_answered: dict[str, None] = {}
 
 
 async def answer_queries(
@@ -195,6 +197,7 @@ def _part(instance_id: int, header: bytes, *, is_last: bool) -> RecordingPart:
 async def _answer(
     query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int
 ) -> None:
+    """Send the events that a query wants, in parts."""
     selector = KeySelector(query)
     # Without these, the query has the keys of all requests that it wants.
     needs_search = query.prefix >= 0 or query.client_id > 0
@@ -240,7 +243,7 @@ async def _answer(
 def _slices() -> Iterator[bytes]:
     """Yield the slots of the ring.
 
-    Those that are written meanwhile may be newer than the others.
+    Slots that are written meanwhile may be newer than the others.
     """
     for begin in itertools.count(HEADER_BYTES, _SLICE_BYTES):
         slots = RECORDER.content(begin, begin + _SLICE_BYTES)

@@ -1,6 +1,6 @@
 """Read the files of flight recorders, without the help of their processes.
 
-These may run, be frozen or have ended.
+The processes may run, be frozen or have ended.
 """
 
 from __future__ import annotations
@@ -58,12 +58,10 @@ class Entry(NamedTuple):
     event: int  # a `RecordedEvent`, unless a newer version wrote it
     key: int  # the number of the request; 0: an event of the process
     choice: int
-    a: int
+    a: int  # the comments of `RecordedEvent` say what the three values of an event mean
     b: int
     c: int
     reason: str
-
-    # The comments of `RecordedEvent` say what `a` and `b` mean.
 
     @property
     def instance_id(self) -> int:
@@ -199,10 +197,13 @@ class RequestRecording:
 
 
 class Holder(NamedTuple):
-    """The process, or the part outside of processes, that holds a request or has no recording."""
+    """What holds a request: a process, or something outside of processes, such as NATS.
+
+    Or a worker that has no recording, and may hold requests.
+    """
 
     title: str
-    reason: str  # why
+    reason: str  # why it holds the request, or has no recording
 
 
 class RequestIds(NamedTuple):

@@ -72,14 +72,14 @@ class Observation(NamedTuple):
     prompt_tokens: float = 0.0  # mean tokens of a prompt that had to be computed
     max_streams: int = 0  # of a worker; 0: not reported
     kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
-    queue: FrontendQueue = FrontendQueue()  # what is at none of the workers yet
+    queue: FrontendQueue = FrontendQueue()  # requests that are at no worker yet
 
 
 class DecisionOutcome(StrEnum):
     """What was decided. The values are labels of a metric."""
 
     CHANGE = "change"
-    # Workers that turn to prefill have no streams any more, or no other one computes prompts.
+    # Workers that turn to prefill have no streams any more, or no other worker computes prompts.
     DRAINED = "drained"
     FITS = "fits"
     NOTHING_BETTER = "nothing_better"
@@ -108,7 +108,7 @@ class History(NamedTuple):
     """What a decision needs to know of those before it."""
 
     changed_at_s: float = -math.inf
-    better_since_s: float | None = None  # since when some change is better. None: none is
+    better_since_s: float | None = None  # since when some change is better. None: no change is
 
 
 def check_limits(limits: TimeLimits) -> None:
@@ -399,7 +399,8 @@ def _drained_reason(workers: Sequence[WorkerState], drained: Mapping[int, Shares
 def _decode_order(worker: WorkerState) -> tuple[bool, bool, int, int, int]:
     """Return a sort key: the workers that suit decode calls best come first.
 
-    They have no prefill work, have decode work, the most streams, and the fewest queued tokens.
+    They are compared in this order: no share of prefill, a share of decode, more streams, fewer
+    queued tokens.
     """
     shares = worker.shares
     return (

@@ -42,7 +42,7 @@ class DecisionLog:
         self._num_unreachable = 0  # limits that were logged as unreachable
 
     def add(self, decision: Decision, pool: str) -> None:
-        """Log a decision, if it differs from those before it. `pool`: its name now."""
+        """Log a decision, if it differs from those before it. `pool`: the pool's name now."""
         last = self._last
         self._last = decision
         is_other_kind = last is None or _kind(last) != _kind(decision)

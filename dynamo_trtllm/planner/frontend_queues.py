@@ -45,7 +45,7 @@ class FrontendQueues:
     def of_model(self, model: str, now: float) -> FrontendQueue:
         """Return what waits for a model at all processes together."""
         usages = [report.models[model] for report in self._reports(now) if model in report.models]
-        # Those of most choices decide. Processes differ only while a limit is nearly reached.
+        # What most choices wait for decides. Processes differ only while a limit is nearly reached.
         at_decode = sum(usage.queued_choices for usage in usages if usage.waits_for_decode)
         at_prefill = sum(usage.queued_choices for usage in usages if not usage.waits_for_decode)
         return FrontendQueue(

@@ -21,8 +21,8 @@ from dynamo_trtllm.protocol.messages import Instance, LoadReport, Role
 from dynamo_trtllm.protocol.shares import Shares
 
 WINDOW_S: Final = 10.0  # rates are means over this time
-# Rates over a shorter time would be chance. Until this time has passed since the start, what has
-# arrived is divided by it, and the growth of streams is 0.
+# Rates over a shorter time would be chance. Until this time has passed since the start, rates are
+# what has arrived, divided by this time, and the growth of streams is 0.
 MIN_WINDOW_S: Final = 2.0
 _MAX_PAUSE_S: Final = 2.0  # between two samples of the queues at frontends
 GROWTH_S: Final = 5.0  # the growth of streams is a mean over this time
@@ -122,7 +122,7 @@ class ReportWindow:
         )
 
     def _more_streams_per_s(self, now: float) -> float:
-        """Return by how many streams per second they have become more in GROWTH_S."""
+        """Return how many streams per second have been added, as a mean over GROWTH_S."""
         before = self._counts[0]
         for counts in self._counts:
             if counts.at_s > now - GROWTH_S:
@@ -211,17 +211,18 @@ class Observer:
             if instance.role is not Role.AGGREGATED:
                 pools[PoolKey(instance.card.name, pairing_key(instance))].append(instance)
         num_workers = Counter(instance.card.name for instance in self._view.instances())
-        elastic = {
+        elastic_pools = {
             key: instances
             for key, instances in pools.items()
             if any(instance.role is Role.ELASTIC for instance in instances)
         }
         # The windows of pools that are gone are dropped.
         self._queue_windows = {
-            key: self._queue_windows.get(key) or QueueWindow() for key in elastic
+            key: self._queue_windows.get(key) or QueueWindow() for key in elastic_pools
         }
         observations: dict[PoolKey, Observation] = {}
-        for key, instances in elastic.items():
+        for key, instances in elastic_pools.items():
+            # Frontends report by model. Each pool gets the part of its workers.
             part = len(instances) / num_workers[key.model]
             queue = self._queues.of_model(key.model, now).part(part)
             observations[key] = self._observation(key, instances, queue, now)
@@ -272,8 +273,8 @@ class Observer:
             work = report.work(instance.role)
             streams = work.decode_requests
             if not own_shares.prefill:
-                # Calls that wait here are decode calls, but for those from before its shares
-                # changed. They become streams once the batch and the KV cache have space.
+                # Calls that wait here are decode calls, except calls from before its shares
+                # changed. Decode calls become streams once the batch and the KV cache have space.
                 streams += work.queued_requests
             context = work.context_tokens
             queued = report.queued_prefill_tokens

@@ -1,6 +1,6 @@
 """Plan the shares of all elastic workers of a namespace, from what is observed.
 
-It has no clock and no I/O: `process` runs it, and simulations in virtual time.
+The module does no I/O and reads no clock: `process` runs it, and simulations in virtual time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Planner:
         for key, observation in self._observer.observations(now).items():
             before = self._histories.get(key, History())
             decisions[key], histories[key] = decide(observation, self._limits, before)
-        # Those of pools that are gone are dropped.
+        # The histories of pools that are gone are dropped.
         self._histories = histories
         return decisions
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.protocol.cost_model import (
 # prediction does not see.
 MAX_PART: Final = 0.8
 # If an idle worker needs more than MAX_PART of a limit, no number of workers keeps the limit with
-# headroom. It is then replaced by this multiple of the time on an idle worker.
+# headroom. The limit is then replaced by this multiple of the time on an idle worker.
 _IDLE_FACTOR: Final = 2.0
 # The 90th percentile of the time to first token is predicted. Waits in a queue are taken as
 # distributed exponentially, so their 90th percentile is this multiple of their mean.
@@ -34,7 +34,7 @@ _MAX_ROUNDS: Final = 30
 # More than this multiple of the present streams is not predicted.
 _MAX_GROWTH: Final = 8.0
 _MAX_WANTED: Final = 1024  # workers of a role
-# The fit of a mock engine may have steps that take no time. Shorter ones are taken as this long.
+# The shortest time of a step: the fit of a mock engine may have steps that take no time.
 _SHORTEST_STEP_S: Final = 1e-6
 
 
@@ -122,7 +122,7 @@ class PromptSteps(NamedTuple):
     step_s: float
     prompt_s: float  # of all steps of one prompt
     busy: float  # part of the time in which such steps run
-    # The same if all steps were full. Above _MAX_BUSY, the queue grows.
+    # What `busy` would be if all steps were full. Above _MAX_BUSY, the queue grows.
     full_busy: float
 
 
@@ -216,7 +216,7 @@ class Predictor:
     def _prompt_steps(self, num_workers: int, streams: float) -> PromptSteps | None:
         """Return the prompt steps of each worker. None: the size of a prompt is not known.
 
-        No prompt was computed lately then, and none waits at frontends.
+        It is not known if no prompt was computed lately and none waits at frontends.
 
         Prompts that arrive during a step are computed together in the next one. So a longer step
         makes the next one longer: its tokens and its time are found by iteration.

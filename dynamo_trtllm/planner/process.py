@@ -122,6 +122,7 @@ class PlannerProcess(Lifecycle):
             await wait_for_first(self._stop_event.wait(), self._tasks.until_failed())
 
     async def _serve_health(self, stack: AsyncExitStack) -> None:
+        """Serve health and metrics until `stack` is closed."""
         config = self._config
         access = AccessControl(config)
         if config.api_keys_file is not None:
@@ -169,6 +170,7 @@ class PlannerProcess(Lifecycle):
         await wait_for_first(synced.wait(), self._stop_event.wait(), self._tasks.until_failed())
 
     async def _watch(self, discovery: Discovery, observer: Observer, synced: asyncio.Event) -> None:
+        """Follow the workers and their shares. Set `synced` when all are known."""
         async with aclosing(discovery.watch(self._config.namespace)) as events:
             async for event in events:
                 match event:
@@ -263,7 +265,9 @@ class PlannerProcess(Lifecycle):
                     discovery,
                     self._config.namespace,
                     changes_of(decisions),
-                    present={instance.id: instance.shares for instance in self._view.instances()},
+                    registered={
+                        instance.id: instance.shares for instance in self._view.instances()
+                    },
                     epoch=leadership.epoch,
                     reason=reason_of(decisions),
                     writer=f"planner {self._name}",

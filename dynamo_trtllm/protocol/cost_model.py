@@ -52,8 +52,8 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
-# However long its steps take, an elastic engine computes this part of a step without streams, but
-# not fewer prompt tokens than _LEAST_CHUNK.
+# However long its steps take, an elastic engine computes some prompt tokens in each: this part of
+# those in a step without streams, and at least _LEAST_CHUNK.
 _CHUNK_DIVISOR: Final = 64
 _LEAST_CHUNK: Final = 32
 
@@ -183,8 +183,8 @@ def prefill_step_s(
 def first_token_features(new_tokens: float, running_s: float, steps_s: float) -> Features:
     """Return the values on which the time to first token of a prefill or aggregated call depends.
 
-    The coefficient of the running step says how much of it a call waits for: about half on average,
-    and more where the engine schedules the next step before it ends.
+    The coefficient of the running step says how much of this step a call waits for: about half on
+    average, and more where the engine schedules the next step before this one ends.
 
     Args:
         new_tokens: the prompt tokens of the call that are not cached.
@@ -252,8 +252,8 @@ def linear_prefill_fit(
 ) -> Fit:
     """Return a prior for steps with prompt tokens.
 
-    It is a time per step and per prompt token; and per decoding request and token of its context,
-    as in `linear_decode_fit`.
+    It has a time per step, per prompt token, per decoding request, and per token of the context of
+    the decoding requests.
     """
     slopes = [token_s] * len(_PREFILL_KNOTS)
     return prior_fit((base_s, *slopes, request_s, 1024 * context_token_s, 0.0))
@@ -420,10 +420,11 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return seconds + self._unfitted_decode_s(fit, requests, context)
 
     def _unfitted_decode_s(self, fit: Fit, requests: float, context_tokens: float) -> float:
-        """Return what streams add to a step with prompts, if its fit does not say it.
+        """Return what streams add to a step with prompts, if its fit does not include it; else 0.
 
-        Then the worker has never decoded in such a step, or the fit is that of another worker. The
-        sum is rather too high: it counts twice what both steps have in common.
+        The fit does not include it if the worker has never decoded in such a step, or if the fit is
+        that of another worker. The sum is rather too high: it counts twice what both steps have in
+        common.
         """
         request_s, context_s = fit.coefficients[_DECODE_IN_PREFILL]
         if not requests or request_s or context_s or self.decode is None:
@@ -507,13 +508,13 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def suffices_alone(self) -> bool:
-        """True if it lacks nothing that it could take from an equal worker."""
+        """True if this model lacks nothing that it could take from that of an equal worker."""
         return self.is_complete and self.has_computed_prompts
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
         """Predict the time of a decode call until its first token.
 
-        It fetches the KV of the prompt.
+        The call fetches the KV of the prompt.
         """
         if self.kv_transfer is None:
             return None

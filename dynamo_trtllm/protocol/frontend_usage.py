@@ -22,7 +22,8 @@ class ModelUsage(msgspec.Struct, frozen=True, array_like=True):
     # Tokens since the last report, divided by the weights, by name of the client. Negative: fewer
     # than were reported before.
     tokens: dict[str, _Tokens]
-    # A client below its share has begun requests: those of others are computed in shorter steps.
+    # A client below its share has begun requests. Those of other clients are computed in shorter
+    # steps.
     has_below: bool = False
     # Choices of requests that wait at the process until workers can begin them, and those tokens of
     # their prompts that are probably in no prefix cache.

@@ -29,7 +29,7 @@ from dynamo_trtllm.protocol.number_types import Count, Number
 log = logging.getLogger(__name__)
 
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads them in about 2 ms
-_EARLY_S = 0.001  # a timer of uvloop may end so much before its time
+_EARLY_S = 0.001  # a timer of uvloop may end too early by this time
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +46,7 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Consecutive blocks can be reused from now on."""
 
     blocks: tuple[KvBlock, ...]  # blocks in the order of the prompt
-    # Hash of the block before the first one. None: the prompt begins with it.
+    # Hash of the block before the first one. None: the prompt begins with the first one.
     parent: int | None = None
     # Attention window in tokens of the layers that share the blocks. 0: all layers.
     cache_group: int = 0
@@ -191,7 +191,8 @@ class KvEventPublisher:
         self._block_tokens = 0
         # Rank -> engine's name -> block.
         self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
-        self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # likewise
+        # The same of blocks that were cleared.
+        self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)
         self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
         # Prefix hash -> True: stored, False: removed. Since the last update.
         self._changes: dict[int, bool] = {}
@@ -301,8 +302,8 @@ class KvEventPublisher:
     def _note_window(self, window: int) -> bool:
         """Return whether blocks of layers with this window are published.
 
-        They are if no larger window was noted. A window that is larger than all before clears the
-        blocks of those.
+        They are published if no larger window was noted. A window that is larger than all before
+        clears the blocks of smaller windows.
         """
         # 0 stands for blocks that all layers share.
         if window == 0:

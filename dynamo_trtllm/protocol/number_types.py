@@ -30,7 +30,7 @@ PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 # Any other whole number: an id, a number of bytes, an address, or a number in order.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]
-# MessagePack has no larger ones, and msgspec no larger bound
+# No upper bound: MessagePack has no larger integers, and msgspec accepts none above MAX_INT64.
 UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]

@@ -319,6 +319,7 @@ class TaskStream(Stream):
         task.add_done_callback(self._task_ended)
 
     async def _await_work(self, work: Coroutine[Any, Any, StreamEvent | None]) -> None:
+        """Await the work, and emit its result or its error."""
         self._work = None
         event: StreamEvent | None = None
         try:
@@ -343,6 +344,7 @@ class TaskStream(Stream):
             event = None
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Free what the stream holds if its task was cancelled, or end the stream."""
         self._tasks.discard(task)
         if self._task is not task:
             return

@@ -68,6 +68,7 @@ class BackgroundTasks:
             raise self.failure
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        """Report a task that ended although it was not released."""
         if task not in self._tasks:
             return
         self._tasks.discard(task)
@@ -122,7 +123,7 @@ _THREADS: Final = ThreadPoolExecutor(MAX_THREADS, "in-thread")
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Run `work` on one of `MAX_THREADS` threads.
 
-    When cancelled, return after the work has ended: it uses what was reserved for it.
+    When cancelled, return after the work has ended: the work uses what was reserved for it.
     """
     call = partial(contextvars.copy_context().run, work, *args)
     running = asyncio.get_running_loop().run_in_executor(_THREADS, call)

@@ -1,8 +1,8 @@
 """Send HTTP requests on asyncio, each on its own connection.
 
-The launcher, the command line and the export of traces use it. A request can be cancelled at any
-step, unlike one of the standard library's client, which blocks a thread. The client follows no
-redirect, uses no proxy and keeps no cookies.
+The launcher, the command line and the export of traces use this module. A request can be cancelled
+at any step, unlike one of the standard library's client, which blocks a thread. The client follows
+no redirect, uses no proxy and keeps no cookies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ async def connect(url: str, tls: ssl.SSLContext | None = None) -> Connection:
             reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)
     except ssl.SSLCertVerificationError as exc:
         host = parts.hostname or ""
-        # The launcher trusts one certificate, whatever the name of the server.
+        # This is the context of a launcher, which trusts one certificate, whatever the name of the
+        # server. The advice of `untrusted` would not help.
         if context is not None and not context.check_hostname:
             raise ConnectionError(
                 f"the certificate of {host} is not trusted: {exc.verify_message}"

@@ -177,7 +177,8 @@ class Lifecycle(ABC):
         elif isinstance(error, asyncio.CancelledError):
             self._serving.cancel()
         self.stop()
-        # Raises the error of a server that failed. A cancel from outside ends it at once.
+        # This raises the error of a server that failed. A cancel from outside ends the server at
+        # once.
         await self._serving
 
 
@@ -186,7 +187,7 @@ class ThreadSafeEvent:
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
-        # A waiter that is cancelled must not cancel it for the others.
+        # A waiter that is cancelled must not cancel the future for the others.
         self._future.set_running_or_notify_cancel()
 
     def is_set(self) -> bool:

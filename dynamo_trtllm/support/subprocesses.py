@@ -107,7 +107,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            # This closes its input and waits for its end.
+            # This closes the input of the remover and waits for its end.
             remover.communicate()
 
 
@@ -198,9 +198,9 @@ class Child:
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     """Return a future of the exit status.
 
-    Before it is set, the rest of the child's process group is killed, because remaining processes
-    of an engine would hold the GPU that the next child needs. A thread waits for the process,
-    because this works on every system without a child watcher.
+    Before the status is set, the rest of the child's process group is killed, because remaining
+    processes of an engine would hold the GPU that the next child needs. A thread waits for the
+    process, because this works on every system without a child watcher.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
@@ -212,7 +212,7 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     def wait() -> None:
         # The error means that other code has reaped the process.
         with suppress(ChildProcessError):
-            # WNOWAIT leaves it a zombie, so that the id of its group is not reused.
+            # WNOWAIT leaves the process a zombie, so that the id of its group is not reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         # The errors mean that the group is empty (PermissionError on macOS).
         with suppress(ProcessLookupError, PermissionError):
@@ -324,7 +324,7 @@ def decide_after(
             f"{ended}; it was restarted {num_recent} times in {limits.window_s:g} s, which is the"
             " limit"
         )
-    # The first restart has no pause; after that it doubles each time.
+    # The first restart has no pause; after that the pause doubles each time.
     pause_s = limits.pause_s * 2 ** (num_recent - 1) if num_recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
     text = (
@@ -399,7 +399,7 @@ class Supervisor:
                 raise _Stopped
         except* (RunFailed, ConfigError) as group:
             failure = _first(group)
-            # The caller shows it only after the stop, which may take long.
+            # Say it now: the caller shows the failure only after the stop, which may take long.
             if isinstance(failure, RunFailed):
                 self._say(f"stopping all processes: {failure}")
         except* _Stopped:
@@ -429,6 +429,7 @@ class Supervisor:
     async def _keep(
         self, name: str, running: RunContext[C], before_restart: BeforeRestart[C] | None
     ) -> None:
+        """Run a program again and again, until `stop` or the limit of restarts."""
         restarts: list[float] = []
         while not self.is_stopping:
             try:
@@ -503,6 +504,7 @@ class Supervisor:
         self.stop()
 
     async def _stop_children(self) -> None:
+        """Stop all children, those of a lower rank first."""
         errors: list[BaseException] = []
         ranks = {child.stop_rank for child in self._children.values()}
         for rank in sorted(ranks):

@@ -1,9 +1,9 @@
 """Read files that decide who is trusted: only this user and root may write them.
 
 All files with secrets have one rule: private keys, keys of KV transfers and credentials. A file of
-this user is rejected if others may read it. The group of a file of root may read it. If all users
-may, it is read, and a log line says so once: Kubernetes mounts a Secret so by default, into a
-folder that no other user sees.
+this user is rejected if others may read it. A file of root may be readable for its group. If it is
+readable for all users, it is accepted, too, and a log line says so once: Kubernetes mounts a Secret
+so by default, into a folder that no other user sees.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ _DECIDING_SAMPLES = 12
 # The least factor of such a change. Steps of one kind differ by less: an engine that computes 9
 # requests as 16 (CUDA graphs) takes a third longer than the fit.
 _LEAST_CHANGE = 1.4
-# While at least half of them are too fast, or too slow, the engine may have changed, and nothing is
-# fitted again. That lasts for at most this number of samples.
+# While at least half of these samples are too fast, or too slow, the engine may have changed, and
+# nothing is fitted again. That lasts for at most this number of samples.
 _MAX_DOUBTED = 64
 _MISS_RATE: Final = 0.1  # share of the times that may be outside the interval
 _ADAPT = 0.01  # how fast the quantiles of the interval follow the misses
@@ -102,10 +102,11 @@ class RobustFit:
         self._coefficients = self.prior
         self._is_prior = self.prior is not None  # nothing is fitted yet
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
-        # Kinds with enough samples when the coefficients were fitted, and the median ratio of their
-        # measured to predicted times then: the coefficients do not fit all kinds alike.
+        # For each kind that had enough samples at the last fit: the median ratio of its measured to
+        # its predicted times. The coefficients do not fit all kinds alike.
         self._kind_ratios: dict[Hashable, float] = {}
-        # The ratios of the newest samples of these kinds. Expected times include `_kind_ratios`.
+        # The ratios of the newest samples of these kinds. An expected time is the predicted time
+        # multiplied by the ratio of the kind.
         self._known_ratios: deque[_NumberedRatio] = deque(maxlen=_DECIDING_SAMPLES)
         self._quantile_rate = _MISS_RATE  # the part of `_ratios` that the interval leaves outside
         self._interval = _FIRST_INTERVAL
@@ -136,7 +137,7 @@ class RobustFit:
             predicted_s = sum(map(mul, self._coefficients, features))
             ratio = seconds / max(1e-9, predicted_s)
             self._evaluate(ratio)
-            # A prior has no ratios of kinds. It may be far off, and is compared with all kinds.
+            # A prior has no ratios of kinds. It may be far off, so samples of all kinds count.
             kind_ratio = 1.0 if self._is_prior else self._kind_ratios.get(kind)
             if kind_ratio is not None:
                 self._known_ratios.append(_NumberedRatio(self.num_samples, ratio / kind_ratio))
@@ -167,10 +168,10 @@ class RobustFit:
         Return None if there are too few samples and no prior.
         """
         self.num_fitted = self.num_samples
-        is_fitted = self.num_samples >= _MIN_SAMPLES
+        has_enough_samples = self.num_samples >= _MIN_SAMPLES
         is_undecided = self._handle_change()
         if not is_undecided:
-            if is_fitted:
+            if has_enough_samples:
                 samples = list(chain.from_iterable(self._kinds.values()))
                 self._coefficients = self._solved(samples)
                 self._is_prior = False
@@ -180,7 +181,7 @@ class RobustFit:
         if self._coefficients is None:
             return None
         low, high = self._interval
-        num_samples = self.num_samples if is_fitted else 0
+        num_samples = self.num_samples if has_enough_samples else 0
         return Fit(tuple(self._coefficients), low, high, num_samples)
 
     def _handle_change(self) -> bool:
@@ -516,7 +517,7 @@ class CostFit:
         # requests, and for those of their tokens. With CUDA graphs, engines compute 9 to 16
         # requests as 16.
         if tokens:
-            # Decode requests beside prompts are divided more coarsely, so that kinds are fewer.
+            # Decode requests beside prompts are divided more coarsely, for fewer kinds.
             kind = (tokens - 1).bit_length(), step.decode_requests.bit_length() // 2
             self.prefill.add(step.features, kind, step.seconds)
         else:

@@ -195,7 +195,7 @@ async def broadcast_load(
 ) -> None:
     """Publish the load soon after each change, and from time to time while it does not change.
 
-    It runs until it is cancelled. While no request runs, this task sleeps, so that thousands of
+    This runs until it is cancelled. While no request runs, the task sleeps, so that thousands of
     idle workers cost little.
 
     Args:
@@ -225,5 +225,5 @@ async def broadcast_load(
         with suppress(TimeoutError):
             async with asyncio.timeout(timing.unchanged_load_s):
                 await called.wait()
-            # Then one report covers the calls that arrive together.
+            # Wait a moment, so that one report covers the calls that arrive together.
             await asyncio.sleep(timing.called_s)

@@ -1,6 +1,6 @@
 """Run a worker from the command line (`python -m dynamo_trtllm`).
 
-It can also print the engine arguments or the environment.
+The command can also print the engine arguments or the environment.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dynamo_trtllm.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-# How long the interpreter may take to exit. Libraries register functions for that time; if a rank
-# is lost, those of mpi4py and TensorRT-LLM wait for it for ever (`pre_shutdown` and `shutdown` in
-# executor/proxy.py).
+# How long the interpreter may take to exit. Libraries register functions that run at the exit. If a
+# rank is lost, those of mpi4py and TensorRT-LLM wait for this rank for ever (`pre_shutdown` and
+# `shutdown` in executor/proxy.py).
 EXIT_S = 30.0
 
 

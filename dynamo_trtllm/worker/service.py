@@ -139,7 +139,8 @@ class WorkerAdmission:
             KvTransfersFull: the KV to transfer takes as many blocks as it may.
             Overloaded: another limit is reached.
         """
-        # A call with a reservation uses its slot. If that has expired, it needs another one.
+        # A call with a reservation uses its slot. If the reservation has expired, it needs a free
+        # slot, like other calls.
         has_slot = False
         if request.reservation_id is not None:
             has_slot = self._reservations.pop(request.reservation_id, None) is not None
@@ -255,7 +256,7 @@ class ServiceStream(Stream):
         self._receivers = request.kv_receivers
         # The fetch of a decode call whose KV transfer parameters are signed.
         self.fetch: AdmittedFetch | None = None
-        # It gets the sample of this call, once.
+        # Called once, with the sample of this call.
         self._on_first_token = on_first_token
         self._arrived_s = clock()
         self.num_prompt_tokens = len(request.token_ids)
@@ -265,7 +266,8 @@ class ServiceStream(Stream):
         self._metrics = metrics
         self.num_tokens = 0  # output tokens so far
         self.admission = ExitStack()
-        self.source: StreamHandle | None = None  # None: the call was rejected
+        # The stream of the engine. None: the call was rejected.
+        self.source: StreamHandle | None = None
         self._is_stopped = False
 
     def emit(self, event: StreamEvent) -> None:
@@ -291,6 +293,7 @@ class ServiceStream(Stream):
         return msgspec.structs.replace(chunk, kv_params=signed)
 
     def _note_first(self, chunk: Chunk) -> None:
+        """Note the first result of the call. Its time is a sample for the cost model."""
         if chunk.token_ids:
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         if self.fetch is not None:
@@ -344,7 +347,7 @@ class ServiceStream(Stream):
             self.fetch.end()
         reason = code if finish_reason is None else finish_reason
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
-        # The engine may hold a cancelled call until its fetch has stopped. Its slot is free now.
+        # Free the slot now, though the engine may hold a cancelled call until its fetch stops.
         self.admission.close()
         self._metrics.child("requests_total", self._phase, code).inc()
         self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
@@ -443,6 +446,7 @@ class WorkerService:
         return stream
 
     def _check(self, request: GenerateRequest) -> None:
+        """Check that this worker serves the call. Raises DynamoError."""
         model = self.instance.card.name
         if request.model != model:
             raise ModelNotFound(
@@ -478,8 +482,8 @@ class WorkerService:
     def load_report(self) -> LoadReport:
         """Return the load, at most `timing.load_age_s` old.
 
-        It is made once for many callers, because an engine walks over all of its requests for
-        `stats`.
+        A report is made once for many callers, because an engine walks over all of its requests
+        for `stats`.
         """
         now = self.clocks.monotonic()
         last = self._last_load

@@ -172,6 +172,7 @@ class StartedWorker:
             self.tasks.release(self._change)
 
     async def _fall_asleep(self, engine: Sleeps) -> None:
+        """Deregister, drain, and let the engine sleep. Serve again if requests do not end."""
         await self.registration.aclose()
         await self.drain()
         if self.server.num_running:

@@ -199,7 +199,7 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
 
     Args:
         engine: the engine, not started yet.
-        peers: live workers of the opposite role.
+        peers: live workers that exchange KV with this one.
 
     Raises:
         ConfigError: a problem has severity error.

@@ -171,7 +171,7 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
 class Worker(Lifecycle):
     """A worker with one engine, in this process.
 
-    Use it with `async with`, which registers it and drains it at the end of the block; or run
+    Use a worker with `async with`, which registers it and drains it at the end of the block; or run
     `serve()` in a task; or call `run()` in a program that does nothing else. Only `run` handles
     signals and changes settings of the process.
 
@@ -416,6 +416,7 @@ class Worker(Lifecycle):
         stack.callback(RECORDER.stop)
 
     async def _serve_health(self, engine: Engine, stack: AsyncExitStack) -> None:
+        """Serve health, metrics, /sleep and /wake until `stack` is closed."""
         config = self._config
 
         def render_metrics() -> bytes:

@@ -373,7 +373,7 @@ async def test_changes_at_the_same_moment_are_all_made(world: World) -> None:
         async with asyncio.TaskGroup() as group:
             for number, shares in changes.items():
                 group.create_task(
-                    change_shares(discovery, world.namespace, {number: shares}, present=changes)
+                    change_shares(discovery, world.namespace, {number: shares}, registered=changes)
                 )
     stored = await world.join().read_shares(world.namespace)
     assert stored.table is not None
@@ -384,9 +384,9 @@ async def test_changes_at_the_same_moment_are_all_made(world: World) -> None:
 async def test_replaced_writer_changes_nothing(world: World) -> None:
     discovery = world.join()
     shares = {1: Shares(1.0, 1.0)}
-    newer = await change_shares(discovery, world.namespace, shares, present=shares, epoch=2)
+    newer = await change_shares(discovery, world.namespace, shares, registered=shares, epoch=2)
     assert newer is not None
-    old = await change_shares(discovery, world.namespace, shares, present=shares, epoch=1)
+    old = await change_shares(discovery, world.namespace, shares, registered=shares, epoch=1)
     assert old is None
     assert (await discovery.read_shares(world.namespace)).table == newer
 
@@ -397,7 +397,7 @@ async def test_table_of_another_wire_version_is_not_replaced(world: World) -> No
     await world.write(share_key(world.namespace), other)
     shares = {1: Shares(1.0, 0.0)}
     with pytest.raises(VersionMismatch, match="upgrade the side with the lower one"):
-        await change_shares(discovery, world.namespace, shares, present=shares, epoch=9)
+        await change_shares(discovery, world.namespace, shares, registered=shares, epoch=9)
     assert (await discovery.read_shares(world.namespace)).is_other_version
 
 

@@ -63,7 +63,7 @@ class Elastic:
             self._discovery,
             self.config.namespace,
             changes,
-            present=dict.fromkeys(self.ids, ALL_WORK),
+            registered=dict.fromkeys(self.ids, ALL_WORK),
         )
         while self.shares != changes:
             await self.changed()

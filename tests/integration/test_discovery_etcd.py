@@ -402,7 +402,7 @@ async def test_planner_that_is_silent_for_a_lease_is_replaced(own_etcd: MakeEtcd
         killed = await first.lead_planners("n", "first")
         assert killed is not None
         shares = {1: Shares(1.0, 0.0)}
-        table = await change_shares(first, "n", shares, present=shares, epoch=killed.epoch)
+        table = await change_shares(first, "n", shares, registered=shares, epoch=killed.epoch)
         next_one = None
         async with asyncio.timeout(SOON_S):
             while next_one is None:
@@ -412,8 +412,8 @@ async def test_planner_that_is_silent_for_a_lease_is_replaced(own_etcd: MakeEtcd
         assert (await second.read_shares("n")).table == table
         # If it was only slow, it finds out, and changes nothing once the next one has.
         assert not await killed.renew()
-        assert await change_shares(second, "n", shares, present=shares, epoch=next_one.epoch)
-        late = await change_shares(first, "n", shares, present=shares, epoch=killed.epoch)
+        assert await change_shares(second, "n", shares, registered=shares, epoch=next_one.epoch)
+        late = await change_shares(first, "n", shares, registered=shares, epoch=killed.epoch)
         assert late is None
 
 

@@ -75,7 +75,7 @@ async def test_frontends_agree_on_shares_after_each_change(etcd_server: str) -> 
     async def change(number: int) -> dict[int, Shares]:
         shares = dict(zip(IDS, SPLITS[number % 2], strict=True))
         present = dict.fromkeys(IDS, ALL_WORK)
-        assert await change_shares(discovery, namespace, shares, present=present)
+        assert await change_shares(discovery, namespace, shares, registered=present)
         return shares
 
     async with aclosing(discovery), asyncio.timeout(4 * SOON_S):

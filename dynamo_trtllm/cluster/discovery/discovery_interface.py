@@ -68,14 +68,15 @@ class StoredShares:
     table: ShareTable | None  # None: there is none, or it is invalid
     version: int = 0  # of the store: another one after each write. 0: there is no table
     problem: str = ""  # why the table is invalid
-    is_other_version: bool = False  # because its writer has an incompatible wire version
+    is_other_version: bool = False  # it is invalid because its writer has an incompatible version
 
 
 class Registration(Protocol):
     """The registration of one instance.
 
-    A background task renews its lease. It writes the record again when the store has lost its data,
-    and also, within the time of a lease, when another client has deleted or overwritten the record.
+    A background task renews its lease. The task writes the record again when the store has lost its
+    data, and also, within the time of a lease, when another client has deleted or overwritten the
+    record.
     """
 
     async def aclose(self) -> None:
@@ -83,7 +84,7 @@ class Registration(Protocol):
 
 
 class Leadership(Protocol):
-    """That this process is the only one of its kind that acts for a namespace.
+    """The right to act for a namespace. Of all processes of a kind, one has it.
 
     It ends if it is not renewed in time.
     """
@@ -100,7 +101,10 @@ class Leadership(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Let another process lead. If the store is unavailable, the time ends it. Idempotent."""
+        """Let another process lead. If the store is unavailable, the leadership expires instead.
+
+        Idempotent.
+        """
 
 
 class Discovery(Protocol):

@@ -4,8 +4,9 @@ A watch lists all records after each interruption.
 
 A new list, instead of a resume at a revision, is correct in every case (compaction, data loss,
 another etcd member). It takes one range read per watcher and reconnect. New instances of a list are
-reported at once. An instance that is missing in it has left, or etcd lost its data; etcd does not
-show which. So missing instances get the time of a lease to register again before they are removed.
+reported at once. If an instance is missing in the list, it has left, or etcd has lost data; etcd
+does not show which. So missing instances get the time of a lease to register again before they are
+removed.
 Meanwhile a request to an instance that has left is retried on another worker.
 """
 
@@ -45,12 +46,13 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-# Wait for the first answer of etcd. It is enough for an etcd that starts at the same moment, and a
-# wrong address is reported soon.
+# The longest wait for the first answer of etcd. It is enough for an etcd that starts at the same
+# moment, and a wrong address is reported soon.
 START_TIMEOUT_S = 5.0
-# Wait if etcd has answered before. A restart of this worker would reload its model for minutes.
+# The longest wait if etcd has answered before. A restart of this worker instead would reload its
+# model for minutes.
 AWAY_TIMEOUT_S = 120.0
-LOG_EVERY_S = 5.0
+LOG_EVERY_S = 5.0  # between two log lines while etcd does not answer
 _ETCD = "etcd"  # name in the flight recorder
 
 T = TypeVar("T")
@@ -166,7 +168,7 @@ class EtcdDiscovery:
         while not self._store.closed:
             async with aclosing(self._changes(prefix, snapshot, cache)) as batches:
                 async for batch in batches:
-                    delays = backoff()  # the watch runs
+                    delays = backoff()  # the watch runs, so the next delays begin short again
                     for key, record in batch:
                         events = cache.delete(key) if record is None else cache.put(key, record)
                         for event in events:
@@ -202,7 +204,7 @@ class EtcdDiscovery:
                     yield batch
             reason = "etcd ended the stream"
         except TimeoutError:
-            return
+            return  # missing instances need a new list
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
@@ -241,7 +243,7 @@ class EtcdDiscovery:
     async def lead_planners(self, namespace: str, name: str) -> EtcdLeadership | None:
         """See `Discovery.lead_planners`."""
         key = planner_key(namespace)
-        # A lease for each attempt would be many.
+        # Without this look, each attempt of a planner that waits would create a lease.
         if await self._store.revision_of(key):
             return None
         lease = await self._store.grant(self.lease_ttl_s)

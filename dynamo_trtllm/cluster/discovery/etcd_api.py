@@ -2,8 +2,8 @@
 
 `etcd.proto` defines them. `python -m scripts.etcd_api` compiles it to `etcd.binpb`, from which this
 module makes the classes. Python code that protoc generates would need a protobuf at least as new as
-that of the generator, while each release of TensorRT-LLM and vLLM has its own. It would also share
-one table of names with any other client of etcd in the process.
+that of the generator, while each release of TensorRT-LLM and vLLM requires its own version. It
+would also share one table of names with any other client of etcd in the process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Connect to the members of an etcd cluster: failover, TLS, and the user of this process.
 
-A user proves who it is with a client certificate whose common name is its name, or with a password.
-A password gives a token, which etcd forgets when it restarts, or some minutes after the last call.
+A user proves who it is with a client certificate whose common name is the name of the user, or with
+a password. For a password, etcd returns a token, which is valid until etcd restarts, or until some
+minutes after the last call.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", -1),
 ]
-# of errors of etcd
+# Parts of the error texts of etcd.
 _NO_USERS: Final = "authentication is not enabled"
 _TOKEN_REJECTED: Final = (
     "invalid auth token",
@@ -98,7 +99,7 @@ def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | N
 
 
 def _pem(config: ConnectionConfig, field: str) -> bytes | None:
-    """Read a PEM file at the start.
+    """Return the content of a PEM file at the start. None: the field is not set.
 
     Without --etcd-ca, the certificate authorities of the system are used.
     """
@@ -145,11 +146,11 @@ class EtcdConnection:
             self._credentials = CredentialsFile(credentials_file, "etcd_credentials_file")
         self._token: str | None = None  # None: log in before the next call
         self._logging_in = asyncio.Lock()
-        self._current = 0
-        # Channels with former certificates are among them.
+        self._current = 0  # index of the endpoint in use
+        # All channels, also those with former certificates.
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[EtcdCalls] = []
-        self._files = _states(config)
+        self._read_versions = _file_versions(config)
         self._open_channels()
 
     def _open_channels(self) -> None:
@@ -266,10 +267,10 @@ class EtcdConnection:
 
         The former channels stay open, because a watch may still run on one.
         """
-        files = _states(self._config)
-        if self.closed or files == self._files:
+        files = _file_versions(self._config)
+        if self.closed or files == self._read_versions:
             return
-        self._files = files
+        self._read_versions = files
         try:
             self._open_channels()
         except ConfigError as exc:
@@ -284,7 +285,7 @@ class EtcdConnection:
             await channel.close()
 
 
-def _states(config: ConnectionConfig) -> list[tuple[int, int, int] | None]:
+def _file_versions(config: ConnectionConfig) -> list[tuple[int, int, int] | None]:
     """Return what changes when a certificate file is written or replaced; None: there is none."""
     found: list[tuple[int, int, int] | None] = []
     for setting in (config.etcd_ca, config.etcd_cert, config.etcd_key):

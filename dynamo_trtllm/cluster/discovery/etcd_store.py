@@ -214,7 +214,10 @@ class EtcdStore:
                     raise
 
     async def release(self, lease: Lease, *keys: str) -> None:
-        """Delete keys and revoke their lease. Give up after CLOSE_TIMEOUT_S: then it expires."""
+        """Delete keys and revoke their lease.
+
+        Give up after CLOSE_TIMEOUT_S: the lease then expires by itself.
+        """
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 for key in keys:

@@ -1,6 +1,6 @@
 """Cache the records of a watcher, and turn lists and changes into events.
 
-No I/O, no clock.
+The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class InstanceCache:
     Earlier means that the record was written earlier. A list has the records in the order of their
     last write. So a record that is written again counts as new, even if it is unchanged. A cache
     that has followed all changes thus chooses the same cards as one that has read a list, unless
-    two cards have as many instances: then, the card that a cache has chosen stays.
+    two cards have equally many instances: then, the card that a cache has chosen stays.
 
-    The share table is one more record. If it is rejected, the last valid one stays. If it is gone,
-    as an instance that has left, there are no shares but those with which workers have registered.
+    The share table is one more record. If a new one is rejected, the last valid one stays. It is
+    removed like an instance. Then workers have the shares with which they registered.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         # Records of the instances in `_models` and of the share table, by key.
         self._records: dict[str, bytes] = {}
-        # Keys of instances that fit, and were reported, and that of the share table.
+        # Keys of the instances that were reported because they fit, and the key of the share table.
         self._added: set[str] = set()
         self._owners: dict[int, str] = {}  # instance id -> key of its record
         # key -> time from which a list without the key removes its instance
@@ -140,6 +140,7 @@ class InstanceCache:
             return
         self._num_writes += 1
         if self._records.get(key) == record:
+            # Only the order of the instances changes.
             model = self._model_of[key]
             cards = self._models[model]
             cards.put(key, cards.instances[key], self._num_writes)
@@ -250,6 +251,7 @@ class InstanceCache:
             changes.added.append(Added(instance))
 
     def _reject(self, key: str, reason: str, changes: _Changes) -> None:
+        """Report that a record is rejected, unless that is known or too many are rejected."""
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:

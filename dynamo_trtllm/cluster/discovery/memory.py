@@ -56,7 +56,8 @@ class InstanceRecords:
         self._records: dict[str, bytes] = {}
         self._versions: dict[str, int] = {}  # how often each key was written
         self._watchers: list[_Watcher] = []
-        # Watchers are notified within it, so that they see changes in the order of the writes.
+        # Watchers are notified while it is held, so that they see changes in the order of the
+        # writes.
         self._changing = threading.Lock()
 
     def put(self, key: str, record: bytes) -> None:
@@ -145,7 +146,7 @@ class MemoryRegistration:
 class MemoryLeadership:
     """A `Leadership` in `InstanceRecords`. Nothing ends it but `aclose`.
 
-    How often its key was written is the epoch.
+    The epoch is the number of writes to its key.
     """
 
     def __init__(self, records: InstanceRecords, key: str, epoch: int) -> None:

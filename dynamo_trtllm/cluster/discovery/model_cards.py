@@ -2,7 +2,7 @@
 
 The workers of a model have equal cards, but any client of etcd can write a record with another one.
 So the instances vote with their cards: a single record, however old it is, can't take over a model
-that has two other instances. No I/O, no clock.
+that has two other instances. The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class ModelCards:
 
     First, the kind that most instances have is chosen. Then, among its cards, one that decode or
     aggregated instances have, because its context length limits prompt and output; of these, the
-    one that most instances have. If several have as many, the last choice stays; without one, the
-    kind or card whose oldest record was written first is chosen.
+    one that most instances have. If several have equally many, the last choice stays; without a
+    last choice, the kind or card whose oldest record was written first is chosen.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ModelCards:
         self.instances: dict[str, Instance] = {}
         self.chosen: ChosenCard | None = None
         self._kinds: dict[CardKind, _CardsOfKind] = {}
-        # The last choice. None: nothing was chosen yet, or it has lost its last instance since.
+        # The last choice. None: nothing was chosen yet, or the choice has no instance any more.
         self._last_kind: CardKind | None = None
         self._last_card: bytes | None = None
 

@@ -33,17 +33,17 @@ _MAX_FILES: Final = 32
 _MAX_PAIRING: Final = 64
 _MAX_FEATURES: Final = 256
 _SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
-_LONG: Final = 256
+_LONG: Final = 256  # characters of other names, and of a version
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
 _MAX_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
-_MAX_REASON: Final = 400
+_MAX_REASON: Final = 400  # characters of a reason
 _SHOWN_CHARACTERS: Final = 256  # characters of a key that messages show
-_SHOWN_HEAD: Final = 200
+_SHOWN_HEAD: Final = 200  # characters of a longer key, before its hash
 
 # There are no leading zeros, so that one id has one key.
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")
-# A log line with one of them may become two lines.
+# A log line with one of these characters may become two lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -97,6 +97,7 @@ def shown_key(key: str) -> str:
 
     A shortened key ends with its hash to differ from others.
     """
+    # Without the quotes. One character more than is shown reveals a longer key.
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -154,7 +155,7 @@ def read_instance(key: str, record: bytes) -> Instance:
 
 
 def _with_role(instance: Instance) -> Instance:
-    """Return a decoded instance with its role, which is another one in the record if it is elastic.
+    """Return a decoded instance with its role. For an elastic one, the record has another role.
 
     Raises:
         BadRecord: the instance can't be elastic.

@@ -21,7 +21,7 @@ from dynamo_trtllm.protocol.shares import ALL_WORK, MAX_CHANGES, ShareChange, Sh
 
 # Attempts of one change. Another one is needed only if other clients write at the same moment.
 _MAX_ATTEMPTS: Final = 5
-# Of the history of a table, encoded. A table of all frontends may have four times this.
+# The most of the history of a table, encoded. Frontends accept a whole table of four times this.
 _MAX_HISTORY_BYTES: Final = 64 << 10
 
 
@@ -45,7 +45,7 @@ def changed_table(
     stored: StoredShares,
     changes: Mapping[int, Shares],
     *,
-    present: Mapping[int, Shares],
+    registered: Mapping[int, Shares],
     epoch: int | None = None,
     reason: str = "",
     writer: str = "",
@@ -56,23 +56,23 @@ def changed_table(
     Args:
         stored: the stored one. If it is invalid, nothing of it stays.
         changes: the shares to set, by instance id.
-        present: the shares with which the workers that are registered have registered, by instance
-            id. Other workers are left out.
+        registered: the shares with which workers have registered, by instance id. Stored shares of
+            other workers are left out.
         epoch: of the writer; None: that of the stored table.
-        reason: why they change.
+        reason: why the shares change.
         writer: the process that changes them.
         now: seconds since the epoch (Unix).
 
     Returns:
-        None: a writer with a higher epoch has written it, and this one has been replaced.
+        None: a writer with a higher epoch has written the stored one, and replaces this writer.
     """
     before = stored.table or ShareTable()
     if epoch is None:
         epoch = before.epoch
     if epoch < before.epoch:
         return None
-    workers = {id_: shares for id_, shares in before.workers.items() if id_ in present}
-    former = {id_: workers.get(id_, present.get(id_, ALL_WORK)) for id_ in changes}
+    workers = {id_: shares for id_, shares in before.workers.items() if id_ in registered}
+    former = {id_: workers.get(id_, registered.get(id_, ALL_WORK)) for id_ in changes}
     change = ShareChange(
         epoch=epoch,
         revision=before.revision + 1,
@@ -82,7 +82,7 @@ def changed_table(
         before=former,
         after=changes,
     )
-    since = {id_: at for id_, at in before.since.items() if id_ in present}
+    since = {id_: at for id_, at in before.since.items() if id_ in registered}
     since |= {id_: now for id_, shares in changes.items() if shares != former[id_]}
     return ShareTable(
         epoch=epoch,
@@ -97,7 +97,7 @@ def changed_table(
 
 
 def _latest(history: list[ShareChange]) -> tuple[ShareChange, ...]:
-    """Return the latest changes of a history, as far as a table may have them."""
+    """Return the latest changes of a history, within the limits of a table."""
     latest: list[ShareChange] = []
     num_bytes = 0
     for change in reversed(history[-MAX_CHANGES:]):
@@ -116,7 +116,7 @@ async def change_shares(
     namespace: str,
     changes: Mapping[int, Shares],
     *,
-    present: Mapping[int, Shares],
+    registered: Mapping[int, Shares],
     epoch: int | None = None,
     reason: str = "",
     writer: str = "",
@@ -138,12 +138,12 @@ async def change_shares(
     for _ in range(_MAX_ATTEMPTS):
         stored = await discovery.read_shares(namespace)
         if stored.is_other_version:
-            # Frontends that use it would reject what this process writes.
+            # Frontends of that version would reject what this process writes.
             raise VersionMismatch(f"the shares of namespace {namespace} stay: {stored.problem}")
         table = changed_table(
             stored,
             changes,
-            present=present,
+            registered=registered,
             epoch=epoch,
             reason=reason,
             writer=writer,
@@ -155,7 +155,7 @@ async def change_shares(
             if await discovery.write_shares(namespace, table, stored.version):
                 return table
         except Unreachable:
-            # It may have been written before the connection was lost.
+            # The table may have been written before the connection was lost.
             again = await discovery.read_shares(namespace)
             if again.table == table:
                 return table

@@ -1,7 +1,7 @@
 """Encode the share table of a namespace, and validate it; name its key and that of the planner.
 
-These keys are among those of the instances of the namespace, so that one watch has both, and the
-same users may read them. Frontends of earlier versions log once that they reject them.
+These keys have the prefix of the instances of the namespace, so that one watch has all of them, and
+the same users may read them. Frontends of earlier versions log once that they reject these records.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class _OtherVersion(BadRecord):
 
 
 # No key of an instance has this form, because it has fewer parts.
-_NAME: Final = "shares"
+_SHARES: Final = "shares"
 _PLANNER: Final = "planner"
 _PARTS: Final = len(PREFIX.split("/")) + 2
 
 
 def share_key(namespace: str) -> str:
     """Return the etcd key of the share table of a namespace."""
-    return f"{namespace_prefix(namespace)}{_NAME}"
+    return f"{namespace_prefix(namespace)}{_SHARES}"
 
 
 def is_share_key(key: str) -> bool:
     """Return whether a key under the prefix of a namespace is that of its share table."""
-    return key.endswith(f"/{_NAME}") and key.count("/") == _PARTS - 1
+    return key.endswith(f"/{_SHARES}") and key.count("/") == _PARTS - 1
 
 
 def planner_key(namespace: str) -> str:
@@ -59,7 +59,7 @@ def read_share_table(record: bytes) -> ShareTable:
     """Decode and validate a share table.
 
     Raises:
-        BadRecord: the record is invalid. It names the worker and the field.
+        BadRecord: the record is invalid. The error names the worker and the field.
     """
     if len(record) > MAX_RECORD_BYTES:
         raise BadRecord(f"the record has {len(record)} bytes; the limit is {MAX_RECORD_BYTES}")

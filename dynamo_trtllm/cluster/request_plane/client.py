@@ -99,8 +99,8 @@ class PlaneClient:
         # The running streams, by subject of the worker, then by number.
         self._running: dict[str, dict[int, StreamReceiver]] = {}
         self._num_ended_frames = 0  # frames of the ended streams of all workers
-        # Frames of the ended streams of each worker that has running ones, by subject. They are
-        # counted from `_num_ended_frames` on, as it was when the first of these streams began.
+        # For each worker with running streams, by subject: the number of frames of its ended
+        # streams, counted from a start value (see `generate`).
         self._ended_frames: dict[str, int] = {}
         # The subjects of streams that were closed before their last frame arrived, by number of the
         # stream. The latest one is last.
@@ -152,8 +152,8 @@ class PlaneClient:
         self._inbox[number] = receiver
         if subject not in self._running:
             self._running[subject] = {}
-            # `_num_ended_frames` never falls. So the number that `_num_received` returns for this
-            # worker never goes back, even if all its streams have ended in between.
+            # The start value `_num_ended_frames` never falls. So what `_num_received` returns for
+            # this worker never falls, not even if all its streams have ended in between.
             self._ended_frames[subject] = self._num_ended_frames
         self._running[subject][number] = receiver
         left_s = request.deadline - time.time()
@@ -174,7 +174,8 @@ class PlaneClient:
             del self._ended_frames[subject]
 
     def _send_cancel(self, subject: str, number: int, *, awaits_kv: bool) -> None:
-        # A stream that awaits KV may still send it in its last frame. It is not cancelled again.
+        # The last frame of a stream that awaits KV may still offer it. So such a stream is not
+        # cancelled again.
         if not awaits_kv:
             remember(self._cancelled, number, subject)
         self._cancel(subject, number, awaits_kv=awaits_kv)
@@ -222,7 +223,7 @@ class PlaneClient:
         """Call `on_load` with each report of the load of a namespace's workers.
 
         Reports are broadcast, or come beside a stream's frames. Return the function that ends the
-        broadcast ones.
+        subscription to the broadcast ones.
         """
 
         def receive(data: bytes, _: str) -> None:
@@ -249,6 +250,7 @@ class PlaneClient:
     # --- streams ----------------------------------------------------------------------------------
 
     async def _subscribe(self) -> None:
+        """Subscribe to the inbox, unless this was done before."""
         async with self._subscribe_lock:
             if self._unsubscribe is None:
                 # Messages are received in the context of this task. It is an empty one, because log
@@ -265,6 +267,7 @@ class PlaneClient:
     async def _open(
         self, subject: str, number: int, request: GenerateRequest, receiver: StreamReceiver
     ) -> None:
+        """Send a call to its worker, and wait until the worker acknowledges it."""
         if self._is_closed:
             raise errors.Disconnected(_CLOSED)
         if self._unsubscribe is None:
@@ -307,6 +310,7 @@ class PlaneClient:
         self._transport.publish(subject, encode(message))
 
     def _on_message(self, data: bytes, reply: str) -> None:
+        """Receive what a worker sends to the inbox."""
         # Only the heartbeat of a worker awaits a reply.
         if reply:
             self._transport.publish(reply, PING)
@@ -356,6 +360,7 @@ class PlaneClient:
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
+        """End the streams of a worker that has not replied to its heartbeat."""
         # If this process has lost its connection, the worker may be alive.
         lost_own_connection = isinstance(error, errors.Disconnected)
         if lost_own_connection:
@@ -389,7 +394,7 @@ def _ack_data(reply: bytes) -> bytes:
     return answer.data
 
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # limit of one control request
 # Pauses between attempts. If all attempts fail, the worker frees the resource when it expires.
 _PAUSES_S = (0.2, 0.5, 1.0)
 
@@ -419,6 +424,7 @@ class BackgroundControl:
             log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
+        """Send a request. Try again while the worker can't be reached."""
         for pause_s in (*_PAUSES_S, None):  # None: it is the last attempt
             try:
                 await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """Implement the request plane within one process (`--nats-server inproc://`).
 
-It works as over NATS, with an `InprocBus` as the server. Workers and frontends may run on event
-loops of several threads: each receives its messages on its own loop.
+This plane works like the one over NATS, with an `InprocBus` as the server. Workers and frontends
+may run on event loops of several threads: each receives its messages on its own loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Subscription:
         if self._loop is asyncio.get_running_loop():
             self._loop.call_soon(self._deliver, data, reply)
             return
-        # RuntimeError: its event loop was closed before its plane.
+        # RuntimeError: the event loop of the receiver was closed before its plane.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._deliver, data, reply)
 

@@ -59,11 +59,13 @@ from dynamo_trtllm.support.background import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-_PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
+# Most messages that one subscription receives while the event loop is busy.
+_PENDING_MESSAGES = 1 << 20
 # Time for which one subscription receives messages that arrived together, before it lets the event
 # loop do other work. nats-py makes no pause.
 RECEIVING_S = 0.003
-# A server closes the connection of a client that sends a line of more than 4096 bytes.
+# A server closes the connection of a client that sends a line of more than 4096 bytes. A line has
+# this subject and that of the reply.
 _MAX_SUBJECT = 1024
 _DENIED_SUBSCRIPTION = f"{DENIED} for subscription"
 
@@ -76,7 +78,7 @@ class Burst:
         self._begun_s: float | None = None
 
     def needs_pause(self, num_pending: int) -> bool:
-        """Return whether other work of the event loop has its turn. Called after each message.
+        """Return whether to let the event loop do other work. Called after each message.
 
         After the pause, the next message is the first of another burst.
 
@@ -134,8 +136,8 @@ class NatsTransport:
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
-        # How many of `_outgoing`, from its start, were published by callbacks that got a report of
-        # a loss.
+        # Number of messages that callbacks have published when they got the last report of a loss.
+        # They are the first ones of `_outgoing`.
         self._num_from_callbacks = 0
         self._is_waiting_logged = False
         # Why the last attempt to connect failed: the server rejects this process, or TLS fails.
@@ -146,7 +148,7 @@ class NatsTransport:
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
-        self._replies_to = f"{self._client.new_inbox()}."
+        self._reply_prefix = f"{self._client.new_inbox()}."
         self._reply_burst = Burst()
         self._is_open = False  # connected, and not closed by `aclose`
 
@@ -168,14 +170,14 @@ class NatsTransport:
             )
             # This returns at once: the server does not confirm subscriptions.
             self._replies_subscription = await self._client.subscribe(
-                f"{self._replies_to}*", cb=self._on_reply
+                f"{self._reply_prefix}*", cb=self._on_reply
             )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise self._unconnected() from exc
+            raise self._connect_error() from exc
         self._is_open = True
         self._connected()
 
-    def _unconnected(self) -> Unreachable:
+    def _connect_error(self) -> Unreachable:
         rejection = self.rejection()
         if rejection is not None:
             return UserRejected(rejection, field="nats_credentials_file")
@@ -264,7 +266,7 @@ class NatsTransport:
             Unreachable: the message did not arrive within `timeout_s` seconds.
             Disconnected: the connection is lost.
         """
-        own_subject = f"{self._replies_to}{next(self._reply_numbers)}"
+        own_subject = f"{self._reply_prefix}{next(self._reply_numbers)}"
         message = await self._await_reply(
             own_subject, partial(self._send, own_subject, b""), timeout_s
         )
@@ -293,8 +295,8 @@ class NatsTransport:
         if not self._up.is_set():
             await self._wait_for_connection(timeout_s)
         if self._client.pending_data_size >= self._limits.unsent_bytes:
-            raise self._has_too_much_unsent()
-        reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
+            raise self._overload_error()
+        reply_to = f"{self._reply_prefix}{next(self._reply_numbers)}"
         message = await self._await_reply(
             reply_to, partial(self._send, subject, data, reply_to), timeout_s
         )
@@ -351,13 +353,15 @@ class NatsTransport:
         if len(subject) > _MAX_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
-        # It is sent after this call. An error while sending ends all streams, and the end of a
-        # stream publishes a cancel: this function would be entered again before it has returned.
+        # The message is sent after this call. An error while sending ends all streams, and the end
+        # of a stream publishes a cancel: this function would be entered again before it has
+        # returned.
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._send_outgoing)
         self._outgoing.append((subject, data))
 
     def _send_outgoing(self) -> None:
+        """Pass the published messages to the client. Report a loss once."""
         outgoing = self._outgoing
         self._outgoing = []
         num_from_callbacks = self._num_from_callbacks
@@ -365,9 +369,10 @@ class NatsTransport:
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
             if self._client.pending_data_size >= self._limits.unsent_bytes:
-                # Those of callbacks are dropped silently: a report would publish more of them.
+                # The loss of messages of these callbacks is not reported: at a report, they would
+                # publish more of them.
                 if number >= num_from_callbacks:
-                    lost = self._has_too_much_unsent()
+                    lost = self._overload_error()
                 continue
             try:
                 self._send(subject, data)
@@ -381,7 +386,7 @@ class NatsTransport:
             self._report_disconnect(lost)
             self._num_from_callbacks = len(self._outgoing)
 
-    def _has_too_much_unsent(self) -> Disconnected:
+    def _overload_error(self) -> Disconnected:
         size_mib = self._client.pending_data_size >> 20
         return Disconnected(
             f"message dropped: {size_mib} MiB to NATS at {self._address} are unsent; check its load"
@@ -424,6 +429,7 @@ class NatsTransport:
     # nats-py accepts real coroutine functions only.
 
     async def _on_error(self, error: Exception) -> None:
+        """Note, report or log an error of the client, by its kind."""
         if isinstance(error, nats_errors.SlowConsumerError):
             lost = StreamIncomplete(
                 f"messages to {error.subject} were dropped because this process is overloaded"
@@ -436,7 +442,7 @@ class NatsTransport:
             self._note_tls_failure(error)
         elif DENIED in str(error):
             self._note_denied(str(error))
-        elif not self._is_open:
+        elif not self._is_open:  # during `connect`, or after `aclose`
             reason = str(error) or type(error).__name__
             is_answer_of_server = isinstance(error, nats_errors.Error) and not isinstance(
                 error, TimeoutError

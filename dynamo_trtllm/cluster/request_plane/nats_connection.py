@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _MAX_KEY_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S = 2
-_CANCEL_AGAIN_S = 0.1
+_CANCEL_AGAIN_S = 0.1  # between two cancels of a task
 _RECONNECT_S: Final = 0.1  # between two attempts
 # A rejection lasts until someone corrects the credentials, so the attempts become rarer.
 _MAX_REJECTED_S: Final = 5.0
@@ -122,10 +122,11 @@ class NatsClient(Client):
 
     def __init__(self, access: NatsAccess) -> None:
         super().__init__()
-        # Also of servers that the first one names. `connect_client` sets it.
+        # Set by `connect_client`. It also holds for the servers that the first one names.
         self.requires_tls = False
         self._access = access
-        self._inbox_prefix = bytearray(access.inbox_prefix.encode())  # also before `connect`
+        # `connect` would set it, but `new_inbox` is called before.
+        self._inbox_prefix = bytearray(access.inbox_prefix.encode())
         self._credentials_file: CredentialsFile | None = None
         self._credentials = Credentials("", "")
         if access.credentials_file is not None:
@@ -204,8 +205,9 @@ class NatsClient(Client):
     async def _process_err(self, err_msg: str) -> None:
         """Handle an error of the server.
 
-        After a change of users, the server ends the connections of those that it has no more.
-        nats-py would then close for good; with new credentials it can connect again.
+        After a change of users, the server ends the connections of users that it no longer has.
+        nats-py would then close for good. This client tries again, with the credentials that its
+        file has by then.
         """
         if is_rejection(nats_errors.Error(err_msg)):
             await self._process_op_err(nats_errors.AuthorizationError())
@@ -216,9 +218,9 @@ class NatsClient(Client):
 async def connect_client(client: NatsClient, url: str, timeout_s: float, **callbacks: Any) -> None:
     """Connect a client. If this fails or is cancelled, close all that the client opened.
 
-    Without a limit, the client retries for ever. It connects in a task of its own, so that
-    `_end_task` can end it. Its `close` does not help: a client that is cancelled while it closes a
-    failed connection assumes that it is closed, and leaves the connection open.
+    The client itself retries for ever. So it connects in a separate task, which `_end_task` can
+    end. `Client.close` does not help: a client that is cancelled while it closes a failed
+    connection assumes that it is closed, and leaves the connection open.
 
     Raises:
         TimeoutError: the client did not connect in time.
@@ -282,7 +284,7 @@ def _abort_transport(client: Client) -> None:
 async def close_client(client: Client) -> None:
     """Close the client and its connection.
 
-    It takes a few seconds if the server is frozen. Idempotent.
+    This takes a few seconds if the server is frozen. Idempotent.
     """
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):

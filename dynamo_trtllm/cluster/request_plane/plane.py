@@ -45,7 +45,7 @@ class RequestPlane:
     ) -> PlaneServer:
         """Serve requests at `subject`, and control verbs at its control subject.
 
-        It ends when the server is closed. `load` returns the load that the server reports to its
+        This ends when the server is closed. `load` returns the load that the server reports to its
         callers.
         """
         server = PlaneServer(

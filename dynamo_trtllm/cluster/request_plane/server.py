@@ -1,6 +1,6 @@
 """Run a service's streams for its callers: the worker's side of the request plane.
 
-It works over any `Transport`.
+This module works over any `Transport`.
 
 An exception of a service that is not a `DynamoError` is logged here, and the caller gets
 InternalError.
@@ -50,7 +50,7 @@ from dynamo_trtllm.support.background import BackgroundTasks
 log = logging.getLogger(__name__)
 
 _MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
-_LOAD_EVERY_S = 0.05
+_LOAD_EVERY_S = 0.05  # the least time between two reports of the load to a caller
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
 # Openings of streams to remember. Repeated openings arrive soon after the first.
 _MAX_REMEMBERED = 16_384
@@ -112,8 +112,8 @@ class ServerStream:
 class PlaneServer:
     """Server of one service at one subject. It serves after `start`.
 
-    `load` returns what it reports to its callers. `on_unreadable` is called for each message that
-    can't be read.
+    `load` returns the load that the server reports to its callers. `on_unreadable` is called for
+    each message that can't be read.
     """
 
     transport: Transport
@@ -141,8 +141,8 @@ class PlaneServer:
             on_peer_lost=self._caller_lost,
             tasks=self.tasks,
         )
-        # Inboxes that got the load less than _LOAD_EVERY_S ago -> whether a later message to them
-        # had no load.
+        # For each inbox that got the load less than _LOAD_EVERY_S ago: whether a message without
+        # the load has followed.
         self._got_load: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
@@ -190,6 +190,7 @@ class PlaneServer:
     # --- what arrives -----------------------------------------------------------------------------
 
     def _on_message(self, data: bytes, reply: str) -> None:
+        """Handle a message to the subject: the opening of a stream, a cancel, or a ping."""
         if data == PING:
             self.transport.publish(reply, PING)
             return
@@ -245,6 +246,7 @@ class PlaneServer:
         task.add_done_callback(self._control_tasks.discard)
 
     async def _control(self, data: bytes, reply: str) -> None:
+        """Run a control verb, and send the reply."""
         try:
             verb = decode(data, ControlRequest).verb
         except errors.BadFrame as exc:
@@ -277,6 +279,7 @@ class PlaneServer:
 
     def _heartbeat_message(self, inbox: str) -> bytes:
         report = self._report(inbox, ping=0)
+        # A message without a report also shows that this worker lives, and asks for a reply.
         return PING if report is None else report
 
     def _latest_message(self, inbox: str) -> int:
@@ -311,6 +314,7 @@ class PlaneServer:
     # --- streams ----------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
+        """Start a stream."""
         caller = self._callers.setdefault(
             opening.inbox, _Caller(opening.inbox, opening.wire, self._num_messages)
         )
@@ -334,6 +338,7 @@ class PlaneServer:
             self._remove(stream)
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
+        """Send an event of a stream to its caller."""
         if not isinstance(event, Chunk):
             self._end_with_error(stream, event)
             return
@@ -347,7 +352,7 @@ class PlaneServer:
         self._send(stream, Frame(stream.number, stream.num_sent, content))
         if event.finish_reason is None:
             return
-        # The caller is watched until the KV is fetched.
+        # While it holds KV, the ended stream stays listed, so that its caller is watched.
         if stream.handle.holds_kv:
             self._mark_ended(stream)
         else:
@@ -363,7 +368,8 @@ class PlaneServer:
     def _end_with_error(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller.
 
-        If it has ended, free its KV, which its caller can't release.
+        A stream that has already ended sends no error. Only its KV is freed, because its caller can
+        no longer release it.
         """
         if not stream.has_ended:
             self._send_error(stream, error)
@@ -379,7 +385,8 @@ class PlaneServer:
             last_frame_follows = stream.has_ended or stream.handle.stop()
             if last_frame_follows:
                 return  # the stream is removed after this frame, or when its caller is lost
-        # A caller that cancels an ended stream did not receive its last frame. It can't fetch KV.
+        # A caller that cancels an ended stream did not receive its last frame, so it can't fetch
+        # the KV.
         self._remove_and_cancel(stream)
 
     def _remove_and_cancel(self, stream: ServerStream) -> None:
@@ -409,6 +416,7 @@ class PlaneServer:
                 self._remove(stream)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
+        """End the streams of a caller that has not replied to its heartbeat, and free their KV."""
         caller = self._callers.get(inbox)
         if caller is None:
             return
@@ -477,10 +485,10 @@ class PlaneServer:
     def _load_for(self, inbox: str) -> LoadReport | None:
         """Return the load for the next message to a caller.
 
-        None: the caller got the load less than _LOAD_EVERY_S ago, or it can't be read.
+        None: the caller got the load less than _LOAD_EVERY_S ago, or the load can't be read.
 
-        If the last messages to a caller were without the load, it gets the load later, in a message
-        of its own: otherwise it would take an idle worker for a busy one.
+        A caller whose last messages were without the load gets it later, in a separate message.
+        Otherwise the caller would take a worker that has become idle for a busy one.
         """
         if inbox in self._got_load:
             self._got_load[inbox] = True
@@ -497,7 +505,8 @@ class PlaneServer:
     def _load_time_over(self, inbox: str) -> None:
         was_withheld = self._got_load.pop(inbox)
         if was_withheld:
-            # The next message has the load again. Wait for it a while, to save a message.
+            # The next message to this caller has the load again. Wait a while for one, to save the
+            # separate message.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:

@@ -71,7 +71,7 @@ class Transport(Protocol):
         """Return once messages of every client to the subscribed subjects arrive.
 
         Raises:
-            Unreachable: the server rejects a subscription.
+            Unreachable: the server rejects a subscription, or delivers no message in time.
             Disconnected: the connection is lost.
         """
 
@@ -88,10 +88,10 @@ class Transport(Protocol):
         """Send a message without awaiting. Never raises."""
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        """Send a message that may be lost, unless it could displace others.
+        """Send a message that may be lost.
 
-        Return False if it can't be sent now. A message that is too large is dropped, and counts as
-        sent.
+        Return False, and send nothing, if there is no connection or if the message could displace
+        others. A message that is too large is dropped, and counts as sent.
         """
 
     async def aclose(self) -> None:

@@ -42,10 +42,7 @@ def _do_nothing() -> None: ...
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection.
-
-    It runs one handler at a time; requests that the client sends before its response wait.
-    """
+    """One connection. It runs one handler at a time, and further requests wait."""
 
     _transport: asyncio.Transport
     _file = -1  # descriptor of the socket; -1 if there is none
@@ -71,8 +68,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._parser = RequestParser(server.limits, self)
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._handler: asyncio.Task[None] | None = None  # of `_current`
-        self._newest: Exchange | None = None  # received
-        self._waiting: deque[Exchange] = deque()
+        self._newest: Exchange | None = None  # the last one that was received
+        self._waiting: deque[Exchange] = deque()  # whose handlers have not begun
 
     @property
     def is_idle(self) -> bool:
@@ -100,12 +97,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End all requests, and free what they hold."""
         self._disarm()
         self._read_timer.stop()
         self._server.hangups.discard(self._file)
         for exchange in self._exchanges():
             self._lose(exchange)
-        self._current = self._newest = None
+        self._current = None
+        self._newest = None
         self._handler = None
         self._waiting.clear()
         self._unparsed = memoryview(b"")
@@ -121,7 +120,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_paused = False
         if self._current is not None:
             self._current.response.resume()
-        if self._waiting:
+        if self._waiting:  # `_begin_next` has waited for this
             self._await_turn(has_rest=True)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -168,7 +167,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unparsed = memoryview(b"")
 
     def _await_turn(self, *, has_rest: bool) -> None:
-        """Wait for a turn. `has_rest`: this connection has no new data to parse."""
+        """Wait for a turn. `has_rest`: see `ParsingTurns.wait`."""
         if not self._awaits_turn:
             self._awaits_turn = True
             begins_request = self.begins_request and not has_rest
@@ -206,7 +205,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- called by the parser, within `feed` ------------------------------------------------------
 
     def on_begin(self) -> None:
-        # The first request has a timer since the connection was made.
+        # The timer of the first request runs since the connection was made. The timer of an idle
+        # connection is replaced.
         if self._timer is None or self._awaits_request:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -215,6 +215,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             raise errors.Draining("the server is shutting down; retry")
 
     def on_head(self, head: RequestHead) -> None:
+        """Run the request of a head, or let it wait for the requests before it."""
         request = self._new_request(head)
         if self.is_idle:
             if not request.is_probe:
@@ -496,23 +497,15 @@ class HttpConnection(asyncio.BufferedProtocol):
                 "this connection was closed for other clients before the request was received; try"
                 " again later"
             )
-            response = HttpResponse(
-                self._transport,
-                self._server.batch,
-                _do_nothing,
-                error_form=self._server.error_form,
-                stall_s=self._timing.stall_s,
-                keeps_alive=False,
-            )
-            response.send_error(error)
+            self._send_error(error, _do_nothing)
             self._read_timer.watch()
         self._transport.close()
 
     def drain(self) -> None:
         """Close the connection after the responses to the requests that were received.
 
-        The client of a response that has begun does not know that it is the last one. Its next
-        request gets 503 `draining`.
+        If a response has begun, its client does not know that this response is the last one. The
+        client's next request gets 503 `draining`.
         """
         newest = self._newest
         if newest is not None and not newest.response.ended:
@@ -523,13 +516,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._parser.awaits_head:
             self._arm(self._timing.drain_s, self._close)
             self._awaits_request = True
-        else:
+        else:  # the rest of a request that was answered still arrives
             self._close()
 
     def _close(self) -> None:
         """Close the connection when the client has read all data.
 
-        It may still send a body that is not read.
+        The client may still send a body that is not read.
         """
         if self._is_lingering:
             return
@@ -550,7 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _reject(self, error: DynamoError) -> None:
         """Receive no more, and end the connection.
 
-        It ends after the response that is being sent, or else with this error.
+        The connection ends after the response that is being sent, or else with this error.
         """
         self._ignores_data = True
         self._disarm()
@@ -558,6 +551,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # If the error is in a head, `newest` is the request before it.
         if newest is not None and not self._parser.awaits_head:
             if newest.response.ended:
+                # The error is in the rest of a body whose request was answered already.
                 self._linger()
                 return
             if self._waiting:
@@ -569,20 +563,25 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._close()
                 return
             else:
+                # The error is sent in place of the handler's response.
                 self._lose(newest)
                 newest = None
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            response = HttpResponse(
-                self._transport,
-                self._server.batch,
-                self._linger,
-                error_form=self._server.error_form,
-                stall_s=self._timing.stall_s,
-                keeps_alive=False,
-            )
-            response.send_error(error)
+            self._send_error(error, self._linger)
+
+    def _send_error(self, error: DynamoError, on_end: Callable[[], None]) -> None:
+        """Send an error that answers no request, and call `on_end` after it."""
+        response = HttpResponse(
+            self._transport,
+            self._server.batch,
+            on_end,
+            error_form=self._server.error_form,
+            stall_s=self._timing.stall_s,
+            keeps_alive=False,
+        )
+        response.send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""

@@ -71,7 +71,7 @@ class ConnectionGroup:
     def admit(self, connection: OpenConnection) -> None:
         """Add a connection that was opened.
 
-        If there are too many, close the idlest of the client that has most.
+        If there are too many, close the idlest one of the client that has most idle ones.
         """
         if len(self.open) >= self.max_open:
             self.evict_idlest()

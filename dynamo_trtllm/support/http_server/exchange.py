@@ -20,7 +20,7 @@ from dynamo_trtllm.protocol.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.protocol.http_status import RETRY_AFTER_S, ErrorForm, to_response
 from dynamo_trtllm.support.http_server.request_head import Headers
 
-_FLUSH_BYTES = 32 << 10
+_FLUSH_BYTES = 32 << 10  # of events that wait for the end of the turn; more are written at once
 JSON = "application/json"
 _SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
@@ -279,8 +279,8 @@ class HttpResponse:
             self._end(b"0\r\n\r\n" if self._is_chunked else b"")
             return
         self._unsent_event_bytes += len(events)
-        # Only the transport notices that a client reads slowly. It then calls `pause`. So it gets
-        # the data before much more of it is collected here.
+        # Only the transport notices that a client reads slowly, and then calls `pause`. So the
+        # transport gets the data before much more of it is collected here.
         if self._unsent_event_bytes >= _FLUSH_BYTES:
             self.flush()
 
@@ -336,8 +336,8 @@ class HttpResponse:
         lines = [_STATUS_LINES[status]]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines) + "\r\n\r\n"
-        # Each line ends with one line break, and an empty line follows. A value with another one
-        # would add a header. Some proxies and clients take a carriage return alone as one.
+        # Each line ends with one line break, and an empty line follows. A value with a line break
+        # would add a header. Some proxies and clients take a carriage return alone as a line break.
         num_breaks = len(lines) + 1
         if head.count("\n") != num_breaks or head.count("\r") != num_breaks:
             raise ValueError("a value of a response header contains a line break")

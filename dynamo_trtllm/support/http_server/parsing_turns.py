@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-PARSING_S = 0.01
+PARSING_S = 0.01  # time for parsing in one iteration
 HANDLER_S = 0.0002  # what a handler takes at its beginning
 # what a turn takes in addition to parsing: the connection stops and resumes reading
 _TURN_S = 0.00005
@@ -96,7 +96,8 @@ class ParsingTurns:
 
         Args:
             connection: its `take_turn` is called once.
-            has_rest: a part of what it has received is left from an earlier turn.
+            has_rest: it has no new data, only requests that wait, or a part that is left from an
+                earlier turn.
             begins_request: nothing of its next request was parsed yet.
         """
         self._schedule()

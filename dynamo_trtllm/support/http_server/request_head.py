@@ -43,8 +43,8 @@ _LISTS = frozenset({b"connection", b"transfer-encoding", b"upgrade"})
 class Headers:
     """The headers of a request that this server reads, `READ_HEADERS`.
 
-    The others take no memory, unless hooks of a program may read them. As a list of pairs, short
-    ones would take twenty times as much as their client sent.
+    The others take no memory, unless hooks of a program may read them. In a list of pairs, short
+    headers would take twenty times as much as their client sent.
     """
 
     __slots__ = ("_num_more_hosts", "_values")
@@ -104,8 +104,8 @@ class HeadHolder(Hashable, Protocol):
 class LargeHeads:
     """Limit the memory of all large request heads of a server.
 
-    They count from their arrival until their requests end.
-    Heads of up to `SMALL_HEAD_BYTES` are not counted, so that large ones can't use up their memory.
+    They count from their arrival until their requests end. Heads of up to `SMALL_HEAD_BYTES` are
+    not counted, so they are accepted when large ones have used up the memory.
     """
 
     def __init__(self, max_bytes: int) -> None:

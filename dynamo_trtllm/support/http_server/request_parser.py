@@ -12,7 +12,8 @@ from dynamo_trtllm.support.http_server import request_head
 from dynamo_trtllm.support.http_server.limits import ConnectionLimits
 from dynamo_trtllm.support.http_server.request_head import MAX_HEADERS, READ_HEADERS, Headers
 
-# More chunk sizes, chunk extensions and trailers must not exceed the data of a body.
+# Bytes of chunk sizes, chunk extensions and trailers that any body may have. Above this, they must
+# not exceed the data of the body.
 _FRAMING_BYTES = 16 << 10
 
 
@@ -50,7 +51,8 @@ class RequestEvents(Protocol):
 class RequestParser:
     """Parser of the requests of one connection.
 
-    If a head asks for an upgrade, it goes on with one that does not (see `without_upgrade`).
+    If a head asks for an upgrade, the parser goes on with a head that does not (see
+    `without_upgrade`).
     """
 
     awaits_head = True  # True before and during a request's head
@@ -93,8 +95,8 @@ class RequestParser:
         try:
             return self._parse(part)
         except httptools.HttpParserError as exc:
-            # The parser wraps the errors of the methods below. The error has no name here: it would
-            # refer to this frame, and the frame to it.
+            # The parser wraps the errors of the methods below. No variable here holds the wrapped
+            # error: it would refer to this frame, and the frame to it.
             if isinstance(exc.__context__, DynamoError):
                 raise exc.__context__ from None
             raise errors.InvalidRequest("the request is not valid HTTP/1.1") from exc
@@ -124,6 +126,7 @@ class RequestParser:
             raise request_head.head_too_large(limits.max_header_bytes)
 
     def _parse(self, view: memoryview) -> bool:
+        """Feed the parser. See `feed` for the result."""
         while view:
             try:
                 self._parser.feed_data(view)
@@ -144,7 +147,8 @@ class RequestParser:
         self._url = b""
         self._headers = Headers()
         self._num_headers = 0
-        if not self.received_bytes:  # the end of another request was in the same part
+        # The part began with the end of another request, so only this is known: there is a byte.
+        if not self.received_bytes:
             self.received_bytes = 1
         self._events.on_begin()
 
@@ -194,7 +198,7 @@ class RequestParser:
         self._body_bytes = 0
         self._data_bytes = 0
         self._url = b""
-        self._headers = Headers()  # the request has the others
+        self._headers = Headers()  # the request keeps the former ones
 
     def on_body(self, part: bytes) -> None:
         self._data_bytes += len(part)

@@ -1,6 +1,6 @@
 """Run the HTTP server of a frontend or worker.
 
-It accepts connections within limits, routes requests and ends gracefully.
+The server accepts connections within limits, routes requests and ends gracefully.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class Router:
         for beginning, form in self._error_forms.items():
             if request.path.startswith(beginning):
                 response.error_form = form
-                response.headers["Request-Id"] = response.request_id  # as its clients name it
+                # Clients of such an API read the id from this header.
+                response.headers["Request-Id"] = response.request_id
         if self._origins and self._answer_origin(request, response):
             return
         if self._guard is not None:
@@ -195,7 +196,7 @@ class Router:
         Return True for a preflight, which is answered.
         """
         origin = request.header(b"origin")
-        # This is sent without the other headers, too: a cache must not return them to others.
+        # Sent with every response: a cache must not return one for an origin to another origin.
         response.headers["Vary"] = "Origin"
         if origin is None or not self._origins & {"*", origin}:
             return False
@@ -233,7 +234,7 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
     """
     given = request.header(b"x-request-id") or ""
     request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
-    # It is never reset: the server logs exceptions in this task, which serves no other request.
+    # The id is never reset: the server logs exceptions in this task, which serves no other request.
     observe_logging.request_id.set(request_id)
     request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
     response.request_id = request_id
@@ -285,8 +286,8 @@ class HttpServer(ConnectionGroup):
 
         Closes the socket. If cancelled, it ends all requests at once.
         """
-        # With fewer, a connection is open for a few turns of the loop before others replace it, so
-        # its request is read.
+        # At most an eighth of the connections is new in a turn of the loop. So a connection is open
+        # for a few turns before others replace it, and its request is read.
         accepts_per_turn = max(1, min(ACCEPTS_PER_TURN, self.max_open // 8))
         acceptor = Acceptor(sock, self._connect, self._relieve, accepts_per_turn)
         try:

@@ -241,7 +241,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             return
         self._is_shut = True
         if self._is_established:
-            # It raises an error unless the client has said the same, for which nothing waits here.
+            # `unwrap` raises an error unless the client has said the same, too. Do not wait for it.
             with suppress(ssl.SSLError):
                 self._tls.unwrap()
             self._flush()
@@ -279,7 +279,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._raw.abort()
 
     def _reject_plain(self) -> None:
-        """End a connection that does not begin with TLS. Most of them are HTTP."""
+        """End a connection that does not begin with TLS. Most such connections are HTTP."""
         log.debug("client %s does not use TLS", self.network)
         self._end_handshake("not_tls")
         self._is_shut = True
@@ -288,7 +288,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._raw.close()
 
     def _fail(self, exc: ssl.SSLError) -> None:
-        """End a connection after an error. What TLS says of it to the client is sent."""
+        """End a connection after an error. The client is sent the alert of TLS."""
         log.debug("TLS with client %s failed: %s", self.network, exc)
         if not self._is_established:
             is_certificate = isinstance(exc, ssl.SSLCertVerificationError)

@@ -122,7 +122,7 @@ def network_of(address: str) -> str:
 
 
 _PORTS = range(20_000, 32_000)
-_TRIES = 200
+_TRIES = 200  # of random ports
 
 
 @contextmanager
@@ -145,7 +145,8 @@ def reserved_ports(count: int = 1, host: str = LOOPBACK) -> Iterator[int]:
                     reservation = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
                     # This fails for ports that others reserve or listen on.
                     reservation.bind((host, port))
-                    # Only now, or two reservations could have the same port. It lets a server bind.
+                    # This lets a server bind. It is set only now, because two reservations with it
+                    # could have the same port.
                     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             except OSError:
                 continue

@@ -85,7 +85,7 @@ class ByGroup(Generic[T]):
                 del self._by_count[before]
         if now:
             self._by_count.setdefault(now, {})[group] = None
-        # If no group has the largest number any more, it was that of this group, and is one less
-        # now.
+        # If no group has the largest number any more, this group had it. Its new number, which is
+        # one less, is the largest now.
         if now > self._most or self._most not in self._by_count:
             self._most = now

@@ -121,6 +121,7 @@ class Acceptor:
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
+        """Accept the connections that wait, up to the limit of one iteration."""
         for _ in range(self._accepts_per_turn):
             try:
                 connection, _ = self._sock.accept()
@@ -163,8 +164,7 @@ class Acceptor:
     def _port(self) -> str:
         try:
             return str(self._sock.getsockname()[1])
-        # The socket was closed.
-        except OSError:
+        except OSError:  # the socket was closed
             return "unknown"
 
     def _ended(self, task: asyncio.Task[None]) -> None:

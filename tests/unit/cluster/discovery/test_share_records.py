@@ -86,7 +86,7 @@ def table_after(num_changes: int, num_workers: int = 1) -> ShareTable:
     for number in range(num_changes):
         shares = dict.fromkeys(workers, Shares(1.0, number / num_changes))
         changed = changed_table(
-            StoredShares(table), shares, present=shares, reason=str(number), now=float(number)
+            StoredShares(table), shares, registered=shares, reason=str(number), now=float(number)
         )
         assert changed is not None
         table = changed
@@ -113,12 +113,12 @@ def test_times_are_those_at_which_shares_changed() -> None:
     present = {1: Shares(1.0, 1.0), 2: Shares(1.0, 1.0)}
     stored = StoredShares(None)
     for now, changes in ((10.0, {1: Shares(1.0, 0.0)}), (20.0, {1: Shares(1.0, 0.0)})):
-        table = changed_table(stored, changes, present=present, now=now)
+        table = changed_table(stored, changes, registered=present, now=now)
         assert table is not None
         stored = StoredShares(table)
     assert stored.table is not None
     assert stored.table.since == {1: 10.0}
-    gone = changed_table(stored, {2: Shares(0.0, 1.0)}, present={2: Shares(1.0, 1.0)}, now=30.0)
+    gone = changed_table(stored, {2: Shares(0.0, 1.0)}, registered={2: Shares(1.0, 1.0)}, now=30.0)
     assert gone is not None
     assert gone.since == {2: 30.0}
 
