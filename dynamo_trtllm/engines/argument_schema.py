@@ -104,9 +104,10 @@ def is_known(library: LibraryReleases, key: str) -> bool:
 
 
 def removed(release: ApiManifest, key: str) -> str:
-    """Return the releases that had an argument which the nearest release that was read lacks.
+    """Return the names of the releases that have an argument which this release probably lacks.
 
-    "": the release itself was read, or the nearest one has the argument, or no release had it.
+    It probably does if its own API was not read, and the API of the nearest release that was read
+    lacks the argument. "" otherwise, and if no release has the argument.
     """
     return _releases_with(release.library, key) if _is_missing(release, key) else ""
 
@@ -196,10 +197,10 @@ def _classes_of(library: LibraryReleases, parent: str) -> set[str]:
 
 
 def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True if a value has no other fault than a word that is not listed, where not all words
-    were read.
+    """Return True if the only fault of a value is a word that the manifest does not list, and the
+    release may have it, because not all its words were read.
 
-    A word that is known to be removed is not meant.
+    False for a word that is known to be removed.
     """
     is_removed = str(value) in release.library.removed_values.get(key, {})
     if is_removed or value_types.fits(value, field.type, release):

@@ -25,13 +25,14 @@ class QueueOrder(NamedTuple):
 
 
 FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
-# A client that sends only requests of a high priority could keep those of all others waiting. After
-# this time, they go first. It is longer than what a priority is for, and shorter than the time for
-# which clients wait (minutes).
+# Requests of a low priority could wait for ever behind those of a high priority. So a request that
+# has waited for this time goes first. The time is longer than the waits that a priority is to
+# avoid, and shorter than the time for which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
 # Into how many steps one is divided, so that a client below its share waits less for the step that
-# runs: with steps of 0.1 s, its p99 is 23 ms longer than alone. With 2, it is 37 ms longer, and the
-# throughput 0.6 % higher (docs/performance.md, "Shares of clients").
+# runs. With steps of 0.1 s, the p99 of its time to first token is then 23 ms longer than if it were
+# alone. With 2, it would be 37 ms longer, and the throughput 0.6% higher (docs/performance.md,
+# "Shares of clients").
 _SHORT_STEPS: Final = 3
 _EVENT_OF_WAIT: Final = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,

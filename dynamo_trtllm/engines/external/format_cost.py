@@ -54,7 +54,7 @@ class Width(Enum):
 _PROPERTY_US: Final = 350
 _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
 _AMBIGUITY_US: Final = 40_000  # multiplied by the square of the weight of a run, beyond 1
-_LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
+_LONG: Final = 10  # characters; a longer bounded length counts towards the limit LENGTHS
 _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MAX_LENGTH: Final = 10**9  # larger ones count as this one
 _LEAST_WEIGHT: Final = 0.05  # of each part of variable length
@@ -421,8 +421,9 @@ def _width(text: str) -> Width:
     letters = sum(
         matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS
     )
+    # Letters beyond ASCII, or words with blanks between them.
     if matches("\u00e9") or (letters and matches(" ")):
         return Width.WIDE
-    if letters > 2:  # more than those of hexadecimal digits
+    if letters > 2:  # hexadecimal digits have two of _LETTERS
         return Width.WORD
     return Width.BLANK if matches(" ") else Width.NARROW

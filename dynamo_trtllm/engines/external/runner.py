@@ -132,8 +132,8 @@ class LibraryCalls:
     def check(self) -> None:
         """See `ChecksHealth.check`. If the library can no longer serve, all streams end."""
         if self._unavailable is None:
-            waiting = [call.created_at for call in self.inflight if not call.has_ended]
-            reason = self.library.health(min(waiting, default=None))
+            begun = [call.created_at for call in self.inflight if not call.has_ended]
+            reason = self.library.health(min(begun, default=None))
             if reason:
                 self.fail(reason)
         self._require_available()
@@ -265,7 +265,7 @@ class ExternalCall(Stream):
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._calls.tasks.discard(task)
         if task.cancelled():
-            self._end()
+            self._end_call()
             # This event is dropped if the stream has ended.
             self._pass_on(EngineFailed("the engine shut down during the request"))
 
@@ -311,7 +311,7 @@ class ExternalCall(Stream):
         kv_params = self._request.kv_params
         if not self.has_ended or kv_params is None:
             return self._request
-        # No client waits for tokens.
+        # No client waits for tokens: the call has only to fetch the KV.
         return collecting_call(self._request, kv_params, deadline=self._request.deadline)
 
     @property
@@ -370,7 +370,7 @@ class ExternalCall(Stream):
         try:
             if finish is not None:
                 offers_kv = isinstance(event, Chunk) and event.kv_params is not None
-                self._end(keeps_kv=offers_kv)
+                self._end_call(keeps_kv=offers_kv)
             elif had_ended and not self._is_aborted:
                 # A fetch that can't be aborted has ended with this result.
                 self._abort(call)
@@ -394,7 +394,7 @@ class ExternalCall(Stream):
                 if self._call is not None:
                     # The call may still run in the library.
                     self._call.abort()
-        self._end()
+        self._end_call()
         self._pass_on(error)
 
     def _pass_on(self, event: StreamEvent) -> None:
@@ -535,7 +535,7 @@ class ExternalCall(Stream):
             # `_run` submits a cancelled decode call all the same, if only its fetch frees the KV.
             is_submitted_later = last is None and self._must_fetch_kv
             if not is_submitted_later:
-                self._end()
+                self._end_call()
         elif self.is_fetching and not self._calls.library.can_abort_fetch:
             self._limit_fetch(call)
         else:
@@ -570,12 +570,12 @@ class ExternalCall(Stream):
             f" {ANSWER_S:g} s"
         )
         log.warning("%s: %s", text, self._task.get_name())
-        self._end()
+        self._end_call()
         self._task.cancel()
         # A stream that was stopped still waits for its end. A cancelled one drops this event.
         self._pass_on(MigrationFailed(text))
 
-    def _end(self, *, keeps_kv: bool = False) -> None:
+    def _end_call(self, *, keeps_kv: bool = False) -> None:
         """Forget the call, which the library has ended. Idempotent."""
         self._cancel_timer()
         call = self._call

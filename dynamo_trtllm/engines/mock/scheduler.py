@@ -92,7 +92,8 @@ class MockScheduler:
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # of the step that runs, or of the last one
-        self._num_decoding = 0  # tokens of this step that decode requests take, and no prompt gets
+        # Tokens of this step that decode requests take, so prompts can't have them.
+        self._num_decoding = 0
         # The number of the first step that is not planned yet.
         self._next_unplanned = 0
         self._work = asyncio.Event()  # set when the next step has work
@@ -162,7 +163,7 @@ class MockScheduler:
         await stream.admitted
 
     async def until_posted(self, pause_s: float) -> None:
-        """Wait until a KV transfer may begin, which pauses the next step for some seconds.
+        """Wait until a KV transfer may begin, and for the pause by which it delays the next step.
 
         It begins between two steps, as in engines whose thread runs the steps and posts transfers.
         """
@@ -182,7 +183,8 @@ class MockScheduler:
             self._prompts.remove(stream)
         if stream in self._running:
             del self._running[stream]
-            # After the first output token, `_generate` has stored the prompt already.
+            # `_generate` has stored the prompt with the first output token. Only later tokens have
+            # added KV.
             if stream.num_output > 1:
                 self.store(stream)
             self.free(stream.block_table)
@@ -302,8 +304,8 @@ class MockScheduler:
     async def _launch(self, prompts: Mapping[MockStream, int], end_s: float) -> None:
         """Launch the step that has begun: send what waited for it, and plan the next one.
 
-        The launch begins when the results of the step before the last one are sent. Until it ends,
-        the engine takes up what comes for the next step.
+        The launch begins when the results of the step before the last one are sent. Calls that come
+        before it ends are in the next step.
 
         Args:
             prompts: the tokens of prompts that the step computes.
@@ -340,7 +342,7 @@ class MockScheduler:
         return planned
 
     def _count_decoding(self) -> int:
-        """Return how many tokens of the step that begins decode requests take."""
+        """Return how many tokens decode requests take of the step that begins."""
         if not self._args.decodes_take_step_tokens:
             return 0
         return len(self._decoding())
@@ -447,7 +449,8 @@ class MockScheduler:
     def _begin(self, stream: MockStream) -> None:
         """Add a stream to the batch.
 
-        A decode call fetches its KV while it is in the batch. `generate_rest` gives it steps then.
+        A decode call fetches its KV while it is in the batch. Then `generate_rest` lets the next
+        steps generate its tokens.
         """
         self._running[stream] = None
         if stream.admitted is not None and not stream.admitted.done():
@@ -539,9 +542,9 @@ class MockScheduler:
         self._sent_s = self._clock()
 
     def _generate_held(self, stream: MockStream, now: float) -> None:
-        """Generate the next token of a stream, which is neither its first nor its last one.
+        """Generate a token of a stream that is not among its first two, and not its last one.
 
-        It is sent with those after it.
+        It is sent together with the next tokens.
         """
         stream.num_output += 1
         stream.wanted -= 1

@@ -311,8 +311,8 @@ class Scheduler:
         if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
-            # While KV blocks are lacking, it keeps this space, and `queue_order` lets none overtake
-            # it.
+            # While KV blocks are lacking, it keeps this space. Its `queue_order` is FIRST then, so
+            # no other sequence overtakes it.
             seq.allocation = self.transfer_buffer.allocate(
                 seq.prompt_tokens, seq.region_bytes, is_fetched=True
             )

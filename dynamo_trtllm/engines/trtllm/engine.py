@@ -75,7 +75,7 @@ _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
 _ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The first candidate of 1.3 that surely has it, as for PENALTIES_SINCE.
+# The first candidate of 1.3 that surely supports seeds. See PENALTIES_SINCE for the penalties.
 _SEED_SINCE = 27
 # Earlier releases reject context-only requests while the overlap scheduler is on.
 _OVERLAPS_CONTEXT_ONLY_SINCE = (1, 3)
@@ -147,7 +147,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         facts = self._facts
         sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
         if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
-            # The model chooses the same size here.
+            # The peers serve the same model, so this worker will have the same size.
             facts = replace(facts, running_block_tokens=sizes.pop())
         findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
         return [
@@ -158,11 +158,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
-        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
+        has_sleep_api = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
-        if not has_names:
+        if not has_sleep_api:
             return "this TensorRT-LLM can't sleep"
         return ""
 
@@ -277,25 +277,27 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return self._steps
 
     def _step_reader(self) -> StepReader | None:
-        """Return a reader of steps.
+        """Return a reader of steps; None with pipeline parallelism.
 
-        None: the stages of a pipeline compute different steps at the same time.
+        The stages of a pipeline compute different steps at the same time.
         """
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
         return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
 
     def _full_step(self) -> int:
-        """Return the tokens from which a step cuts its last prompt, at a whole block.
+        """Return the number of tokens from which a step counts as full: it has cut its last prompt.
 
-        0: prompts are not cut.
+        A cut is at a whole block, so a full step may use less than `max_num_tokens`. 0: prompts are
+        not cut.
         """
         if not self._facts.is_enabled("enable_chunked_prefill"):
             return 0
         return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
     def _running(self) -> tuple[float, int]:
-        """Return the mean context of the requests in the batch, and the longest prompt.
+        """Return the mean context of the requests in the batch, and the length of the longest
+        prompt. Prompts in the batch count with their output.
 
         Called on a thread.
         """
@@ -331,6 +333,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
+        """Accept requests, which the loaded LLM runs. Return what is known of the engine now."""
         facts = self._facts
         checkpoint = self._checkpoint
         layout = self._facts.layout()
@@ -384,15 +387,16 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     if not args.get("guided_decoding_backend"):
         features.append("guided")
     if has_torch_sampler(args):
-        # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of
-        # TensorRT-LLM), and the seed (pull request 17172).
+        # Earlier candidates ignore without an error: penalties and min_p (pull requests 16485 and
+        # 16590 of TensorRT-LLM), and the seed (pull request 17172).
         if not facts.is_at_least_candidate(PENALTIES_SINCE):
             features += [*_PENALTIES, "min_p"]
         if not facts.is_at_least_candidate(_SEED_SINCE):
             features.append("seed")
     if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
-        # The first token of a decode call has no entry, and the call fails: its result asserts one
-        # per token (executor/result.py of 1.2; pull request 11727 transfers the entry).
+        # Without this field, the first token of a decode call has no log-probability, and the call
+        # fails: its result asserts one per token (executor/result.py of 1.2; pull request 11727
+        # adds the field).
         features.append("logprobs")
     if features:
         log.info(

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
 # NotImplementedError is for one that the release has no code for (request_handlers/handler_base.py
-# of Dynamo 1.7 counts it as the client's, too).
+# of Dynamo 1.7 counts it as an error of the client, too).
 _REJECTIONS = (ValueError, TypeError, AssertionError, NotImplementedError)
 
 
@@ -183,8 +183,8 @@ class TrtllmLibrary:
         return size_change(self.block_tokens, self._stats_poller.kv_cache)
 
     def _log_stall(self) -> None:
-        """Log what an issue about a stall needs (as TensorRT-LLM's 16300), before it is lost with
-        this process.
+        """Log what an issue about a stall needs (such as issue 16300 of TensorRT-LLM), before it is
+        lost with this process.
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"

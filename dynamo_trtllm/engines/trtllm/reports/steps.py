@@ -12,7 +12,7 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Iteration:
-    """One iteration of the executor, as its row tells it. Times are those of the executor's clock.
+    """One iteration of the executor, as its row reports it. Times are of the executor's clock.
 
     Raises:
         KeyError, TypeError, ValueError: the row lacks a value, or a count is negative.
@@ -23,7 +23,7 @@ class _Iteration:
         self.number = int(row["iter"])
         self.rank = int(row.get("attentionDpRank") or 0)
         self.num_ranks = 1  # ranks that have reported
-        # The time after it had fetched requests.
+        # When it had fetched its requests.
         begun = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f")
         self.begun_s = (begun - _EPOCH).total_seconds()
         # When its results were read, or later by as long as it waited for requests.
@@ -74,16 +74,16 @@ class StepReader:
 
     Used on one thread.
 
-    From copies of _torch/pyexecutor/py_executor.py that have no release tag, of about 1.2 and of
-    main of 2026-10. It was never run with TensorRT-LLM. Each iteration that computed something has
-    a row. No field is the time of the step:
+    It follows two copies of _torch/pyexecutor/py_executor.py without a release tag, of about 1.2
+    and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that computed
+    something has a row. No field is the time of the step:
 
     * `iterLatencyMS` is the time from the begin of the iteration until its results were read. That
       includes a wait for requests at its begin. With the overlap scheduler, the next iteration
       reads the results: it spans two steps.
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step
       before.
-    * `gpuForwardTimeMS` (likewise) is without sampling and the executor's own work.
+    * `gpuForwardTimeMS` (1.3 candidates) leaves out sampling and the executor's own work.
 
     So a step is taken to begin when it is launched and the step before has ended, and to end when
     its results are read. The earlier of two times is taken as that of the read, because waits for
@@ -114,8 +114,8 @@ class StepReader:
         running: returns the mean number of context tokens of the requests in the batch, and the
             number of tokens of the longest prompt; 0 without any.
         num_ranks: attention-DP ranks; 1 without attention DP.
-        full_step: returns the tokens from which a step of a rank cuts its last prompt; 0: prompts
-            are not cut.
+        full_step: returns the number of tokens from which a step of a rank counts as full: it has
+            cut its last prompt. 0: prompts are not cut.
     """
 
     def __init__(
@@ -222,7 +222,8 @@ class StepReader:
         step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)
         self._ended_s = None if step.was_idle and after.was_idle else ended_s
-        # The reader waited for requests, while the results were there.
+        # The reader waited for requests while the results were there. So they may have been read
+        # long after the step had ended.
         if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
             self._ended_s = reader.begun_s
             return 0.0
@@ -262,7 +263,7 @@ class StepReader:
         return before
 
     def _take(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
-        """Add a sample, unless it is not known what the step computed."""
+        """Add a sample, if it is known what the step computed."""
         context_tokens = step.context_tokens or step.decode_requests * self._mean_context
         computes_nothing = not (step.decode_requests or step.prompt_tokens)
         lacks_context = step.decode_requests > 0 and not context_tokens

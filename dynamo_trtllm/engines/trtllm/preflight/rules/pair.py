@@ -33,8 +33,7 @@ _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
-# Backends of TensorRT-LLM whose KV is not resharded. It takes TRTLLM for words that it does not
-# know.
+# Backends of TensorRT-LLM whose KV is not resharded. For other words, it takes TRTLLM.
 _OTHER_ATTENTION = ("FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
@@ -54,10 +53,10 @@ def model_equal(pair: PairFacts) -> Violation | None:
     if prefill is None or decode is None:
         return None
     for name in _MODEL:
-        mine = getattr(prefill, name)
-        theirs = getattr(decode, name)
-        if mine != theirs:
-            return Violation(value=f"prefill: {name} {mine}", other=f"decode: {theirs}")
+        of_prefill = getattr(prefill, name)
+        of_decode = getattr(decode, name)
+        if of_prefill != of_decode:
+            return Violation(value=f"prefill: {name} {of_prefill}", other=f"decode: {of_decode}")
     return None
 
 
