@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -394,6 +393,8 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
 def _windows(facts: RoleFacts) -> list[int] | None:
     """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than
     max_seq_len.
+
+    Without the number of layers, return the part that repeats.
     """
     given = facts.args.get(_WINDOW)
     longest = facts.max_seq_len
@@ -404,11 +405,15 @@ def _windows(facts: RoleFacts) -> list[int] | None:
         # All layers see as much as without windows.
         return None
     if facts.model is None:
-        # So many layers have the list a whole number of times.
-        num_layers = math.lcm(*range(1, len(windows) + 1))
-    else:
-        num_layers = facts.model.num_layers
-    return [windows[layer % len(windows)] for layer in range(num_layers)]
+        return _shortest_period(windows)
+    return [windows[layer % len(windows)] for layer in range(facts.model.num_layers)]
+
+
+def _shortest_period(windows: list[int]) -> list[int]:
+    """Return the shortest list that is the same as these windows when both repeat."""
+    count = len(windows)
+    sizes = (size for size in range(1, count + 1) if windows[:size] * (count // size) == windows)
+    return windows[: next(sizes)]
 
 
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
