@@ -129,7 +129,7 @@ def engine_kind(factory: EngineFactory, name: str = "") -> EngineKind:
     Raises:
         ConfigError: it can't be called as a factory, or has invalid traits.
     """
-    # The name and the traits are those of the function within.
+    # A `partial` has the name and the traits of its function.
     function: object = factory
     while isinstance(function, partial):
         function = function.func

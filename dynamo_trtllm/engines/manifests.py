@@ -64,11 +64,11 @@ class LibraryReleases:
     engine_set: dict[str, str]
     # argument of another library -> what replaces it
     foreign: dict[str, str] = field(default_factory=dict)
-    unsupported: frozenset[str] = frozenset()  # arguments that must not be set, or be false
+    unsupported: frozenset[str] = frozenset()  # arguments that must be unset or false
     moved: dict[str, str] = field(default_factory=dict)  # deprecated argument -> its replacement
     # argument -> value that newer releases lack -> what to set instead
     removed_values: dict[str, dict[str, str]] = field(default_factory=dict)
-    # class -> those that may define it, by release
+    # class -> the modules that may define it, depending on the release
     modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # names without which the engine can't run
     needed: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -120,7 +120,8 @@ class ApiManifest:
                 that is named after the release is its own.
         """
         self.library = library
-        self.read: ApiManifest | None = None  # what was read, if this is a similar release
+        # The API that was read, if this is that of a similar release (see `as_nearest`).
+        self.read: ApiManifest | None = None
         self.name = name
         self.title = name  # for messages
         self.owners: dict[str, Mapping[str, ManifestField]] = {}

@@ -204,8 +204,8 @@ class OfferChecksum:
         exc = job.exception()
         if exc is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-        # A job is done before it calls this. So `stop`, which has waited for the jobs, takes the
-        # lock, too.
+        # `stop` takes the lock, too: a job that is done, for which `stop` does not wait, may be
+        # about to call this.
         with self._lock:
             if self._stopped:
                 return

@@ -191,14 +191,14 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         checkpoint: Checkpoint,
         reported: Callable[[], str] = _report_nothing,
     ) -> V:
-        """Return the library's bindings and store its engine object.
+        """Build the library's engine object and store it. Return the library's bindings.
 
-        Raises the exceptions of the builder.
+        Raises the exceptions of `build`.
 
-        A cancelled call returns at once; an engine that is built later is shut down.
+        A cancelled call returns at once; an engine object that is built later is shut down.
 
         Args:
-            build: blocking function that returns both.
+            build: blocking function that returns the bindings and the engine object.
             args: the arguments, whose notes are logged.
             checkpoint: the model.
             reported: see `LoadProgress`.
@@ -215,7 +215,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
             self._loading = None
         return bindings
 
-    def _run(self, library: Library, info: EngineInfo, transport: str) -> None:
+    def _accept_requests(self, library: Library, info: EngineInfo, transport: str) -> None:
         """Accept requests, which the loaded library runs.
 
         `transport`: how KV is transferred, for logs and metrics.

@@ -136,9 +136,9 @@ def _adapter_arguments(
 def _own_transceiver(
     config: WorkerConfig, given: Sequence[Source], release: ApiManifest
 ) -> dict[str, Any]:
-    """Return defaults for the cache transceiver; {} without one.
+    """Return defaults for the cache transceiver that a source has configured; {} if none has.
 
-    Also an aggregated engine creates a given one.
+    An aggregated engine creates a configured one, too.
 
     The Python transceiver supports NIXL only, and newer builds choose it for every model: with
     another backend they fail when they create it (create_kv_cache_transceiver in
@@ -176,9 +176,9 @@ def _without_defaults(own: Source, given: Sequence[Source], release: ApiManifest
 def _is_default(release: ApiManifest, key: str, value: Any, given: Mapping[str, Any]) -> bool:
     """Return True if a value equals the release's default, so that it must not be passed on.
 
-    A model class of newer builds has defaults of its own. They apply to the arguments that were not
-    set explicitly, also not to the release's default (`apply_model_defaults_to_llm_args` in
-    llmapi/llm_utils.py, main of 2026).
+    A model class of newer builds has defaults of its own. They apply only to arguments that were
+    not set. An argument that is passed on counts as set, even if its value is the release's default
+    (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
     """
     default = schema.default(release, key, given)
     return default is not None and type(default) is type(value) and default == value

@@ -365,7 +365,9 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             transfer_hint=transfer_hint(facts),
         )
         self._watch(library)
-        self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
+        self._accept_requests(
+            library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
+        )
         limit = limits.prompt_limits[Phase[facts.role.name]]
         log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens"

@@ -95,7 +95,7 @@ class HangDetector:
         self._still_s = 0.0  # time since a turn of the event loop was requested
         # The call and the last iteration, at the last look.
         self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
-        self._blocked_s = 0.0  # time since one of them has changed
+        self._blocked_s = 0.0  # how long neither of them has changed
 
     @property
     def is_over(self) -> bool:

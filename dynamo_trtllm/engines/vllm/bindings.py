@@ -101,9 +101,9 @@ class VllmBindings:
         self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
         self.engine_args = find("AsyncEngineArgs", "vllm.engine.arg_utils")
         self.async_llm = find("AsyncLLM", "vllm.v1.engine.async_llm")
-        # vLLM's defaults depend on it. For servers on H100 and H200 they are 8,192 tokens in a step
-        # and 1,024 requests, and without a context 2,048 and 128 (`EngineArgs.get_batch_defaults`,
-        # 0.24 to 0.32).
+        # vLLM's defaults depend on the usage context. For servers on H100 and H200 they are 8,192
+        # tokens in a step and 1,024 requests, and without a usage context 2,048 and 128
+        # (`EngineArgs.get_batch_defaults`, 0.24 to 0.32).
         self._usage = find("UsageContext", "vllm.usage.usage_lib").OPENAI_API_SERVER
         self._sampling_params = find("SamplingParams", "vllm.sampling_params")
         self._structured_outputs = find("StructuredOutputsParams", "vllm.sampling_params")

@@ -49,14 +49,14 @@ class StepStats:
 
     def __init__(self) -> None:
         self._last: dict[int, Any] = {}  # vLLM's `SchedulerStats`
-        self.times: deque[StepSample] = deque(maxlen=MAX_STEPS)
+        self.samples: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self.blocks_per_rank = 0  # set once the engine is built
 
     def record(self, rank: int, stats: Any) -> None:
         self._last[rank] = stats
         step = step_of(stats)
         if step is not None:
-            self.times.append(step)
+            self.samples.append(step)
 
     def counts(self, ranks: int = 1) -> Counts:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
@@ -73,7 +73,7 @@ class StepStats:
         )
 
 
-# From 0.29 on: the order of blocks, heads, layers, tokens and channels.
+# A variable of vLLM from 0.29 on: the order of blocks, heads, layers, tokens and channels.
 KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _WANTED_BY = "the vllm engine"
 # Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a
@@ -154,7 +154,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
     @property
     def steps(self) -> deque[StepSample]:
         """See `MeasuresSteps.steps`."""
-        return self._steps.times
+        return self._steps.samples
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `PublishesKvEvents.start_kv_events`."""
@@ -198,6 +198,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
+        """Accept requests, which the loaded AsyncLLM runs."""
         config = self._llm.vllm_config
         checkpoint = self._checkpoint
         num_blocks = int(config.cache_config.num_gpu_blocks or 0)
@@ -237,7 +238,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         ranks = self._args.count("data_parallel_size")
         last_counts = partial(self._steps.counts, ranks)
         library = VllmLibrary(bindings, self._llm, model_limits, last_counts, self._transfer_guard)
-        self._run(library, info, "vllm/nixl")
+        self._accept_requests(library, info, "vllm/nixl")
         log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,

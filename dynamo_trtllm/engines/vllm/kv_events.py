@@ -91,7 +91,7 @@ class _CacheOfRank:
         self.group: int | None = None  # the KV cache group that is reported
         # The number of copies of each block: several requests may compute a prompt at once.
         self.copies: dict[int, int] = {}
-        # The cache salt of each block. Only the first block of a prompt says it.
+        # The cache salt of each block. vLLM reports it only with the first block of a prompt.
         self.salts: dict[int, str] = {}
 
     def forget(self) -> None:

@@ -16,8 +16,9 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 # A key of `SchedulerStats.kv_connector_stats`, which may have any keys.
 _KEY: Final = "dynamo_step"
 _SCHED = "vllm.v1.core.sched"
+# Attribute of a step's plan (vLLM's `SchedulerOutput`): a `_BegunStep`.
 _BEGUN = "dynamo_begun_s"
-# In the results of a step: they were there before the engine asked for them.
+# Attribute of a step's results: True if they were there before the engine asked for them.
 _LATE = "dynamo_is_late"
 
 

@@ -168,8 +168,8 @@ class KvEventConverter:
             yield from self._removed(data, place)
         elif data["type"] == "stored":
             yield from self._stored(data, place)
-        # "created" has the size of the pools, and "updated" that a block moved between GPU and host
-        # memory.
+        # Other types change nothing here: "created" reports the size of the pools, and "updated"
+        # that a block moved between GPU and host memory.
 
     def _cleared(self) -> BlocksCleared:
         self._holders.clear()

@@ -51,7 +51,7 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
     times: dict[str, tuple[float, float]]
 
     def aggregate(self, other: EndedReads) -> EndedReads:
-        """Return the reads of both ranks. The last rank counts."""
+        """Return the reads of both ranks, each with the later times of the two."""
         times = self.times | other.times
         for request_id in self.times.keys() & other.times.keys():
             posted, seen = self.times[request_id]
