@@ -120,6 +120,7 @@ def _is_missing(release: ApiManifest, key: str) -> bool:
 def _check(
     values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str
 ) -> Iterator[str]:
+    """Yield the notes that `check` returns. Raises ConfigError for the first invalid key."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         presence, field, owner = find(release, key)

@@ -243,6 +243,7 @@ def override_layer(config: WorkerConfig) -> Source:
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
+    """Return the merged arguments. Raises ConfigError for an argument that the engine lacks."""
     settings = {name: getattr(config, name) for name in ENGINE_FLAGS}
     given = {name: value for name, value in settings.items() if value is not None}
     # Every engine supports a parallel size of 1, even if it has no argument for it.

@@ -135,6 +135,7 @@ class ApiManifest:
             gaps = {_in_part(text) for text in manifest["not_read"]}
             owners = _owners(manifest["classes"])
             for owner in owners.keys() & self.owners.keys():
+                # This manifest has only some names of the owner. The others stay as they are.
                 if f"{owner} in part" in gaps:
                     owners[owner] = {**self.owners[owner], **owners[owner]}
             self.owners.update(owners)

@@ -161,8 +161,9 @@ class _Estimate:
 def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
     """Return the number of states that count the characters of strings.
 
-    `lengths`: the minimum and the maximum of each length. Lengths below _MAX_STATES are written
-    out, and the longest of them has the states of the shorter ones, too.
+    `lengths`: the minimum and the maximum of each length, of which the larger one counts. Lengths
+    below _MAX_STATES are written out, and the longest of them has the states of the shorter ones,
+    too.
     """
     counts = [max(length) for length in lengths]
     longest_written_out = max((count for count in counts if count < _MAX_STATES), default=0)
@@ -364,6 +365,7 @@ def _quantified(piece: _Piece, text: str) -> _Piece:
     least, most = _bounds(text)
     if piece.width is not None:
         return _characters(piece.width, least, most)
+    # Without an upper bound, the copies that there are at least count.
     times = min(max(1, least) if most is None else most, _MAX_STATES)
     return piece.repeated(times) if least == most else piece.variable(times)
 

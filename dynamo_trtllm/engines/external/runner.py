@@ -417,6 +417,10 @@ class ExternalCall(Stream):
             self._limit_by_deadline()
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
+        """Return the event of a result; None if the result has nothing to send.
+
+        Log-probabilities of the prompt are sent at once.
+        """
         chunk, finish = call.read(result)
         if chunk.prompt_logprobs:
             # A message has a limited size.

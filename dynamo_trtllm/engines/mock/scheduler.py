@@ -39,10 +39,10 @@ _MAX_GRAPH_TOKENS = 1024
 
 
 class _Post(NamedTuple):
-    """A KV transfer that begins before a step, which it pauses."""
+    """A KV transfer that waits to begin. It begins between two steps, and delays the second one."""
 
     pause_s: float
-    posted: asyncio.Future[None]
+    posted: asyncio.Future[None]  # done when it begins
     first_step: int  # the number of the first step before which it may begin
 
 
@@ -86,16 +86,14 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
-        # The KV transfers that have not begun.
-        self._posts: list[_Post] = []
+        self._posts: list[_Post] = []  # the KV transfers that have not begun
         # Results of the last step that are sent when the step that runs is launched.
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # of the step that runs, or of the last one
         # Tokens of this step that decode requests take, so prompts can't have them.
         self._num_decoding = 0
-        # The number of the first step that is not planned yet.
-        self._next_unplanned = 0
+        self._next_unplanned = 0  # the number of the first step that is not planned yet
         self._work = asyncio.Event()  # set when the next step has work
         self._idle = asyncio.Event()
         self._idle.set()
@@ -423,8 +421,9 @@ class MockScheduler:
         return seconds
 
     def _admit(self) -> None:
+        """Start queued streams in order, while there is space in the batch and in the KV blocks."""
         lacking = ""  # what the first waiting request lacks
-        # Tokens of a step that running prompts do not take, by group of `QueueOrder`.
+        # Tokens of a step that running prompts do not take, by group (`QueueOrder` has two).
         budgets = [self._args.prefill_tokens_per_step - self._num_decoding] * 2
         for stream in self._prompts:
             _take(budgets, stream)

@@ -162,6 +162,7 @@ class TorchEngine(
             self._loading.text = ""
 
     def _prepare(self, model: LoadedModel) -> _Prepared:
+        """Create the scheduler of a loaded model, whose thread is not started."""
         from dynamo_trtllm.engines.torch import load
 
         args = self._args

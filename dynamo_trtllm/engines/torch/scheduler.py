@@ -405,6 +405,7 @@ class Scheduler:
             )
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
+        """End a sequence whose output is NaN or infinite, and count its request."""
         log.error(
             "request %s: the model's output is NaN or infinite; ending the request",
             seq.request.request_id,

@@ -35,8 +35,8 @@ PACKAGE = LibraryPackage(
     ),
 )
 
-# Each class of a parameter of `generate_async` that not all releases have, and its module
-# (executor/request.py and llmapi/llm.py, main at 00043967).
+# Classes of parameters of `generate_async` that not all releases have: the parameter of each class,
+# and its module (executor/request.py and llmapi/llm.py, main at 00043967).
 _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),

@@ -99,6 +99,7 @@ class TrtllmLibrary:
     last_result_at: float = field(default_factory=time.monotonic)
     # tokens in a KV block, as this worker registers them; 0: not registered yet
     block_tokens: int = 0
+    # The numbers of context-only calls.
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:

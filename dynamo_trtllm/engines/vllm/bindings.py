@@ -34,12 +34,12 @@ _GIB = 1 << 30
 _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
-FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
+FreeAndTotal = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
 def explain_oom(
-    values: Mapping[str, Any], release: ApiManifest, before: FreeAndAll, after: FreeAndAll
+    values: Mapping[str, Any], release: ApiManifest, before: FreeAndTotal, after: FreeAndTotal
 ) -> str | None:
     """Return why an engine did not start, if a GPU had too little free memory.
 
@@ -123,7 +123,7 @@ class VllmBindings:
             config = self.engine_args(**arguments).create_engine_config(self._usage)
         except _VLLM_ERRORS as exc:
             raise self._rejected(exc) from exc
-        before = gpu.memory_free_bytes()
+        before = gpu.free_and_total_bytes()
         try:
             return self.async_llm.from_vllm_config(
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
@@ -131,7 +131,7 @@ class VllmBindings:
         except _VLLM_ERRORS as exc:
             # The reason is in the log of vLLM's engine process; this process gets only
             # "initialization failed".
-            lack = explain_oom(values, self._release, before, gpu.memory_free_bytes())
+            lack = explain_oom(values, self._release, before, gpu.free_and_total_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc

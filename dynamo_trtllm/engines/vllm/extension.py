@@ -166,6 +166,7 @@ def _die_after(watched: int, pid: int) -> None:
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()
+    # In the engine process itself, the parent is the watched process, which has ended.
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid not in (None, pid, os.getpid()):
         try:

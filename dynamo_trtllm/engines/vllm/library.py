@@ -71,7 +71,7 @@ class VllmLibrary:
 
     def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # the numbers of calls, parts of their ids
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of aborts
 
     async def _call_workers(

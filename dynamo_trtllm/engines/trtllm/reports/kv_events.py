@@ -154,6 +154,7 @@ class KvEventConverter:
         return converted
 
     def _convert(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
+        """Yield what an event means. If events before it are lost, all blocks count as removed."""
         rank = int(event.get("attention_dp_rank") or 0)
         number = int(event["event_id"])
         last = self._last_ids.get(rank)

@@ -163,6 +163,7 @@ class StepReader:
         self._cut_tokens = 0.0
 
     def _add(self, new: _Iteration) -> None:
+        """Add an iteration. Make samples of the steps whose end it shows."""
         last = self._pending[-1] if self._pending else None
         if last is not None and new.number == last.number and new.rank != last.rank:
             last.add_rank(new)
@@ -217,7 +218,7 @@ class StepReader:
 
         Remember when the step ended.
         """
-        # `reader` is the iteration that read the results of `step`.
+        # `reader` is the iteration that read the results of `step`. Two iterations follow it.
         step, reader, after, last = self._pending[:4]
         step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)

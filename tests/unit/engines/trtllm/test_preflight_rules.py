@@ -151,7 +151,7 @@ def test_windows_when_they_mean_the_same_then_they_are_equal(
         ([128, 512], [512, 128], False),
     ],
 )
-def test_windows_without_a_model_are_compared_as_lists_that_repeat(
+def test_windows_without_a_model_are_compared_as_they_repeat(
     prefill: list[int], decode: list[int], are_equal: bool
 ) -> None:
     window = K + "max_attention_window"
