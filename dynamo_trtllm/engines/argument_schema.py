@@ -106,8 +106,8 @@ def is_known(library: LibraryReleases, key: str) -> bool:
 def removed(release: ApiManifest, key: str) -> str:
     """Return the names of the releases that have an argument which this release probably lacks.
 
-    It probably does if its own API was not read, and the API of the nearest release that was read
-    lacks the argument. "" otherwise, and if no release has the argument.
+    That is: its own API was not read, and the nearest release that was read lacks the argument. ""
+    in all other cases, and if no release has the argument.
     """
     return _releases_with(release.library, key) if _is_missing(release, key) else ""
 

@@ -191,7 +191,7 @@ def described_library_arguments(args: LibraryArgs) -> Described:
 def _default(args: LibraryArgs, key: str) -> SourcedValue:
     """Return the release's default of an argument.
 
-    Its source says if the argument's class was read in part only.
+    The source of the value says if the argument's class was read in part only.
     """
     release = args.release
     _, field, owner = library_schema.find(release, key)

@@ -2,8 +2,8 @@
 request uses.
 
 A block is found by its tokens and the block before it, and the first one by its tokens and the
-cache salt. These are compared, not a hash of them, so KV of another prompt is never reused. The
-engine owns the memory, of which this module knows block numbers only.
+cache salt. These values are compared, not a hash of them, so KV of another prompt is never reused.
+The engine owns the memory, of which this module knows block numbers only.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from dynamo_trtllm.protocol.messages import Role
 class EngineFactory(Protocol):
     """A class or function that creates an engine, which is not started.
 
-    It may have the attribute `traits`, an `EngineTraits`.
+    The class or function may have the attribute `traits`, an `EngineTraits`.
     """
 
     def __call__(self, config: WorkerConfig, *, instance_id: int) -> Engine:

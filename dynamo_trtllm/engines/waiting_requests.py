@@ -68,9 +68,9 @@ def queue_order(request: GenerateRequest) -> QueueOrder:
 def step_limit(most: int, prompt: GenerateRequest) -> int:
     """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
 
-    They are a third of `most` if the client of the prompt is above its share. It is so only while
-    another client is below its own, and a prompt of that client should not wait for a long step: it
-    may come while the step runs, or be in the step itself.
+    They are a third of `most` if the client of the prompt is above its share. A client is above its
+    share only while another client is below its own. A prompt of that other client should not wait
+    for a long step: the prompt may come while the step runs, or be in the step itself.
 
     Args:
         most: how many a step may have with other prompts.

@@ -233,7 +233,7 @@ class OfferChecksum:
         Raises:
             TransferFailed: the transfer was unpublished before they were computed.
         """
-        return await results(self._jobs[index])
+        return await wait_for_hashes(self._jobs[index])
 
     async def stop(self) -> None:
         """Cancel the hashing.
@@ -245,7 +245,7 @@ class OfferChecksum:
         await end_jobs(chain.from_iterable(self._jobs))
 
 
-async def results(jobs: Sequence[Future[int]]) -> list[int]:
+async def wait_for_hashes(jobs: Sequence[Future[int]]) -> list[int]:
     """Wait for hashes. A cancelled caller must await `end_jobs`.
 
     Raises:

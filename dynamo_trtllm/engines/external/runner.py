@@ -66,7 +66,7 @@ class CallTokens(NamedTuple):
 class LibraryCalls:
     """The calls of one engine, and the library that runs them.
 
-    It is the `KvHolder` of the calls. Runs on the event loop.
+    This object is the `KvHolder` of the calls, and runs on the event loop.
 
     Args:
         library_name: name of the library, for messages.

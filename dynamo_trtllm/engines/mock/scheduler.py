@@ -269,7 +269,7 @@ class MockScheduler:
                     self._send_held()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
                     if self._has_later_work():
-                        # All streams that were planned for this step were cancelled. Those that
+                        # All streams that were planned for this step were cancelled. Streams that
                         # came later are for the next step.
                         continue
                     self._work.clear()

@@ -176,7 +176,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Write the new KV into the pool and return the attention output.
 
-    Its form is that of transformers' attention interface.
+    The parameters are those of transformers' attention interface.
 
     Args:
         module: the attention layer; `layer_idx` selects its part of the pool.

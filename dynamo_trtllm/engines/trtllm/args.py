@@ -103,8 +103,8 @@ def statistics_note(args: TrtllmArgs) -> str:
     """Return what the executor's statistics cost or, if they are switched off, what is lost.
 
     Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py
-    and publisher.py of 1.7). TensorRT-LLM's default is off, too. They could not be measured without
-    the real package.
+    and publisher.py of 1.7). TensorRT-LLM's default is off, too. This time could not be measured
+    without the real package.
     """
     leaf = args.leaves.get(_STATISTICS)
     # A value that equals the release's default is not passed on.
@@ -143,7 +143,7 @@ def _own_transceiver(
     The Python transceiver supports NIXL only, and newer builds choose it for every model: with
     another backend they fail when they create it (create_kv_cache_transceiver in
     _torch/pyexecutor/kv_cache_transceiver.py, main). Nothing but the timeout frees KV that no
-    decode worker fetches, or ends a fetch of KV that never comes. It is longer than
+    decode worker fetches, or ends a fetch of KV that never comes. The timeout is longer than
     --kv-transfer-ttl-s, because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")

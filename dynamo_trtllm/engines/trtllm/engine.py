@@ -197,7 +197,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
         poller = KvEventPoller(get_events, self._facts.block_tokens)
         self._kv_events = poller
-        self._readers.append(poller.stop)
+        self._stop_readers.append(poller.stop)
         poller.start(on_events)
 
     def stats(self) -> EngineStats:
@@ -468,7 +468,7 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
 def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     """Return the lifetime of a KV transfer in seconds.
 
-    It ends no later than TensorRT-LLM's own timeout of transfers.
+    A transfer ends no later than by TensorRT-LLM's own timeout of transfers.
 
     Args:
         facts: the worker's arguments.
@@ -489,7 +489,7 @@ def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
 def transfer_hint(facts: RoleFacts) -> str:
     """Return what else may be wrong if the KV of a prompt was not received.
 
-    It is the end of a sentence; "" if nothing is known.
+    The text is the end of a sentence; "" if nothing is known.
 
     In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool
     of recurrent states (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the

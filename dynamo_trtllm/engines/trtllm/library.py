@@ -262,7 +262,7 @@ class TrtllmCall:
         self._disagg = disagg
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
-        self._ended_at = math.inf  # when the last result came; infinity: none has come
+        self._last_result_at = math.inf  # when the last result came; infinity: none has come
         # Alternatives per token; None: no log-probabilities.
         self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
@@ -301,8 +301,8 @@ class TrtllmCall:
                 break
             except Exception as exc:
                 raise library.result_error(exc, receiver) from exc
-            self._ended_at = time.monotonic()
-            library.last_result_at = self._ended_at
+            self._last_result_at = time.monotonic()
+            library.last_result_at = self._last_result_at
             receiver.on_result(result)
             if results is None:
                 break
@@ -423,4 +423,4 @@ class TrtllmCall:
         continues_in_decode = finish in ("length", "not_finished")
         if not continues_in_decode:
             return None
-        return self._ended_at + self._library.kv_timeout_s
+        return self._last_result_at + self._library.kv_timeout_s

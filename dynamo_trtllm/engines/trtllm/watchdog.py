@@ -74,7 +74,7 @@ class HangDetector:
         loop: the event loop on which the library is called. Create the detector in its thread.
         calls: the calls of the library.
         recorded_failure: returns the error with which the executor has died, as text; "" if it has
-            not. It may not block.
+            not. The function may not block.
         iterated_at: returns when the executor last reported an iteration, of any clock.
     """
 

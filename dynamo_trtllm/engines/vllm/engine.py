@@ -136,11 +136,11 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
         self._start_progress = StartProgress()
-        self._readers.append(self._start_progress.close)
+        self._stop_readers.append(self._start_progress.close)
         if self._publishes_kv_events:
             ranks = self._args.count("data_parallel_size")
             self._kv_events = KvEventSubscriber(ranks, releases.PACKAGE.load("zmq"))
-            self._readers.append(self._kv_events.close)
+            self._stop_readers.append(self._kv_events.close)
         bindings = await self._load(
             self._build, self._args, self._checkpoint, self._start_progress.phase
         )

@@ -41,7 +41,7 @@ class StartProgress:
         return {FILE: str(self._file)}
 
     def phase(self) -> str:
-        """Return the phase that vLLM's process wrote last. It imports vLLM before it writes one."""
+        """Return the phase that vLLM's process wrote last. Before the first, it imports vLLM."""
         try:
             return self._file.read_text(encoding="utf-8")
         except OSError:

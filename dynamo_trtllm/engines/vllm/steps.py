@@ -56,8 +56,8 @@ def measure_steps(scheduler: Any) -> None:
 
     If the launch of a step with prompt tokens takes longer than the step before it, the end of that
     step is not known (see `note_late_results`). A decode step is then assumed to take as long as
-    the last one, and is no sample. Of steps with prompt tokens, those are samples whose begin and
-    end are late alike.
+    the last one, and is no sample. A step with prompt tokens is a sample if its begin and its end
+    are both known, or both too late.
     """
     if hasattr(scheduler, "dynamo_last_s"):
         return

@@ -169,6 +169,6 @@ class TransferPoller:
     def _oldest_and_next(self) -> list[_PolledFetch]:
         if len(self._running) < 2:
             return self._running
-        # Go round from 1 to the last one.
+        # The turn goes round from index 1 to the last index.
         self._turn = self._turn % (len(self._running) - 1) + 1
         return [self._running[0], self._running[self._turn]]

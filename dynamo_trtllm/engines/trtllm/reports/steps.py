@@ -28,7 +28,7 @@ class _Iteration:
         self.begun_s = (begun - _EPOCH).total_seconds()
         # When its results were read, or later by as long as it waited for requests.
         self.read_s = self.begun_s + float(row["iterLatencyMS"]) / 1000
-        # No request was active before: it may have waited for one.
+        # No request was active before this iteration, so it may have waited for one.
         self.was_idle = row["numNewActiveRequests"] >= row["numActiveRequests"]
         # GPU time of the forward pass; 0: unknown
         self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000
@@ -91,7 +91,7 @@ class StepReader:
 
     * `timestamp` plus the latency. `timestamp` is after the wait at the begin of the iteration, and
       the latency includes this wait again.
-    * the begin of the iteration after the read. It is after the wait that may follow the step.
+    * the begin of the iteration after the read. This is after the wait that may follow the step.
 
     These give no samples:
 

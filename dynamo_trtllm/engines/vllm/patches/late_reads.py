@@ -75,7 +75,7 @@ def install() -> None:
 def _end_failed_reads(scheduler: Any) -> None:
     """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
 
-    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as
+    This matches `kv_load_failure_policy: fail`. The requests end in the step that reports them as
     received: their blocks are freed and were not cached. Requests that vLLM has ended or aborted
     are skipped.
     """

@@ -32,7 +32,7 @@ _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
-# Backends of TensorRT-LLM whose KV is not resharded. For other words, it takes TRTLLM.
+# Attention backends whose KV is not resharded. TensorRT-LLM takes TRTLLM for unknown words.
 _OTHER_ATTENTION = ("FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
