@@ -74,7 +74,7 @@ def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
     parent, _, _ = key.rpartition(".")
     while parent and parent not in given:
         above = find(release, parent).field
-        if above is None or not above.is_built:
+        if above is None or not above.default_is_object:
             return None
         parent = parent.rpartition(".")[0]
     field = find(release, key).field
@@ -87,7 +87,7 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
     A section that is null, by default or in `given`, is one key.
     """
     for name, field in release.fields(release.library.root).items():
-        is_section = isinstance(given[name], Mapping) if name in given else field.is_built
+        is_section = isinstance(given[name], Mapping) if name in given else field.default_is_object
         parts: list[str] = []
         if is_section:
             for owner in owners(release, field):
@@ -114,7 +114,8 @@ def removed(release: ApiManifest, key: str) -> str:
 
 def _is_missing(release: ApiManifest, key: str) -> bool:
     """Return True if a release was not read, and the nearest one has no such argument."""
-    return release.read is not None and find(release.read, key).presence is Presence.ABSENT
+    nearest = release.nearest_read
+    return nearest is not None and find(nearest, key).presence is Presence.ABSENT
 
 
 def _check(

@@ -188,7 +188,7 @@ class Engine(Generator, Protocol):
         """
 
 
-def client_request(request: GenerateRequest) -> str:
+def client_request_id(request: GenerateRequest) -> str:
     """Return the part of the request id that all choices of one client's request share."""
     return _CHOICE_INDEX.sub("", request.request_id)
 

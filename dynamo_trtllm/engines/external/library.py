@@ -210,7 +210,7 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
 _HARMONY_STOP_IDS = (200002, 200012)
 
 
-def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+def model_stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the model's own stop tokens, the main one first."""
     harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
     candidates = (*harmony, *checkpoint.eos_token_ids)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request_id
 from dynamo_trtllm.engines.external.external_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
 from dynamo_trtllm.kv_transfer.transfer_backend import (
@@ -385,7 +385,7 @@ class ExternalCall(Stream):
         calls = self._calls
         if isinstance(error, EngineFailed) and not calls.has_failed:
             if not self.has_ended:
-                calls.failed_requests.add(client_request(self._request))
+                calls.failed_requests.add(client_request_id(self._request))
             if calls.library.health(None) or len(calls.failed_requests) >= MAX_FAILED_REQUESTS:
                 # All calls end, and this call with them.
                 calls.fail(error.message, error.__cause__)

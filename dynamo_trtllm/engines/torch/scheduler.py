@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.chunk_size import ChunkSize
-from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request_id
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch, BlockAllocator
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
@@ -112,7 +112,7 @@ class Scheduler:
         self._awaiting_fetch = AwaitingFetch()
         self._queue_waits = QueueWaits()
         self._events: Delivery = []
-        # `client_request` of a request -> when an output of it was last NaN or infinite.
+        # `client_request_id` of a request -> when an output of it was last NaN or infinite.
         self._non_finite: dict[str, float] = {}
         self._stopping = False
         self._chunk_size = ChunkSize(self.args.max_step_tokens)
@@ -425,7 +425,7 @@ class Scheduler:
             for name, failed_at in self._non_finite.items()
             if now - failed_at < _NON_FINITE_S
         }
-        self._non_finite = recent | {client_request(seq.request): now}
+        self._non_finite = recent | {client_request_id(seq.request): now}
 
     def _handle_token(self, seq: TorchSequence, token: SampledToken | None) -> None:
         """Add a token to its sequence, and emit it, export the prompt's KV, or end the sequence."""

@@ -91,7 +91,7 @@ def trtllm_args(
     )
 
 
-def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described:
+def described(config: WorkerConfig, release: ApiManifest) -> arguments.DescribedArguments:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
     found = arguments.described_library_arguments(args)

@@ -34,7 +34,7 @@ from dynamo_trtllm.engines.capabilities import (
 )
 from dynamo_trtllm.engines.engine_interface import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
-from dynamo_trtllm.engines.external.library import end_ids
+from dynamo_trtllm.engines.external.library import model_stop_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
@@ -283,7 +283,9 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         """
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
-        return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
+        return StepReader(
+            self._steps, self._request_lengths, dp_ranks(self._facts) or 1, self._full_step
+        )
 
     def _full_step(self) -> int:
         """Return the number of tokens from which a step counts as full: it has cut its last prompt.
@@ -295,7 +297,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             return 0
         return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
-    def _running(self) -> tuple[float, int]:
+    def _request_lengths(self) -> tuple[float, int]:
         """Return the mean context of the requests in the batch, and the length of the longest
         prompt. Prompts in the batch count with their output.
 
@@ -342,7 +344,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             engine="trtllm",
             context_length=context_length(facts),
             vocab_size=checkpoint.vocab_size,
-            eos_token_ids=end_ids(checkpoint),
+            eos_token_ids=model_stop_ids(checkpoint),
             renderer=checkpoint.renderer,
             layout=layout,
             limits=Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens),

@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.capabilities import (
 )
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts, end_ids
+from dynamo_trtllm.engines.external.library import Counts, model_stop_ids
 from dynamo_trtllm.engines.vllm import chunk_threshold, compilation, releases, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
@@ -217,7 +217,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
             engine="vllm",
             context_length=int(config.model_config.max_model_len),
             vocab_size=checkpoint.vocab_size,
-            eos_token_ids=end_ids(checkpoint),
+            eos_token_ids=model_stop_ids(checkpoint),
             renderer=checkpoint.renderer,
             layout=_layout(checkpoint, config),
             limits=Limits(

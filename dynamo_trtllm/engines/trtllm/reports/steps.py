@@ -111,8 +111,8 @@ class StepReader:
 
     Args:
         steps: receives the samples.
-        running: returns the mean number of context tokens of the requests in the batch, and the
-            number of tokens of the longest prompt; 0 without any.
+        request_lengths: returns the mean number of context tokens of the requests in the batch, and
+            the number of tokens of the longest prompt; 0 without any.
         num_ranks: attention-DP ranks; 1 without attention DP.
         full_step: returns the number of tokens from which a step of a rank counts as full: it has
             cut its last prompt. 0: prompts are not cut.
@@ -121,12 +121,12 @@ class StepReader:
     def __init__(
         self,
         steps: deque[StepSample],
-        running: Callable[[], tuple[float, int]],
+        request_lengths: Callable[[], tuple[float, int]],
         num_ranks: int = 1,
         full_step: Callable[[], int] = lambda: 0,
     ) -> None:
         self._steps = steps
-        self._running = running
+        self._request_lengths = request_lengths
         self._num_ranks = num_ranks
         self._full_step = full_step
         # Tokens computed of the prompt that the last step cut, if rows do not report them.
@@ -143,13 +143,13 @@ class StepReader:
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take the rows of one poll, the oldest first."""
-        mean_context, longest_prompt = self._running()
+        mean_context, longest_prompt = self._request_lengths()
         self._mean_context = mean_context or self._mean_context
         self._longest_prompt = max(longest_prompt, self._longest_of_poll)
         self._longest_of_poll = longest_prompt
         for row in rows[-MAX_STEPS:]:
             try:
-                self._add(_Iteration(row))
+                self._add_iteration(_Iteration(row))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 self._restart()
         if self._is_warm_up:
@@ -162,7 +162,7 @@ class StepReader:
         self._ended_s = None
         self._cut_tokens = 0.0
 
-    def _add(self, new: _Iteration) -> None:
+    def _add_iteration(self, new: _Iteration) -> None:
         """Add an iteration. Make samples of the steps whose end it shows."""
         last = self._pending[-1] if self._pending else None
         if last is not None and new.number == last.number and new.rank != last.rank:
@@ -187,7 +187,7 @@ class StepReader:
                 seconds = step.forward_s
             cached_tokens = self._cached_tokens(step)
             if seconds > 0:
-                self._take(step, seconds, cached_tokens)
+                self._add_sample(step, seconds, cached_tokens)
 
     def _is_overlapping(self, last: _Iteration, new: _Iteration) -> bool:
         """Return whether the overlap scheduler is on.
@@ -263,7 +263,7 @@ class StepReader:
                 self._cut_tokens += before
         return before
 
-    def _take(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
+    def _add_sample(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
         """Add a sample, if it is known what the step computed."""
         context_tokens = step.context_tokens or step.decode_requests * self._mean_context
         computes_nothing = not (step.decode_requests or step.prompt_tokens)
