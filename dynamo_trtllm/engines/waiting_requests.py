@@ -30,7 +30,7 @@ FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
 # avoid, and shorter than the time for which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
 # Into how many steps one is divided, so that a client below its share waits less for the step that
-# runs. With steps of 0.1 s, the p99 of its time to first token is then 23 ms longer than if it were
+# runs. With steps of 0.1 s, the p99 of the time of its prompts is then 23 ms longer than if it were
 # alone. With 2, it would be 37 ms longer, and the throughput 0.6% higher (docs/performance.md,
 # "Shares of clients").
 _SHORT_STEPS: Final = 3

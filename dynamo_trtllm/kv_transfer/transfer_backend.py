@@ -1,8 +1,8 @@
 """Define the interface of KV transfer backends, and check KV transfer parameters.
 
 The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes,
-device); the engine gathers KV blocks into regions and scatters them. `first_deadline` says which of
-its time limits a fetch reaches first.
+device); the engine gathers KV blocks into regions and scatters them. `first_deadline` returns the
+time limit that a fetch reaches first.
 """
 
 from __future__ import annotations

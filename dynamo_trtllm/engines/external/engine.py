@@ -171,7 +171,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         self._transfer_guard = TransferGuard()
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
-        # Functions that end the threads which read from the library. Each is idempotent.
+        # Functions that end what reads from the library, such as threads. Each is idempotent.
         self._stop_readers: list[Callable[[], None]] = []
 
     def use_transfer_guard(self, guard: TransferGuard) -> None:

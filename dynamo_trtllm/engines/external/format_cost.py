@@ -366,7 +366,7 @@ def _quantified(piece: _Piece, text: str) -> _Piece:
     least, most = _bounds(text)
     if piece.width is not None:
         return _characters(piece.width, least, most)
-    # Without an upper bound, the copies that there are at least count.
+    # Without an upper bound, the least number of copies counts.
     times = min(max(1, least) if most is None else most, _MAX_STATES)
     return piece.repeated(times) if least == most else piece.variable(times)
 

@@ -49,7 +49,8 @@ class TorchSequence(TaskStream):
         super().__init__(on_event, tasks, kv_holder)
         self._retire = retire
         self.request = request
-        # Prefill: the KV connector retires the sequence, and not the end of the stream.
+        # Prefill: True once the KV is exported. Then the KV connector retires the sequence, and the
+        # end of the stream does not.
         self.is_exported = False
         self.max_new_tokens = 0
         self.stop_ids: tuple[int, ...] = ()

@@ -400,7 +400,7 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
         # Without this field, the first token of a decode call has no log-probability, and the call
         # fails: its result asserts one per token (executor/result.py of 1.2; pull request 11727
-        # adds the field).
+        # transfers it).
         features.append("logprobs")
     if features:
         log.info(

@@ -190,7 +190,8 @@ class VllmCall:
         self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # None after it was submitted
-        # The seed that the decode call has to use, too. None: the client has set one.
+        # The seed that the decode call has to use, too. None: none is needed, or the client has set
+        # one.
         self._seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None

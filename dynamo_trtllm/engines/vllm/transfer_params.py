@@ -128,7 +128,7 @@ _MAX_TRIES = 4
 _RETRY_INTERVAL_S = 0.25
 _GRACE_S = 1.0
 
-# Frees the KV of the requests with these ids. Returns the ids that each vLLM worker has freed.
+# Releases the KV of the requests with these ids. Returns the ids that each vLLM worker released.
 Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]
 
 
