@@ -194,7 +194,7 @@ class BlockManager:
         self._report_removed(cached)
 
     def free(self, table: BlockTable) -> None:
-        """End the use of a request's blocks. Repeated calls are allowed."""
+        """End the use of a request's blocks. Idempotent."""
         self._free += table.uncached_blocks()
         self._free += self._release(table.chain)
         if table.numbers:

@@ -109,7 +109,7 @@ class Checksums:
         return [self.submit(block) for block in blocks(region)]
 
     def hash(self, block: MemoryRegion) -> int:
-        """Return the hash of a block, unsigned 64 bits. Blocks the calling thread."""
+        """Return the hash of a block, unsigned 64 bits. Blocks the caller."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
         assert self.device_checksum is not None, (

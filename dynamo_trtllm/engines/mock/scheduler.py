@@ -251,7 +251,7 @@ class MockScheduler:
             self._idle.set()
 
     async def _run(self) -> None:
-        """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
+        """Run steps for ever; sleep when there is nothing to do. Requests fail when this ends.
 
         A step starts when the time of the step before it is over, so other work on the event loop
         does not lengthen steps.

@@ -337,7 +337,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
 
     Raises:
         ConfigError: the memory is too small for one block, or kv_staging_gib for the longest
-            request, which would wait forever.
+            request, which would wait for ever.
     """
     if args.kv_cache_blocks is not None:
         num_blocks = args.kv_cache_blocks

@@ -186,7 +186,7 @@ class Scheduler:
     def retire(self, seq: TorchSequence) -> None:
         """End a sequence in any state, free its blocks and call `on_freed` with it.
 
-        Repeated calls are allowed.
+        Idempotent.
         """
         self._drop(seq)
         self._events.append(partial(self.on_freed, seq))

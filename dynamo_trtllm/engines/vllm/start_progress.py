@@ -48,7 +48,7 @@ class StartProgress:
             return IMPORTING
 
     def close(self) -> None:
-        """Remove the file. Repeated calls are allowed."""
+        """Remove the file. Idempotent."""
         self._folder.cleanup()
 
 

@@ -48,7 +48,7 @@ _NOTHING = _Composition()
 
 
 def measure_steps(scheduler: Any) -> None:
-    """Make a scheduler class measure its steps. Repeated calls are allowed.
+    """Make a scheduler class measure its steps. Idempotent.
 
     A step begins when it is scheduled and the one before it has ended: with asynchronous
     scheduling, vLLM schedules a step while the one before runs. The time is sent with vLLM's own
@@ -141,7 +141,7 @@ def note_late_results(future: Any) -> None:
     """Make a class of futures note if results were there before the engine asked for them.
 
     An engine in one process with its worker asks for them after it has launched the next step.
-    Repeated calls are allowed.
+    Idempotent.
     """
     result = future.result
     if hasattr(result, "__wrapped__"):

@@ -196,7 +196,7 @@ class KvReleaser:
         self._again.add(handle)
 
     async def aclose(self) -> None:
-        """Stop releasing KV. Repeated calls are allowed."""
+        """Stop releasing KV. Idempotent."""
         for handle in self._again:
             handle.cancel()
         self._again.clear()
