@@ -188,7 +188,7 @@ class SimulatedEngine(ExternalEngine):
             limits=Limits(max_batch_size=args.max_batch_size, kv_blocks=args.kv_cache_blocks),
             can_aggregate=True,
         )
-        self._run(SimulatedLibrary(args.step_s), info, "none")
+        self._accept_requests(SimulatedLibrary(args.step_s), info, "none")
         return info
 
 

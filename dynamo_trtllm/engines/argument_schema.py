@@ -74,7 +74,7 @@ def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
     parent, _, _ = key.rpartition(".")
     while parent and parent not in given:
         above = find(release, parent).field
-        if above is None or not above.is_built:
+        if above is None or not above.default_is_object:
             return None
         parent = parent.rpartition(".")[0]
     field = find(release, key).field
@@ -87,7 +87,7 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
     A section that is null, by default or in `given`, is one key.
     """
     for name, field in release.fields(release.library.root).items():
-        is_section = isinstance(given[name], Mapping) if name in given else field.is_built
+        is_section = isinstance(given[name], Mapping) if name in given else field.default_is_object
         parts: list[str] = []
         if is_section:
             for owner in owners(release, field):
@@ -104,21 +104,24 @@ def is_known(library: LibraryReleases, key: str) -> bool:
 
 
 def removed(release: ApiManifest, key: str) -> str:
-    """Return the releases that had an argument which the nearest release that was read lacks.
+    """Return the names of the releases that have an argument which this release probably lacks.
 
-    "": the release itself was read, or the nearest one has the argument, or no release had it.
+    That is: its own API was not read, and the nearest release that was read lacks the argument. ""
+    in all other cases, and if no release has the argument.
     """
     return _releases_with(release.library, key) if _is_missing(release, key) else ""
 
 
 def _is_missing(release: ApiManifest, key: str) -> bool:
     """Return True if a release was not read, and the nearest one has no such argument."""
-    return release.read is not None and find(release.read, key).presence is Presence.ABSENT
+    nearest = release.nearest_read
+    return nearest is not None and find(nearest, key).presence is Presence.ABSENT
 
 
 def _check(
     values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str
 ) -> Iterator[str]:
+    """Yield the notes that `check` returns. Raises ConfigError for the first invalid key."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         presence, field, owner = find(release, key)
@@ -196,10 +199,10 @@ def _classes_of(library: LibraryReleases, parent: str) -> set[str]:
 
 
 def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True if a value has no other fault than a word that is not listed, where not all words
-    were read.
+    """Return True if the only fault of a value is a word that the manifest does not list, and the
+    release may have it, because not all its words were read.
 
-    A word that is known to be removed is not meant.
+    False for a word that is known to be removed.
     """
     is_removed = str(value) in release.library.removed_values.get(key, {})
     if is_removed or value_types.fits(value, field.type, release):

@@ -46,7 +46,7 @@ ENGINE_FLAGS = (
 )
 
 
-class Described(NamedTuple):
+class DescribedArguments(NamedTuple):
     """An engine's arguments as `--print-config` prints them."""
 
     title: str  # the engine and its release
@@ -83,7 +83,9 @@ class NoArguments(BaseModel):
     """The arguments of an engine that has none."""
 
 
-def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Described:
+def described_arguments(
+    config: WorkerConfig, schema: type[BaseModel], engine: str
+) -> DescribedArguments:
     """Return the same arguments as `engine_arguments`, with the source of each.
 
     Raises:
@@ -95,7 +97,7 @@ def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: s
         name: merged.leaves.get(name, SourcedValue(getattr(checked, name), f"default ({engine})"))
         for name in schema.model_fields
     }
-    return Described(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
+    return DescribedArguments(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ def check_source(source: Source, release: ApiManifest) -> list[str]:
         raise ConfigError(f"{exc.message}. {hint}", field=exc.field) from exc
 
 
-def described_library_arguments(args: LibraryArgs) -> Described:
+def described_library_arguments(args: LibraryArgs) -> DescribedArguments:
     """Return all arguments of an engine that wraps a library, with defaults and sources.
 
     Defaults of arguments that only the engine sets do not apply.
@@ -185,13 +187,13 @@ def described_library_arguments(args: LibraryArgs) -> Described:
         return order.get(first, len(order))
 
     ordered = {key: values[key] for key in sorted(values, key=place)}
-    return Described(title, args.leaves, ordered, args.notes)
+    return DescribedArguments(title, args.leaves, ordered, args.notes)
 
 
 def _default(args: LibraryArgs, key: str) -> SourcedValue:
     """Return the release's default of an argument.
 
-    Its source says if the argument's class was read in part only.
+    The source of the value says if the argument's class was read in part only.
     """
     release = args.release
     _, field, owner = library_schema.find(release, key)
@@ -243,6 +245,7 @@ def override_layer(config: WorkerConfig) -> Source:
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
+    """Return the merged arguments. Raises ConfigError for an argument that the engine lacks."""
     settings = {name: getattr(config, name) for name in ENGINE_FLAGS}
     given = {name: value for name, value in settings.items() if value is not None}
     # Every engine supports a parallel size of 1, even if it has no argument for it.

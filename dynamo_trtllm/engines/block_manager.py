@@ -2,8 +2,8 @@
 request uses.
 
 A block is found by its tokens and the block before it, and the first one by its tokens and the
-cache salt. These are compared, not a hash of them, so KV of another prompt is never reused. The
-engine owns the memory, of which this module knows block numbers only.
+cache salt. These values are compared, not a hash of them, so KV of another prompt is never reused.
+The engine owns the memory, of which this module knows block numbers only.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class BlockManager:
         self._report_removed(cached)
 
     def free(self, table: BlockTable) -> None:
-        """End the use of a request's blocks. Repeated calls are allowed."""
+        """End the use of a request's blocks. Idempotent."""
         self._free += table.uncached_blocks()
         self._free += self._release(table.chain)
         if table.numbers:

@@ -54,7 +54,8 @@ class GuardsKvTransfers(ABC):
 
         A decode engine awaits `guard.check_address` before it connects, and may present
         `guard.reader_proof`, which the prefill engine checks with `guard.is_reader_proof`. A
-        worker calls this method once, before `start`. It checks signatures before `generate`.
+        worker calls this method once, before `start`. The worker itself checks the signatures of
+        parameters, before it calls `generate`.
         """
 
 
@@ -100,7 +101,7 @@ class MeasuresSteps(ABC):
     def steps(self) -> deque[StepSample]:
         """The newest measured steps, at most 512, the oldest first.
 
-        Their one reader removes them.
+        The worker, their only reader, removes them.
         """
 
 

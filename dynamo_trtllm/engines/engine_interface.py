@@ -53,9 +53,9 @@ class EngineInfo:
     limits: Limits = field(default_factory=Limits)
     # what prefill and decode must share besides the layout
     kv_compat: Mapping[str, str] = field(default_factory=dict)
-    # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with
-    # "resumed_tokens" treats output of another worker as prompt, which is equivalent only for
-    # greedy requests without grammar and penalties.
+    # What the engine does not support: fields of Sampling, "cache_salt" or "resumed_tokens". An
+    # engine that lists "resumed_tokens" treats output of another worker as prompt, which is
+    # equivalent only for greedy requests without grammar and penalties.
     unsupported_features: tuple[str, ...] = ()
     # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need
     # them.
@@ -115,7 +115,7 @@ class EngineStats:
     kv_events_unreadable: int = 0  # KV events of the library that could not be read
     # blocks that no decode worker fetched and that the engine's library never frees
     leaked_kv_blocks: int = 0
-    # prompt tokens that wait for prefill or are in it, as far as not yet computed
+    # prompt tokens of waiting and running requests that are not computed yet
     queued_prefill_tokens: int = 0
     context_tokens: int = 0  # tokens of the requests in the batch, prompts and output
 
@@ -188,7 +188,7 @@ class Engine(Generator, Protocol):
         """
 
 
-def client_request(request: GenerateRequest) -> str:
+def client_request_id(request: GenerateRequest) -> str:
     """Return the part of the request id that all choices of one client's request share."""
     return _CHOICE_INDEX.sub("", request.request_id)
 
@@ -216,7 +216,7 @@ def check_request(
         info: properties of the engine.
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
-        limit: length of the prompt; None: that which leaves one token of the context.
+        limit: the longest prompt; None: one that leaves one token of the context for output.
         priority_argument: name of the argument that gives priorities an effect; "": the engine has
             none.
 

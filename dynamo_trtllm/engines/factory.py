@@ -41,7 +41,7 @@ from dynamo_trtllm.protocol.messages import Role
 class EngineFactory(Protocol):
     """A class or function that creates an engine, which is not started.
 
-    It may have the attribute `traits`, an `EngineTraits`.
+    The class or function may have the attribute `traits`, an `EngineTraits`.
     """
 
     def __call__(self, config: WorkerConfig, *, instance_id: int) -> Engine:
@@ -129,7 +129,7 @@ def engine_kind(factory: EngineFactory, name: str = "") -> EngineKind:
     Raises:
         ConfigError: it can't be called as a factory, or has invalid traits.
     """
-    # The name and the traits are those of the function within.
+    # A `partial` has the name and the traits of its function.
     function: object = factory
     while isinstance(function, partial):
         function = function.func

@@ -118,7 +118,7 @@ def count_visible(environment: Mapping[str, str]) -> int | None:
     return 0 if is_known else None
 
 
-def memory_free_bytes() -> list[tuple[int, int]]:
+def free_and_total_bytes() -> list[tuple[int, int]]:
     """Return the free and total bytes of each visible GPU; [] without a driver or NVML.
 
     Thread-safe.
@@ -130,7 +130,7 @@ def memory_used_bytes() -> int | None:
     """Return the bytes that all processes use on the first visible GPU; None without a driver or
     NVML. Thread-safe.
     """
-    return next((total - free for free, total in memory_free_bytes()), None)
+    return next((total - free for free, total in free_and_total_bytes()), None)
 
 
 def _chosen(visible: str | None, uuids: list[str]) -> list[int]:

@@ -40,7 +40,7 @@ class ManifestField:
         self.default = _value(item.get("default"))
         self.default_known = item.get("default_known", True) and not self.required
         # The default is an object from a factory; its fields have defaults of their own.
-        self.is_built = str(item.get("default")).startswith("<factory")
+        self.default_is_object = str(item.get("default")).startswith("<factory")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,11 +64,11 @@ class LibraryReleases:
     engine_set: dict[str, str]
     # argument of another library -> what replaces it
     foreign: dict[str, str] = field(default_factory=dict)
-    unsupported: frozenset[str] = frozenset()  # arguments that must not be set, or be false
+    unsupported: frozenset[str] = frozenset()  # arguments that must be unset or false
     moved: dict[str, str] = field(default_factory=dict)  # deprecated argument -> its replacement
     # argument -> value that newer releases lack -> what to set instead
     removed_values: dict[str, dict[str, str]] = field(default_factory=dict)
-    # class -> those that may define it, by release
+    # class -> the modules that may define it, depending on the release
     modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # names without which the engine can't run
     needed: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -120,7 +120,8 @@ class ApiManifest:
                 that is named after the release is its own.
         """
         self.library = library
-        self.read: ApiManifest | None = None  # what was read, if this is a similar release
+        # The API that stands for this release, if this release was not read (see `as_nearest`).
+        self.nearest_read: ApiManifest | None = None
         self.name = name
         self.title = name  # for messages
         self.owners: dict[str, Mapping[str, ManifestField]] = {}
@@ -134,6 +135,7 @@ class ApiManifest:
             gaps = {_in_part(text) for text in manifest["not_read"]}
             owners = _owners(manifest["classes"])
             for owner in owners.keys() & self.owners.keys():
+                # This manifest has only some names of the owner. The others stay as they are.
                 if f"{owner} in part" in gaps:
                     owners[owner] = {**self.owners[owner], **owners[owner]}
             self.owners.update(owners)
@@ -160,7 +162,7 @@ class ApiManifest:
         part.
         """
         nearest = copy.copy(self)
-        nearest.read = self
+        nearest.nearest_read = self
         nearest.title = f"{self.name} (the nearest release that was read)"
         nearest.not_read = self.not_read | {f"{owner} in part" for owner in self.owners}
         nearest.open_enums = frozenset(self.enums)
@@ -181,10 +183,10 @@ class ApiManifest:
             return Presence.ABSENT
         # A class that another release has may exist here too; a name that no release has is a
         # misspelling.
-        mentioned = any(other.speaks_of(owner) for other in self.library.releases)
+        mentioned = any(other.mentions(owner) for other in self.library.releases)
         return Presence.NOT_READ if mentioned else Presence.ABSENT
 
-    def speaks_of(self, owner: str) -> bool:
+    def mentions(self, owner: str) -> bool:
         """Return True if the manifest mentions the class or method: as read, as not read, or in an
         annotation.
         """

@@ -2,8 +2,8 @@
 texts.
 
 A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here:
-`schema` checks its keys. A class that no manifest describes accepts every value, and so does an
-annotation that was not read.
+`argument_schema` checks its keys. A class that no manifest describes accepts every value, and so
+does an annotation that was not read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def value_type(annotation: str, release: ApiManifest, openness: Openness = _CLOS
     members = [
         node.id for node in nodes if isinstance(node, ast.Name) and _members(node.id, release)
     ]
-    # An enumeration restricts text: Union[str, LoadFormat] is one of its members.
+    # With an enumeration, str is left out: a value of Union[str, LoadFormat] must be one of the
+    # members of LoadFormat.
     kept = [
         node for node in nodes if not (members and isinstance(node, ast.Name) and node.id == "str")
     ]
@@ -94,12 +95,13 @@ def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
 
 
 def may_fit(value: Any, annotation: str, release: ApiManifest, *, is_in_part: bool) -> bool:
-    """Return True if an argument may have this value in a build whose words were not all read.
+    """Return True if the library may accept a value that does not fit, because not all words of the
+    build were read.
 
-    A listed word in another case does not fit: it is a misspelling.
+    False for a listed word in another case: that is a misspelling.
 
     Args:
-        value: the value.
+        value: a value for which `fits` returns False.
         annotation: text in the manifest.
         release: API of the library, which knows the enumerations of which not all members were
             read.
@@ -189,7 +191,7 @@ def _single(node: ast.expr, release: ApiManifest, openness: Openness) -> Any:
 def _members(name: str, release: ApiManifest) -> tuple[str, ...]:
     """Return the members of an enumeration; () for other names.
 
-    For some classes manifests list the subclasses.
+    For a class (`…Config`), `ApiManifest.values` has its subclasses, which are no members.
     """
     return () if name.endswith("Config") else release.values(name)
 

@@ -25,13 +25,14 @@ class QueueOrder(NamedTuple):
 
 
 FIRST: Final = QueueOrder(-math.inf, 0)  # no other request may overtake it
-# A client that sends only requests of a high priority could keep those of all others waiting. After
-# this time, they go first. It is longer than what a priority is for, and shorter than the time for
-# which clients wait (minutes).
+# Requests of a low priority could wait for ever behind those of a high priority. So a request that
+# has waited for this time goes first. The time is longer than the waits that a priority is to
+# avoid, and shorter than the time for which clients wait (minutes).
 MAX_WAIT_S: Final = 30.0
 # Into how many steps one is divided, so that a client below its share waits less for the step that
-# runs: with steps of 0.1 s, its p99 is 23 ms longer than alone. With 2, it is 37 ms longer, and the
-# throughput 0.6 % higher (docs/performance.md, "Shares of clients").
+# runs. With steps of 0.1 s, the p99 of the time of its prompts is then 23 ms longer than if it were
+# alone. With 2, it would be 37 ms longer, and the throughput 0.6% higher (docs/performance.md,
+# "Shares of clients").
 _SHORT_STEPS: Final = 3
 _EVENT_OF_WAIT: Final = {
     "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
@@ -67,9 +68,9 @@ def queue_order(request: GenerateRequest) -> QueueOrder:
 def step_limit(most: int, prompt: GenerateRequest) -> int:
     """Return how many prompt tokens a step may have, if some of them are of a certain prompt.
 
-    They are a third of `most` if the client of the prompt is above its share. It is so only while
-    another client is below its own, and a prompt of that client should not wait for a long step: it
-    may come while the step runs, or be in the step itself.
+    They are a third of `most` if the client of the prompt is above its share. A client is above its
+    share only while another client is below its own. A prompt of that other client should not wait
+    for a long step: the prompt may come while the step runs, or be in the step itself.
 
     Args:
         most: how many a step may have with other prompts.

@@ -137,16 +137,16 @@ def variants(
     for name, count, values in _VARIANTS:
         if not set(info.unsupported_features) & set(values):
             sampling = msgspec.structs.replace(_WARM_UP_SAMPLING, **values)
-            run = partial(requests, engine, model, sampling, min(count, at_once), cache_salt)
+            run = partial(run_requests, engine, model, sampling, min(count, at_once), cache_salt)
             steps.append(WarmUpStep(name, run))
     return steps
 
 
-async def first_request(
+async def run_first_request(
     engine: Generator, model: str, *, max_tokens: int, cache_salt: str | None = None
 ) -> None:
     """Run one greedy request without a KV transfer to its end. Raises its error."""
-    await requests(
+    await run_requests(
         engine,
         model,
         Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -155,7 +155,7 @@ async def first_request(
     )
 
 
-async def requests(
+async def run_requests(
     engine: Generator, model: str, sampling: Sampling, count: int, cache_salt: str | None = None
 ) -> None:
     """Run equal requests at once, without a KV transfer, to their end.

@@ -109,7 +109,7 @@ class Checksums:
         return [self.submit(block) for block in blocks(region)]
 
     def hash(self, block: MemoryRegion) -> int:
-        """Return the hash of a block, unsigned 64 bits. Blocks the calling thread."""
+        """Return the hash of a block, unsigned 64 bits. Blocks the caller."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
         assert self.device_checksum is not None, (
@@ -204,8 +204,8 @@ class OfferChecksum:
         exc = job.exception()
         if exc is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-        # A job is done before it calls this. So `stop`, which has waited for the jobs, takes the
-        # lock, too.
+        # `stop` takes the lock, too: a job that is done, for which `stop` does not wait, may be
+        # about to call this.
         with self._lock:
             if self._stopped:
                 return
@@ -233,7 +233,7 @@ class OfferChecksum:
         Raises:
             TransferFailed: the transfer was unpublished before they were computed.
         """
-        return await results(self._jobs[index])
+        return await wait_for_hashes(self._jobs[index])
 
     async def stop(self) -> None:
         """Cancel the hashing.
@@ -245,7 +245,7 @@ class OfferChecksum:
         await end_jobs(chain.from_iterable(self._jobs))
 
 
-async def results(jobs: Sequence[Future[int]]) -> list[int]:
+async def wait_for_hashes(jobs: Sequence[Future[int]]) -> list[int]:
     """Wait for hashes. A cancelled caller must await `end_jobs`.
 
     Raises:

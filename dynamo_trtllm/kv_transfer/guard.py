@@ -62,7 +62,7 @@ class TransferGuard:
                 self._count,
             )
         # A worker that registers no address is of an older release, or its engine does not know
-        # where its library listens. Its readers can't be checked.
+        # where its library listens. Then a connection to it can't be checked.
         if registered and address not in registered:
             raise rejection(
                 kv_params,

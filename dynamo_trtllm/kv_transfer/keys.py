@@ -33,7 +33,7 @@ _HINT: Final = "write keys with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 class TransferKey(NamedTuple):
-    """One key. Its id tells nothing about its secret."""
+    """One key. Its id reveals nothing about its secret."""
 
     key_id: str
     secret: bytes

@@ -179,7 +179,7 @@ def _require_equal(kv_params: KvTransferParams, name: str, ours: int) -> None:
 class KvTransfers(PendingTransfers):
     """The KV transfers of an engine over a backend, which it owns.
 
-    It is the `KvHolder` of the engine's streams.
+    This object is the `KvHolder` of the engine's streams.
 
     Args:
         backend: moves the KV.

@@ -16,11 +16,11 @@ WAIT_S: Final = 2.0
 class PrefillAddresses:
     """The registered addresses of prefill workers, by instance id.
 
-    Those of a worker that has left stay valid for a while, because a draining worker leaves
+    The addresses of a worker that has left stay valid for a while, because a draining worker leaves
     discovery first, and its KV is still fetched. Runs on the event loop.
 
     Args:
-        stay_s: how long those of a worker that has left stay valid.
+        stay_s: how long the addresses of a worker that has left stay valid.
         wait_s: longest wait for an instance that is not registered yet.
         clock: returns seconds, monotonic.
     """
@@ -36,7 +36,7 @@ class PrefillAddresses:
         self._wait_s = wait_s
         self._clock = clock
         self._addresses: dict[int, tuple[str, ...]] = {}
-        # Instance id -> when its addresses are removed. Those that left first come first.
+        # Instance id -> when its addresses are removed. Instances that left first come first.
         self._left: dict[int, float] = {}
         self._changed = asyncio.Event()
 

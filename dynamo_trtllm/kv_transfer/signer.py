@@ -46,7 +46,7 @@ class _Expiry(NamedTuple):
 
 
 class _UsedTransfers:
-    """The transfers whose signed parameters a call uses or has used, so that no other call may.
+    """The transfers whose signed parameters a call uses or has used, so that others may not.
 
     Args:
         clock: returns seconds since the epoch.
@@ -58,7 +58,7 @@ class _UsedTransfers:
         # Ids of transfers whose KV has arrived. They are removed at their expiry, because they are
         # rejected as expired from then on.
         self._fetched: set[str] = set()
-        self._expiries: list[_Expiry] = []  # a heap of these expiries
+        self._expiries: list[_Expiry] = []  # a heap of the expiries of `_fetched`
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._fetching or transfer_id in self._fetched

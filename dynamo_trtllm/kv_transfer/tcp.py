@@ -36,7 +36,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     blocks,
     combined,
     end_jobs,
-    results,
+    wait_for_hashes,
 )
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes, view
@@ -64,7 +64,7 @@ _REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
-# Connections that wait until they are accepted. The kernel retries others seconds later.
+# Connections that may wait to be accepted. The kernels of further peers retry seconds later.
 _BACKLOG = 4096
 # At most half of the files that the process may open are connections, and at most a quarter are
 # connections that have sent no request yet. Otherwise strangers could use up all files.
@@ -446,7 +446,7 @@ class TcpBackend:
                 await _receive(connection, view(block))
                 jobs.append(self.checksums.submit(block))
             theirs = await _receive_bytes(connection, _CHECKSUM.size)
-            checksum = combined(before, await results(jobs))
+            checksum = combined(before, await wait_for_hashes(jobs))
         finally:
             # The jobs read the memory of the region, which may be freed after this.
             await end_jobs(jobs)

@@ -1,8 +1,8 @@
 """Define the interface of KV transfer backends, and check KV transfer parameters.
 
 The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes,
-device); the engine gathers KV blocks into regions and scatters them. One of the functions decides
-which deadline ends a fetch first.
+device); the engine gathers KV blocks into regions and scatters them. `first_deadline` returns the
+time limit that a fetch reaches first.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def collecting_call(
 ) -> GenerateRequest:
     """Return a decode call that fetches the KV of a prompt and generates as little as possible.
 
-    Its only purpose is the fetch, with which the prefill worker's library frees the KV. It allows
+    Its only purpose is the fetch, after which the prefill worker's library frees the KV. It allows
     one token more than prefill has generated, because an engine rejects a decode call that has
     nothing to generate.
 

@@ -123,7 +123,8 @@ def check_model_files(folder: Path, *, reads_gguf: bool, weight_files: Sequence[
     Args:
         folder: model folder.
         reads_gguf: the engine loads GGUF files.
-        weight_files: one of these must be there, unless the model is a GGUF file; (): none.
+        weight_files: one of these must be there, unless the model is a GGUF file; (): weights are
+            not checked.
 
     Raises:
         ConfigError: names the missing or unsupported file.
@@ -178,7 +179,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     experts_per_token = config.first_count("num_experts_per_tok", "experts_per_token")
     return Checkpoint(
         folder=folder,
-        # That of the whole model, which may differ from that of its language model.
+        # The type of the whole model, which may differ from that of its language model.
         model_type=str(top.get("model_type", model_type)),
         num_layers=config.count("num_hidden_layers"),
         num_attention_heads=heads,

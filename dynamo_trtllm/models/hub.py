@@ -275,6 +275,7 @@ def _tokenizer_files(folder: Path) -> list[str]:
 
 
 def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:
+    """Return what went wrong, and what to do about it."""
     from huggingface_hub import errors
 
     match exc:

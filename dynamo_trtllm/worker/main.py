@@ -21,7 +21,7 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.text_table import format_table
-from dynamo_trtllm.engines.arguments import Described, NoArguments, described_arguments
+from dynamo_trtllm.engines.arguments import DescribedArguments, NoArguments, described_arguments
 from dynamo_trtllm.engines.factory import find_engine
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.outputs import OUTPUTS
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 EXIT_S = 30.0
 
 
-def described(config: WorkerConfig) -> Described:
+def described(config: WorkerConfig) -> DescribedArguments:
     """Return the engine arguments of a worker. The engine's library need not be installed.
 
     Raises:
@@ -91,7 +91,7 @@ def dump(config: WorkerConfig, path: Path) -> None:
         ) from exc
 
 
-def _trtllm(config: WorkerConfig) -> Described:
+def _trtllm(config: WorkerConfig) -> DescribedArguments:
     from dynamo_trtllm.engines.trtllm import args
     from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
     from dynamo_trtllm.engines.trtllm.bindings import PACKAGE

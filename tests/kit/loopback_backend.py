@@ -16,7 +16,7 @@ from dynamo_trtllm.kv_transfer.checksums import (
     Checksums,
     combined,
     end_jobs,
-    results,
+    wait_for_hashes,
 )
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.memory import MemoryRegion, require_cpu, require_sizes
@@ -98,7 +98,7 @@ class LoopbackBackend(TcpBackend):
     async def _hashes(self, region: MemoryRegion) -> list[int]:
         jobs = self.checksums.submit_all(region)
         try:
-            return await results(jobs)
+            return await wait_for_hashes(jobs)
         finally:
             await end_jobs(jobs)
 

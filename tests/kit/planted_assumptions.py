@@ -75,7 +75,7 @@ PLANTS = (
         "KV that is never fetched",
         "an abort frees the KV of a finished context-only call",
         f"{_TRTLLM}.library",
-        "return self._ended_at + self._library.kv_timeout_s",
+        "return self._last_result_at + self._library.kv_timeout_s",
         "return None",
         "contract/test_engine_trtllm_cancellation.py::"
         "test_aborted_transfer_holds_kv_until_library_timeout[1.2.1]",

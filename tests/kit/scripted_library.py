@@ -146,7 +146,7 @@ def serve(
         library=name,
         instance_id=5,
     )
-    engine._run(library, info, "a/b")
+    engine._accept_requests(library, info, "a/b")
     return engine
 
 

@@ -26,7 +26,7 @@ from dynamo_trtllm.engines.capabilities import (
 from dynamo_trtllm.engines.engine_interface import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.runner import ExternalCall, LibraryCalls
-from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, run_first_request, variants
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferIdentity
 from dynamo_trtllm.models.checkpoint import Checkpoint, weight_bytes
@@ -171,8 +171,8 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         self._transfer_guard = TransferGuard()
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
-        # These end the threads that read from the library. They are idempotent.
-        self._readers: list[Callable[[], None]] = []
+        # Functions that end what reads from the library, such as threads. Each is idempotent.
+        self._stop_readers: list[Callable[[], None]] = []
 
     def use_transfer_guard(self, guard: TransferGuard) -> None:
         """See `GuardsKvTransfers.use_transfer_guard`."""
@@ -191,14 +191,14 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
         checkpoint: Checkpoint,
         reported: Callable[[], str] = _report_nothing,
     ) -> V:
-        """Return the library's bindings and store its engine object.
+        """Build the library's engine object and store it. Return the library's bindings.
 
-        Raises the exceptions of the builder.
+        Raises the exceptions of `build`.
 
-        A cancelled call returns at once; an engine that is built later is shut down.
+        A cancelled call returns at once; an engine object that is built later is shut down.
 
         Args:
-            build: blocking function that returns both.
+            build: blocking function that returns the bindings and the engine object.
             args: the arguments, whose notes are logged.
             checkpoint: the model.
             reported: see `LoadProgress`.
@@ -215,7 +215,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
             self._loading = None
         return bindings
 
-    def _run(self, library: Library, info: EngineInfo, transport: str) -> None:
+    def _accept_requests(self, library: Library, info: EngineInfo, transport: str) -> None:
         """Accept requests, which the loaded library runs.
 
         `transport`: how KV is transferred, for logs and metrics.
@@ -246,7 +246,7 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
             EngineFailed: the library does not respond, or failed during the warm-up.
         """
         try:
-            await first_request(self, self._model, max_tokens=1, cache_salt=cache_salt)
+            await run_first_request(self, self._model, max_tokens=1, cache_salt=cache_salt)
         except DynamoError as exc:
             text = f"{self._library_name} was loaded but the warm-up request failed: {exc.message}"
             raise EngineFailed(text) from exc
@@ -267,8 +267,8 @@ class ExternalEngine(Engine, TransfersKv, GuardsKvTransfers, ChecksHealth, Repor
 
     async def aclose(self) -> None:
         """See `Engine.aclose`."""
-        for end in self._readers:
-            await asyncio.to_thread(end)
+        for stop_reader in self._stop_readers:
+            await asyncio.to_thread(stop_reader)
         self.fail("the engine is closed")
         await asyncio.gather(*self.calls.tasks, return_exceptions=True)
         if self.calls.is_open:

@@ -67,9 +67,9 @@ class ExternalTransfers(PendingTransfers):
 
     @property
     def kv_blocks(self) -> int:
-        """The KV blocks of these transfers.
+        """The number of KV blocks of these transfers.
 
-        They are computed from their prompts: the library does not report them.
+        It is computed from the lengths of their prompts, because the library does not report it.
         """
         pending = sum(kv_blocks(self.identity.layout, tokens) for tokens in self.prompt_tokens)
         retained = sum(kv.num_blocks for kv in self._retained.values())

@@ -29,7 +29,7 @@ class Width(Enum):
     """How many tokens a character or class allows.
 
     The values are the microseconds that a state takes, those that a loop takes, and the weight in a
-    run of variable parts (see `_Piece`).
+    run of variable pieces (see `_Piece`).
     """
 
     LITERAL = (36, 36, 0.0)
@@ -54,12 +54,12 @@ class Width(Enum):
 _PROPERTY_US: Final = 350
 _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
 _AMBIGUITY_US: Final = 40_000  # multiplied by the square of the weight of a run, beyond 1
-_LONG: Final = 10  # characters; a longer bounded length counts towards its own limit
+_LONG: Final = 10  # characters; a longer bounded length counts towards the limit LENGTHS
 _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MAX_LENGTH: Final = 10**9  # larger ones count as this one
-_LEAST_WEIGHT: Final = 0.05  # of each part of variable length
+_LEAST_WEIGHT: Final = 0.05  # of each piece of variable length
 _LOOP_WEIGHT: Final = 1.2  # of letters or other characters without a limit
-# What a copy of a group weighs, in comparison with a part that is written several times.
+# What a copy of a group weighs, in comparison with a piece that is written several times.
 _COPY_WEIGHT: Final = 0.4
 _SPLIT_WEIGHT: Final = 0.5  # factor for the run at an end of a group that contains a literal
 # What a bounded length weighs, in comparison with one optional character.
@@ -161,8 +161,9 @@ class _Estimate:
 def _length_states(lengths: Iterable[tuple[int, int]]) -> int:
     """Return the number of states that count the characters of strings.
 
-    `lengths`: the minimum and the maximum of each length. Lengths below _MAX_STATES are written
-    out, and the longest of them has the states of the shorter ones, too.
+    `lengths`: the minimum and the maximum of each length, of which the larger one counts. Lengths
+    below _MAX_STATES are written out, and the longest of them has the states of the shorter ones,
+    too.
     """
     counts = [max(length) for length in lengths]
     longest_written_out = max((count for count in counts if count < _MAX_STATES), default=0)
@@ -222,9 +223,9 @@ _SET_OPERATION: Final = re.compile(r".\[|--|&&|~~|\|\|", re.DOTALL)
 
 
 class _Piece(NamedTuple):
-    """A part of a regular expression.
+    """A piece of a regular expression.
 
-    A run is a sequence of parts of variable length, such as `a?b*`, without a literal in between.
+    A run is a sequence of pieces of variable length, such as `a?b*`, without a literal in between.
     It is ambiguous: after a text, the format may be in many of its states. The weight of a run says
     how ambiguous it is.
     """
@@ -241,7 +242,7 @@ class _Piece(NamedTuple):
     width: Width | None = None  # the width of a single character or class
 
     def then(self, other: _Piece) -> _Piece:
-        """Return this part followed by another one."""
+        """Return this piece followed by another one."""
         us = self.us + other.us
         if self.is_split and other.is_split:
             us += _run_us(self.after + other.before)
@@ -259,7 +260,7 @@ class _Piece(NamedTuple):
         return self.us + _run_us(self.before) + (_run_us(self.after) if self.is_split else 0)
 
     def variable(self, times: int = 1) -> _Piece:
-        """Return a part with at most `times` copies of this part.
+        """Return a piece with at most `times` copies of this one.
 
         xgrammar compiles the copies of a group once.
         """
@@ -272,7 +273,7 @@ class _Piece(NamedTuple):
         return _one_run(self.total_us(), self.states, weight)
 
     def repeated(self, times: int) -> _Piece:
-        """Return a part with `times` copies of this part after each other.
+        """Return a piece with `times` copies of this one after each other.
 
         xgrammar compiles the copies of a group once.
         """
@@ -286,7 +287,7 @@ class _Piece(NamedTuple):
 
 
 def _one_run(us: float, states: float, weight: float) -> _Piece:
-    """Return a part that is one run."""
+    """Return a piece that is one run."""
     return _Piece(us, states, weight=weight, before=weight, after=weight)
 
 
@@ -303,24 +304,25 @@ class _OpenGroup:
     """The alternatives of an open group."""
 
     def __init__(self) -> None:
-        self._done: list[_Piece] = []
-        self._parts = _Piece()
+        self._done: list[_Piece] = []  # the alternatives that have ended
+        # All pieces of the current alternative but the last one, as one.
+        self._joined = _Piece()
         self._last = _Piece()  # the piece that a quantifier would repeat
 
     def add(self, piece: _Piece) -> None:
-        self._parts = self._parts.then(self._last)
+        self._joined = self._joined.then(self._last)
         self._last = piece
 
     def quantify(self, text: str) -> None:
         self._last = _quantified(self._last, text)
 
     def end_alternative(self) -> None:
-        self._done.append(self._parts.then(self._last))
-        self._parts = _Piece()
+        self._done.append(self._joined.then(self._last))
+        self._joined = _Piece()
         self._last = _Piece()
 
     def closed(self) -> _Piece:
-        """Return the group as one part."""
+        """Return the group as one piece."""
         self.end_alternative()
         if len(self._done) == 1:
             return self._done[0]._replace(width=None)
@@ -332,7 +334,7 @@ class _OpenGroup:
 
 
 def _read_regex(text: str) -> _Piece:
-    """Return a regular expression as one part."""
+    """Return a regular expression as one piece."""
     groups = [_OpenGroup()]
     for token in _REGEX_TOKEN.finditer(text):
         kind = token.lastgroup
@@ -364,6 +366,7 @@ def _quantified(piece: _Piece, text: str) -> _Piece:
     least, most = _bounds(text)
     if piece.width is not None:
         return _characters(piece.width, least, most)
+    # Without an upper bound, the least number of copies counts.
     times = min(max(1, least) if most is None else most, _MAX_STATES)
     return piece.repeated(times) if least == most else piece.variable(times)
 
@@ -421,8 +424,9 @@ def _width(text: str) -> Width:
     letters = sum(
         matches(letter) is not None or matches(letter.upper()) is not None for letter in _LETTERS
     )
+    # Letters beyond ASCII, or words with blanks between them.
     if matches("\u00e9") or (letters and matches(" ")):
         return Width.WIDE
-    if letters > 2:  # more than those of hexadecimal digits
+    if letters > 2:  # hexadecimal digits have two of _LETTERS
         return Width.WORD
     return Width.BLANK if matches(" ") else Width.NARROW

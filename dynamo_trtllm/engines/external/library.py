@@ -145,8 +145,8 @@ class Library(Protocol):
         """Return why the library can no longer serve; "" if it can.
 
         Args:
-            waiting_since: `time.monotonic()` when the oldest request that waits began; None: none
-                waits.
+            waiting_since: `time.monotonic()` when the oldest request began that still waits for
+                results; None: no request does.
         """
 
     def counts(self, *, is_idle: bool) -> Counts:
@@ -210,7 +210,7 @@ def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> To
 _HARMONY_STOP_IDS = (200002, 200012)
 
 
-def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+def model_stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the model's own stop tokens, the main one first."""
     harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
     candidates = (*harmony, *checkpoint.eos_token_ids)
@@ -229,7 +229,8 @@ def queue_priority(request: GenerateRequest, info: EngineInfo) -> int:
     """Return the priority of a request in the queue of the library: lower values first.
 
     Of requests of the same priority, those of clients below their share come first. So each
-    priority of a request has two in the queue. 0, the library's default, if its queue has no order.
+    priority of a request becomes two priorities of the queue. Returns 0, the library's default, if
+    the queue is not ordered by priority.
     """
     if "priority" not in info.supported_features:
         return 0
@@ -271,7 +272,10 @@ def _structural_tag(guided: StructuredOutput) -> str:
 
 
 def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
-    """Return a format of free text up to a trigger, followed by exactly one of its alternatives."""
+    """Return a format of free text up to a trigger, followed by exactly one of its alternatives.
+
+    Each `otherwise` adds another trigger with alternatives of its own.
+    """
     triggers = []
     tags = []
     part: StructuredOutput | None = guided
@@ -379,7 +383,7 @@ class LibraryPackage:
         return value
 
     def find_optional(self, name: str, *modules: str) -> Any:
-        """Return the same, but None if no module has the name.
+        """Do the same as `find`, but return None if no module has the name.
 
         Raises ConfigError if an import fails.
         """

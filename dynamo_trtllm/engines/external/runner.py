@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request_id
 from dynamo_trtllm.engines.external.external_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.library import ENDS, Library, LibraryCall
 from dynamo_trtllm.kv_transfer.transfer_backend import (
@@ -66,7 +66,7 @@ class CallTokens(NamedTuple):
 class LibraryCalls:
     """The calls of one engine, and the library that runs them.
 
-    It is the `KvHolder` of the calls. Runs on the event loop.
+    This object is the `KvHolder` of the calls, and runs on the event loop.
 
     Args:
         library_name: name of the library, for messages.
@@ -132,8 +132,8 @@ class LibraryCalls:
     def check(self) -> None:
         """See `ChecksHealth.check`. If the library can no longer serve, all streams end."""
         if self._unavailable is None:
-            waiting = [call.created_at for call in self.inflight if not call.has_ended]
-            reason = self.library.health(min(waiting, default=None))
+            begun = [call.created_at for call in self.inflight if not call.has_ended]
+            reason = self.library.health(min(begun, default=None))
             if reason:
                 self.fail(reason)
         self._require_available()
@@ -265,7 +265,7 @@ class ExternalCall(Stream):
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._calls.tasks.discard(task)
         if task.cancelled():
-            self._end()
+            self._end_call()
             # This event is dropped if the stream has ended.
             self._pass_on(EngineFailed("the engine shut down during the request"))
 
@@ -311,7 +311,7 @@ class ExternalCall(Stream):
         kv_params = self._request.kv_params
         if not self.has_ended or kv_params is None:
             return self._request
-        # No client waits for tokens.
+        # No client waits for tokens: the call has only to fetch the KV.
         return collecting_call(self._request, kv_params, deadline=self._request.deadline)
 
     @property
@@ -370,7 +370,7 @@ class ExternalCall(Stream):
         try:
             if finish is not None:
                 offers_kv = isinstance(event, Chunk) and event.kv_params is not None
-                self._end(keeps_kv=offers_kv)
+                self._end_call(keeps_kv=offers_kv)
             elif had_ended and not self._is_aborted:
                 # A fetch that can't be aborted has ended with this result.
                 self._abort(call)
@@ -385,7 +385,7 @@ class ExternalCall(Stream):
         calls = self._calls
         if isinstance(error, EngineFailed) and not calls.has_failed:
             if not self.has_ended:
-                calls.failed_requests.add(client_request(self._request))
+                calls.failed_requests.add(client_request_id(self._request))
             if calls.library.health(None) or len(calls.failed_requests) >= MAX_FAILED_REQUESTS:
                 # All calls end, and this call with them.
                 calls.fail(error.message, error.__cause__)
@@ -394,7 +394,7 @@ class ExternalCall(Stream):
                 if self._call is not None:
                     # The call may still run in the library.
                     self._call.abort()
-        self._end()
+        self._end_call()
         self._pass_on(error)
 
     def _pass_on(self, event: StreamEvent) -> None:
@@ -417,6 +417,10 @@ class ExternalCall(Stream):
             self._limit_by_deadline()
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
+        """Return the event of a result; None if the result has nothing to send.
+
+        Log-probabilities of the prompt are sent at once.
+        """
         chunk, finish = call.read(result)
         if chunk.prompt_logprobs:
             # A message has a limited size.
@@ -535,7 +539,7 @@ class ExternalCall(Stream):
             # `_run` submits a cancelled decode call all the same, if only its fetch frees the KV.
             is_submitted_later = last is None and self._must_fetch_kv
             if not is_submitted_later:
-                self._end()
+                self._end_call()
         elif self.is_fetching and not self._calls.library.can_abort_fetch:
             self._limit_fetch(call)
         else:
@@ -570,12 +574,12 @@ class ExternalCall(Stream):
             f" {ANSWER_S:g} s"
         )
         log.warning("%s: %s", text, self._task.get_name())
-        self._end()
+        self._end_call()
         self._task.cancel()
         # A stream that was stopped still waits for its end. A cancelled one drops this event.
         self._pass_on(MigrationFailed(text))
 
-    def _end(self, *, keeps_kv: bool = False) -> None:
+    def _end_call(self, *, keeps_kv: bool = False) -> None:
         """Forget the call, which the library has ended. Idempotent."""
         self._cancel_timer()
         call = self._call

@@ -63,7 +63,7 @@ class MockArgs(BaseModel):
         0.0, description="more seconds per request that decodes"
     )
     context_token_s: NonNegativeFloat = Field(
-        0.0, description="more seconds per token of their context"
+        0.0, description="more seconds per context token of the requests that decode"
     )
     prefill_token_s: NonNegativeFloat = Field(
         0.0, description="more seconds per prompt token of the step"
@@ -139,13 +139,14 @@ class MockArgs(BaseModel):
         if self.step_costs is not None:
             decode = prior_fit(self.step_costs.decode)
             prefill = prior_fit(self.step_costs.prefill)
-        ki_blocks = 1024 / self.kv_block_size
-        ki_s = (self.kv_transfer_block_s + self.kv_post_block_s) * ki_blocks
+        # The cost model counts prompts in Ki (1,024) tokens.
+        blocks_per_ki = 1024 / self.kv_block_size
+        seconds_per_ki = (self.kv_transfer_block_s + self.kv_post_block_s) * blocks_per_ki
         return CostModel(
             decode,
             prefill,
             step_tokens=self.prefill_tokens_per_step,
-            kv_transfer=prior_fit((self.kv_transfer_s, ki_s)),
+            kv_transfer=prior_fit((self.kv_transfer_s, seconds_per_ki)),
         )
 
     @property
@@ -169,7 +170,7 @@ class MockArgs(BaseModel):
         return self.kv_post_block_s * num_blocks
 
     def transfer_s(self, num_blocks: int) -> float:
-        """Return how long a KV transfer takes after that, in seconds."""
+        """Return how long a KV transfer takes after this pause, in seconds."""
         return self.kv_transfer_s + self.kv_transfer_block_s * num_blocks
 
     @property

@@ -39,10 +39,10 @@ _MAX_GRAPH_TOKENS = 1024
 
 
 class _Post(NamedTuple):
-    """A KV transfer that begins before a step, which it pauses."""
+    """A KV transfer that waits to begin. It begins between two steps, and delays the second one."""
 
     pause_s: float
-    posted: asyncio.Future[None]
+    posted: asyncio.Future[None]  # done when it begins
     first_step: int  # the number of the first step before which it may begin
 
 
@@ -86,15 +86,14 @@ class MockScheduler:
         self._blocks = BlockManager(
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
-        # The KV transfers that have not begun.
-        self._posts: list[_Post] = []
+        self._posts: list[_Post] = []  # the KV transfers that have not begun
         # Results of the last step that are sent when the step that runs is launched.
         self._held: list[Callable[[], None]] = []
         self._sent_s = 0.0  # when results were last sent
         self._step_number = 0  # of the step that runs, or of the last one
-        self._num_decoding = 0  # tokens of this step that decode requests take, and no prompt gets
-        # The number of the first step that is not planned yet.
-        self._next_unplanned = 0
+        # Tokens of this step that decode requests take, so prompts can't have them.
+        self._num_decoding = 0
+        self._next_unplanned = 0  # the number of the first step that is not planned yet
         self._work = asyncio.Event()  # set when the next step has work
         self._idle = asyncio.Event()
         self._idle.set()
@@ -162,7 +161,7 @@ class MockScheduler:
         await stream.admitted
 
     async def until_posted(self, pause_s: float) -> None:
-        """Wait until a KV transfer may begin, which pauses the next step for some seconds.
+        """Wait until a KV transfer may begin, and for the pause by which it delays the next step.
 
         It begins between two steps, as in engines whose thread runs the steps and posts transfers.
         """
@@ -182,7 +181,8 @@ class MockScheduler:
             self._prompts.remove(stream)
         if stream in self._running:
             del self._running[stream]
-            # After the first output token, `_generate` has stored the prompt already.
+            # `_generate` has stored the prompt with the first output token. Only later tokens have
+            # added KV.
             if stream.num_output > 1:
                 self.store(stream)
             self.free(stream.block_table)
@@ -251,7 +251,7 @@ class MockScheduler:
             self._idle.set()
 
     async def _run(self) -> None:
-        """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
+        """Run steps for ever; sleep when there is nothing to do. Requests fail when this ends.
 
         A step starts when the time of the step before it is over, so other work on the event loop
         does not lengthen steps.
@@ -269,7 +269,7 @@ class MockScheduler:
                     self._send_held()
                     self._next_unplanned = 0  # nothing is planned: any step takes what comes
                     if self._has_later_work():
-                        # All streams that were planned for this step were cancelled. Those that
+                        # All streams that were planned for this step were cancelled. Streams that
                         # came later are for the next step.
                         continue
                     self._work.clear()
@@ -303,8 +303,8 @@ class MockScheduler:
     async def _launch(self, prompts: Mapping[MockStream, int], end_s: float) -> None:
         """Launch the step that has begun: send what waited for it, and plan the next one.
 
-        The launch begins when the results of the step before the last one are sent. Until it ends,
-        the engine takes up what comes for the next step.
+        The launch begins when the results of the step before the last one are sent. Calls that come
+        before it ends are in the next step.
 
         Args:
             prompts: the tokens of prompts that the step computes.
@@ -341,7 +341,7 @@ class MockScheduler:
         return planned
 
     def _count_decoding(self) -> int:
-        """Return how many tokens of the step that begins decode requests take."""
+        """Return how many tokens decode requests take of the step that begins."""
         if not self._args.decodes_take_step_tokens:
             return 0
         return len(self._decoding())
@@ -422,8 +422,9 @@ class MockScheduler:
         return seconds
 
     def _admit(self) -> None:
+        """Start queued streams in order, while there is space in the batch and in the KV blocks."""
         lacking = ""  # what the first waiting request lacks
-        # Tokens of a step that running prompts do not take, by group of `QueueOrder`.
+        # Tokens of a step that running prompts do not take, by group (`QueueOrder` has two).
         budgets = [self._args.prefill_tokens_per_step - self._num_decoding] * 2
         for stream in self._prompts:
             _take(budgets, stream)
@@ -448,7 +449,8 @@ class MockScheduler:
     def _begin(self, stream: MockStream) -> None:
         """Add a stream to the batch.
 
-        A decode call fetches its KV while it is in the batch. `generate_rest` gives it steps then.
+        A decode call fetches its KV while it is in the batch. Then `generate_rest` lets the next
+        steps generate its tokens.
         """
         self._running[stream] = None
         if stream.admitted is not None and not stream.admitted.done():
@@ -540,9 +542,9 @@ class MockScheduler:
         self._sent_s = self._clock()
 
     def _generate_held(self, stream: MockStream, now: float) -> None:
-        """Generate the next token of a stream, which is neither its first nor its last one.
+        """Generate a token of a stream that is not among its first two, and not its last one.
 
-        It is sent with those after it.
+        It is sent together with the next tokens.
         """
         stream.num_output += 1
         stream.wanted -= 1

@@ -50,8 +50,8 @@ class MockStream(TaskStream):
         self.seed = zlib.crc32(prompt) & MAX_SEED
         self.block_table = BlockTable()
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
-        self.num_output = 0
-        self.num_held = 0  # the newest ones of them, which were not sent yet
+        self.num_output = 0  # output tokens so far
+        self.num_held = 0  # how many of the newest output tokens were not sent yet
         # With so many output tokens, held ones are sent. The second token is sent alone: a client
         # may have the first one from another call, and then waits for it.
         self.sends_at = 2

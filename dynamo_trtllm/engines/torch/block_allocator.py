@@ -18,8 +18,8 @@ class AwaitingFetch:
     """
 
     def __init__(self) -> None:
-        self.sequences: dict[TorchSequence, list[int]] = {}  # sequences and their blocks
-        self.blocks: Counter[int] = Counter()  # sequences by block
+        self.sequences: dict[TorchSequence, list[int]] = {}  # numbers of the blocks, by sequence
+        self.blocks: Counter[int] = Counter()  # how many sequences have a block, by its number
 
     def add(self, seq: TorchSequence) -> None:
         numbers = seq.block_table.numbers
@@ -65,7 +65,7 @@ class BlockAllocator:
         num_reused = len(seq.block_table.chain)
         seq.num_computed_tokens = num_reused * pool.block_tokens
         seq.phases.cached_tokens = seq.num_computed_tokens
-        # Memory that was changed by a fault spoils one sequence, which fails, and no other.
+        # If a fault has changed the memory of reused blocks, only this sequence fails.
         if num_reused > 0:
             seq.finite = pool.keys_are_finite(seq.blocks[:num_reused])
         return True

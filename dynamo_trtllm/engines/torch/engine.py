@@ -46,7 +46,7 @@ from dynamo_trtllm.engines.torch.random_numbers import MASK_64
 from dynamo_trtllm.engines.torch.scheduler import Delivery, Scheduler
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
-from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, run_first_request, variants
 from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.guard import TransferGuard
 from dynamo_trtllm.kv_transfer.transfer_backend import TransferBackend
@@ -162,6 +162,7 @@ class TorchEngine(
             self._loading.text = ""
 
     def _prepare(self, model: LoadedModel) -> _Prepared:
+        """Create the scheduler of a loaded model, whose thread is not started."""
         from dynamo_trtllm.engines.torch import load
 
         args = self._args
@@ -220,7 +221,7 @@ class TorchEngine(
 
     async def _warm_up(self, info: EngineInfo, *, is_gpu: bool) -> None:
         try:
-            await first_request(self, self._model_name, max_tokens=2)
+            await run_first_request(self, self._model_name, max_tokens=2)
         except NonFinite as exc:
             raise EngineFailed(
                 f"{self._model_path} computes NaN or infinity; check its weights and the engine"
@@ -354,7 +355,7 @@ class TorchEngine(
         """See `PublishesKvEvents.start_kv_events`."""
         scheduler = self._ready().scheduler
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
-        # It is set on the scheduler's thread, which calls it.
+        # `report` is set on the scheduler's thread, which calls it.
         scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
     def _retire(self, seq: TorchSequence) -> None:

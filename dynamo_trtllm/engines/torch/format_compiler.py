@@ -73,8 +73,8 @@ class FormatCompiler:
     """
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.tokenizer, specials = _tokenizer(tokenizer, vocab_size, eos_token_ids)
-        self._control_tokens = ControlTokens(specials)
+        self.tokenizer, control_token_ids = _tokenizer(tokenizer, vocab_size, eos_token_ids)
+        self._control_tokens = ControlTokens(control_token_ids)
 
     def to_lark(self, guided: StructuredOutput) -> tuple[LarkFormat, ...]:
         """Return the formats of a request, each with its trigger, as grammars in Lark syntax.
@@ -308,22 +308,22 @@ def _tokenizer(
     import llguidance
 
     try:
-        specials, tokens = _read(path, size)
+        control_token_ids, tokens = _read(path, size)
         if tokens is None:
             tokenizer = llguidance.LLTokenizer(
                 str(path), n_vocab=size, eos_token=list(eos_token_ids)
             )
-            return tokenizer, specials
+            return tokenizer, control_token_ids
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
         raise RequestRejected(f"guided decoding can't read the tokenizer {path}: {exc}") from exc
-    vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
+    vocabulary = _Vocabulary(tokens, sorted(control_token_ids.values()), eos_token_ids[0])
     wrapper = llguidance.TokenizerWrapper(vocabulary)
     tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
     vocabulary.tokenizer = tokenizer
     # llguidance has copied them.
     vocabulary.tokens = []
     wrapper.tokens = []
-    return tokenizer, specials
+    return tokenizer, control_token_ids
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
@@ -334,18 +334,18 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
     data = path.read_bytes()
     file = msgspec.json.decode(data, type=_File)
     del data  # 28 MB for gpt-oss, and the worker's memory use peaks here
-    specials = {
+    control_token_ids = {
         token.content: token.id for token in file.added_tokens if token.special and token.id < size
     }
     vocab = file.model.vocab
     is_byte_level = file.decoder is not None and file.decoder.get("type") == "ByteLevel"
     if isinstance(vocab, list) or not is_byte_level:
-        return specials, None
+        return control_token_ids, None
     tokens = _token_bytes(vocab, size)
     for token in file.added_tokens:
         if token.id < size:
             tokens[token.id] = token.content.encode()
-    return specials, tokens
+    return control_token_ids, tokens
 
 
 # Latin-1 has one character for each byte. To translate a token and encode it takes a third of the

@@ -49,8 +49,9 @@ CRASHED: Final = (
 class CompiledFormat:
     """The compiled format of a request. Each request gets a copy, which takes microseconds.
 
-    The copies share the states that their matchers compute, and the limit of these. So after one
-    copy has failed, `is_usable` is False, and the format is compiled again.
+    The copies share the states that their matchers compute, and the limit of the number of these
+    states. So after one copy has failed, `is_usable` is False, and the next request compiles the
+    format again.
     """
 
     def __init__(self, parts: tuple[Triggered, ...], memory_bytes: int) -> None:

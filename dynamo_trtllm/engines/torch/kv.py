@@ -176,7 +176,7 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Write the new KV into the pool and return the attention output.
 
-    Its form is that of transformers' attention interface.
+    The parameters are those of transformers' attention interface.
 
     Args:
         module: the attention layer; `layer_idx` selects its part of the pool.
@@ -309,7 +309,7 @@ class _Attend(NamedTuple):
         return out.view(*query.shape[:4], values.shape[3])
 
 
-_CHECKED_BYTES = 64 << 20  # upper bound of what `is_finite` copies at once
+_CHECKED_BYTES = 64 << 20  # upper bound of the KV that is checked at once
 # Types with elements of 16 bytes, 8 bytes, and so on down to 1 byte.
 _WIDE_DTYPES = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 

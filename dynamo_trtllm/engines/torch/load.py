@@ -276,7 +276,8 @@ def _convert(gguf: Path, target: Path) -> None:
 def _read_gguf(gguf: Path) -> Any:
     """Load a GGUF file as `from_pretrained(gguf_file=...)` does.
 
-    That function requires the package accelerate (transformers 5.23), and this one does not.
+    `from_pretrained` requires the package accelerate (transformers 5.23), and this function does
+    not.
     """
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -336,7 +337,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
 
     Raises:
         ConfigError: the memory is too small for one block, or kv_staging_gib for the longest
-            request, which would wait forever.
+            request, which would wait for ever.
     """
     if args.kv_cache_blocks is not None:
         num_blocks = args.kv_cache_blocks

@@ -24,7 +24,7 @@ class ModelRunnerOutput(NamedTuple):
     """What one step has computed."""
 
     batch: ForwardBatch
-    sampled: list[TorchSequence]  # sequences whose prompt is computed
+    sampled: list[TorchSequence]  # sequences that get a token, because their prompt is computed
     tokens: list[SampledToken | None]  # tokens of `sampled`; None: see `sample`
     prompt_chunks: list[tuple[TorchSequence, Chunk]]  # log-probabilities of prompts
 
@@ -46,7 +46,7 @@ class ModelRunner:
 
         Args:
             decoding: sequences that get their next token.
-            chunks: the parts of prompts to compute. Those that end their prompt get a token, too.
+            chunks: the parts of prompts to compute. After its last part, a prompt gets a token.
         """
         ids = [seq.output_ids[-1] for seq in decoding]
         for seq, count in chunks:
@@ -62,6 +62,7 @@ class ModelRunner:
             if seq.scores_prompt:
                 scored_rows += range(row, row + count)
             row += count
+            # `_forward_batch` has counted this part as computed.
             if seq.num_computed_tokens == seq.prompt_tokens:
                 sampled.append(seq)
                 sampled_rows.append(row - 1)

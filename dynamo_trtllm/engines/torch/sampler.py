@@ -138,6 +138,7 @@ def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
         top_p = _column([sampling.top_p for sampling in samplings], device)
         weights = torch.softmax(logits, dim=-1)
+        # The probability of all likelier tokens together.
         before = weights.cumsum(dim=-1) - weights
         # The likeliest token always stays.
         logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
@@ -146,6 +147,7 @@ def _draw_together(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
         uniform(seq.seed, seq.request.num_resumed_output_tokens + seq.num_output_tokens)
         for seq in rows
     ]
+    # The last sum is not exactly 1.
     draws = _column(numbers, device, torch.float64) * cumulated[:, -1:]
     picked = torch.searchsorted(cumulated, draws, right=True)
     picked = picked.clamp_(max=logits.shape[-1] - 1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.chunk_size import ChunkSize
-from dynamo_trtllm.engines.engine_interface import EngineStats, client_request
+from dynamo_trtllm.engines.engine_interface import EngineStats, client_request_id
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.block_allocator import AwaitingFetch, BlockAllocator
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
@@ -112,7 +112,7 @@ class Scheduler:
         self._awaiting_fetch = AwaitingFetch()
         self._queue_waits = QueueWaits()
         self._events: Delivery = []
-        # `client_request` of a request -> when an output of it was last NaN or infinite.
+        # `client_request_id` of a request -> when an output of it was last NaN or infinite.
         self._non_finite: dict[str, float] = {}
         self._stopping = False
         self._chunk_size = ChunkSize(self.args.max_step_tokens)
@@ -186,7 +186,7 @@ class Scheduler:
     def retire(self, seq: TorchSequence) -> None:
         """End a sequence in any state, free its blocks and call `on_freed` with it.
 
-        Repeated calls are allowed.
+        Idempotent.
         """
         self._drop(seq)
         self._events.append(partial(self.on_freed, seq))
@@ -311,8 +311,8 @@ class Scheduler:
         if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
-            # While KV blocks are lacking, it keeps this space, and `queue_order` lets none overtake
-            # it.
+            # While KV blocks are lacking, it keeps this space. Its `queue_order` is FIRST then, so
+            # no other sequence overtakes it.
             seq.allocation = self.transfer_buffer.allocate(
                 seq.prompt_tokens, seq.region_bytes, is_fetched=True
             )
@@ -406,6 +406,7 @@ class Scheduler:
             )
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
+        """End a sequence whose output is NaN or infinite, and count its request."""
         log.error(
             "request %s: the model's output is NaN or infinite; ending the request",
             seq.request.request_id,
@@ -425,7 +426,7 @@ class Scheduler:
             for name, failed_at in self._non_finite.items()
             if now - failed_at < _NON_FINITE_S
         }
-        self._non_finite = recent | {client_request(seq.request): now}
+        self._non_finite = recent | {client_request_id(seq.request): now}
 
     def _handle_token(self, seq: TorchSequence, token: SampledToken | None) -> None:
         """Add a token to its sequence, and emit it, export the prompt's KV, or end the sequence."""

@@ -115,7 +115,7 @@ def _run(trial: socket.socket, compiler: FormatCompiler) -> NoReturn:
     (length,) = _LENGTH.unpack(_read(trial, _LENGTH.size))
     guided = decode(_read(trial, length), StructuredOutput)
     threading.stack_size(_stack_bytes())
-    # The new thread inherits the block, so that this one receives the signal.
+    # The new thread inherits the blocked signal, so that this thread receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})
     threading.Thread(target=_compile, args=(trial, compiler, guided), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})

@@ -91,7 +91,7 @@ def trtllm_args(
     )
 
 
-def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described:
+def described(config: WorkerConfig, release: ApiManifest) -> arguments.DescribedArguments:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
     found = arguments.described_library_arguments(args)
@@ -103,8 +103,8 @@ def statistics_note(args: TrtllmArgs) -> str:
     """Return what the executor's statistics cost or, if they are switched off, what is lost.
 
     Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py
-    and publisher.py of 1.7). TensorRT-LLM's default is off, too. They could not be measured without
-    the real package.
+    and publisher.py of 1.7). TensorRT-LLM's default is off, too. This time could not be measured
+    without the real package.
     """
     leaf = args.leaves.get(_STATISTICS)
     # A value that equals the release's default is not passed on.
@@ -136,14 +136,14 @@ def _adapter_arguments(
 def _own_transceiver(
     config: WorkerConfig, given: Sequence[Source], release: ApiManifest
 ) -> dict[str, Any]:
-    """Return defaults for the cache transceiver; {} without one.
+    """Return defaults for the cache transceiver that a source has configured; {} if none has.
 
-    Also an aggregated engine creates a given one.
+    An aggregated engine creates a configured one, too.
 
     The Python transceiver supports NIXL only, and newer builds choose it for every model: with
     another backend they fail when they create it (create_kv_cache_transceiver in
     _torch/pyexecutor/kv_cache_transceiver.py, main). Nothing but the timeout frees KV that no
-    decode worker fetches, or ends a fetch of KV that never comes. It is longer than
+    decode worker fetches, or ends a fetch of KV that never comes. The timeout is longer than
     --kv-transfer-ttl-s, because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
@@ -176,9 +176,9 @@ def _without_defaults(own: Source, given: Sequence[Source], release: ApiManifest
 def _is_default(release: ApiManifest, key: str, value: Any, given: Mapping[str, Any]) -> bool:
     """Return True if a value equals the release's default, so that it must not be passed on.
 
-    A model class of newer builds has defaults of its own. They apply to the arguments that were not
-    set explicitly, also not to the release's default (`apply_model_defaults_to_llm_args` in
-    llmapi/llm_utils.py, main of 2026).
+    A model class of newer builds has defaults of its own. They apply only to arguments that were
+    not set. An argument that is passed on counts as set, even if its value is the release's default
+    (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
     """
     default = schema.default(release, key, given)
     return default is not None and type(default) is type(value) and default == value

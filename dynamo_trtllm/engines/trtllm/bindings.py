@@ -35,8 +35,8 @@ PACKAGE = LibraryPackage(
     ),
 )
 
-# Each class of a parameter of `generate_async` that not all releases have, and its module
-# (executor/request.py and llmapi/llm.py, main at 00043967).
+# Classes of parameters of `generate_async` that not all releases have: the parameter of each class,
+# and its module (executor/request.py and llmapi/llm.py, main at 00043967).
 _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
@@ -67,6 +67,7 @@ class TrtllmBindings:
         self.classes = {
             name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()
         }
+        # The names that the installed package has, by owner: a class, or a method of one.
         has = {
             owner: _names(owner, self.classes) for owner in {**LIBRARY.needed, **LIBRARY.optional}
         }
@@ -98,7 +99,7 @@ class TrtllmBindings:
 
         Does not block.
 
-        `healthy` can't be asked for this: it shuts an executor down that has failed, in the
+        `healthy` can't be asked for this: it shuts down an executor that has failed, in the
         caller's thread, and sends to its ranks. The 1.3 candidates record the error in
         `_fatal_error` (pull request 12718 of TensorRT-LLM; Dynamo reads it, too). Releases before
         put the errors of their threads and ranks into a queue, which the next call reads
@@ -148,13 +149,13 @@ class TrtllmBindings:
     def reader(self, llm: Any, name: str) -> Callable[..., Sequence[Mapping[str, Any]]]:
         """Return a blocking function that reads what the LLM has reported since the last call.
 
-        The functions of 1.1 read until nothing comes within the timeout, so they do not return
-        under load. When they return, they lose what they read: their queue then returns None, which
-        is parsed as JSON (`get_results` in executor/result.py and `_SyncQueue.get` in
-        llmapi/utils.py). So their asynchronous forms are read for a limited time. The others are
-        never called, because the queue would then refuse the asynchronous ones (`AsyncQueue.get`).
-        The own timeout of these must not pass: after it, they return nothing until the next request
-        is submitted.
+        The blocking functions of 1.1 read until nothing comes within the timeout, so they do not
+        return under load. When they return, they lose what they read: their queue then returns
+        None, which is parsed as JSON (`get_results` in executor/result.py and `_SyncQueue.get` in
+        llmapi/utils.py). So the asynchronous functions are read for a limited time. The blocking
+        ones are never called, because the queue would then refuse the asynchronous ones
+        (`AsyncQueue.get`). The timeout that the asynchronous ones take must never pass: after it,
+        they return nothing until the next request is submitted.
 
         Args:
             llm: the LLM, whose calls are made on the running event loop.
@@ -279,7 +280,7 @@ def release_line(version: str) -> str:
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
     """Log optional names for which the installed package differs from the manifest.
 
-    The package decides.
+    The engine uses what the package has.
     """
     for owner, names in LIBRARY.optional.items():
         if release.is_in_part(owner):  # what is known of it is of another release
@@ -301,8 +302,8 @@ def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -
 
 
 def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that runs `shutdown` in the caller's thread, or in one of its own for an
-    event loop.
+    """Return a function that runs `shutdown` in the caller's thread. If that thread runs an event
+    loop, the function starts another thread for it.
     """
     lock = threading.Lock()
 

@@ -34,7 +34,7 @@ from dynamo_trtllm.engines.capabilities import (
 )
 from dynamo_trtllm.engines.engine_interface import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
-from dynamo_trtllm.engines.external.library import end_ids
+from dynamo_trtllm.engines.external.library import model_stop_ids
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
@@ -75,7 +75,7 @@ _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
 _ATTENTION = "TRTLLM"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# The first candidate of 1.3 that surely has it, as for PENALTIES_SINCE.
+# The first candidate of 1.3 that surely supports seeds. See PENALTIES_SINCE for the penalties.
 _SEED_SINCE = 27
 # Earlier releases reject context-only requests while the overlap scheduler is on.
 _OVERLAPS_CONTEXT_ONLY_SINCE = (1, 3)
@@ -147,7 +147,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         facts = self._facts
         sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
         if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
-            # The model chooses the same size here.
+            # The peers serve the same model, so this worker will have the same size.
             facts = replace(facts, running_block_tokens=sizes.pop())
         findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
         return [
@@ -158,11 +158,11 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
     @property
     def sleep_obstacle(self) -> str:
         """See `Sleeps.sleep_obstacle`."""
-        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
+        has_sleep_api = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         obstacle = sleep_obstacle(self._facts)
         if obstacle:
             return obstacle
-        if not has_names:
+        if not has_sleep_api:
             return "this TensorRT-LLM can't sleep"
         return ""
 
@@ -197,7 +197,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
         poller = KvEventPoller(get_events, self._facts.block_tokens)
         self._kv_events = poller
-        self._readers.append(poller.stop)
+        self._stop_readers.append(poller.stop)
         poller.start(on_events)
 
     def stats(self) -> EngineStats:
@@ -277,25 +277,29 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return self._steps
 
     def _step_reader(self) -> StepReader | None:
-        """Return a reader of steps.
+        """Return a reader of steps; None with pipeline parallelism.
 
-        None: the stages of a pipeline compute different steps at the same time.
+        The stages of a pipeline compute different steps at the same time.
         """
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
-        return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
+        return StepReader(
+            self._steps, self._request_lengths, dp_ranks(self._facts) or 1, self._full_step
+        )
 
     def _full_step(self) -> int:
-        """Return the tokens from which a step cuts its last prompt, at a whole block.
+        """Return the number of tokens from which a step counts as full: it has cut its last prompt.
 
-        0: prompts are not cut.
+        A cut is at a whole block, so a full step may use less than `max_num_tokens`. 0: prompts are
+        not cut.
         """
         if not self._facts.is_enabled("enable_chunked_prefill"):
             return 0
         return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
-    def _running(self) -> tuple[float, int]:
-        """Return the mean context of the requests in the batch, and the longest prompt.
+    def _request_lengths(self) -> tuple[float, int]:
+        """Return the mean context of the requests in the batch, and the length of the longest
+        prompt. Prompts in the batch count with their output.
 
         Called on a thread.
         """
@@ -331,6 +335,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
+        """Accept requests, which the loaded LLM runs. Return what is known of the engine now."""
         facts = self._facts
         checkpoint = self._checkpoint
         layout = self._facts.layout()
@@ -339,7 +344,7 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             engine="trtllm",
             context_length=context_length(facts),
             vocab_size=checkpoint.vocab_size,
-            eos_token_ids=end_ids(checkpoint),
+            eos_token_ids=model_stop_ids(checkpoint),
             renderer=checkpoint.renderer,
             layout=layout,
             limits=Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens),
@@ -362,7 +367,9 @@ class TrtllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEven
             transfer_hint=transfer_hint(facts),
         )
         self._watch(library)
-        self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
+        self._accept_requests(
+            library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
+        )
         limit = limits.prompt_limits[Phase[facts.role.name]]
         log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens"
@@ -384,15 +391,16 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
     if not args.get("guided_decoding_backend"):
         features.append("guided")
     if has_torch_sampler(args):
-        # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of
-        # TensorRT-LLM), and the seed (pull request 17172).
+        # Earlier candidates ignore without an error: penalties and min_p (pull requests 16485 and
+        # 16590 of TensorRT-LLM), and the seed (pull request 17172).
         if not facts.is_at_least_candidate(PENALTIES_SINCE):
             features += [*_PENALTIES, "min_p"]
         if not facts.is_at_least_candidate(_SEED_SINCE):
             features.append("seed")
     if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
-        # The first token of a decode call has no entry, and the call fails: its result asserts one
-        # per token (executor/result.py of 1.2; pull request 11727 transfers the entry).
+        # Without this field, the first token of a decode call has no log-probability, and the call
+        # fails: its result asserts one per token (executor/result.py of 1.2; pull request 11727
+        # transfers it).
         features.append("logprobs")
     if features:
         log.info(
@@ -462,7 +470,7 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
 def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     """Return the lifetime of a KV transfer in seconds.
 
-    It ends no later than TensorRT-LLM's own timeout of transfers.
+    A transfer ends no later than by TensorRT-LLM's own timeout of transfers.
 
     Args:
         facts: the worker's arguments.
@@ -483,7 +491,7 @@ def kv_transfer_ttl_s(facts: RoleFacts, requested_s: float) -> float:
 def transfer_hint(facts: RoleFacts) -> str:
     """Return what else may be wrong if the KV of a prompt was not received.
 
-    It is the end of a sentence; "" if nothing is known.
+    The text is the end of a sentence; "" if nothing is known.
 
     In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool
     of recurrent states (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the

@@ -98,7 +98,7 @@ def load_profile(name: str) -> KernelProfile:
 
 @lru_cache(maxsize=16)
 def _read_profile(path: Path, found: Path, written_ns: int) -> KernelProfile:
-    """Read one file, which takes 8 ms. A worker, and a preflight of many files, need some often.
+    """Read one file, which takes 8 ms. A preflight of many files needs the same profiles often.
 
     Args:
         path: name of the file in errors.

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
 # NotImplementedError is for one that the release has no code for (request_handlers/handler_base.py
-# of Dynamo 1.7 counts it as the client's, too).
+# of Dynamo 1.7 counts it as an error of the client, too).
 _REJECTIONS = (ValueError, TypeError, AssertionError, NotImplementedError)
 
 
@@ -99,6 +99,7 @@ class TrtllmLibrary:
     last_result_at: float = field(default_factory=time.monotonic)
     # tokens in a KV block, as this worker registers them; 0: not registered yet
     block_tokens: int = 0
+    # The numbers of context-only calls.
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -183,8 +184,8 @@ class TrtllmLibrary:
         return size_change(self.block_tokens, self._stats_poller.kv_cache)
 
     def _log_stall(self) -> None:
-        """Log what an issue about a stall needs (as TensorRT-LLM's 16300), before it is lost with
-        this process.
+        """Log what an issue about a stall needs (such as issue 16300 of TensorRT-LLM), before it is
+        lost with this process.
         """
         for row in self._stats_poller.last_rows:
             text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
@@ -261,7 +262,7 @@ class TrtllmCall:
         self._disagg = disagg
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
-        self._ended_at = math.inf  # when the last result came; infinity: none has come
+        self._last_result_at = math.inf  # when the last result came; infinity: none has come
         # Alternatives per token; None: no log-probabilities.
         self._num_alternatives = request.sampling.logprobs
         # Log-probabilities of the tokens that the prefill worker has generated.
@@ -300,8 +301,8 @@ class TrtllmCall:
                 break
             except Exception as exc:
                 raise library.result_error(exc, receiver) from exc
-            self._ended_at = time.monotonic()
-            library.last_result_at = self._ended_at
+            self._last_result_at = time.monotonic()
+            library.last_result_at = self._last_result_at
             receiver.on_result(result)
             if results is None:
                 break
@@ -422,4 +423,4 @@ class TrtllmCall:
         continues_in_decode = finish in ("length", "not_finished")
         if not continues_in_decode:
             return None
-        return self._ended_at + self._library.kv_timeout_s
+        return self._last_result_at + self._library.kv_timeout_s

@@ -17,7 +17,7 @@ PENALTIES_SINCE = 24
 def has_torch_sampler(args: TrtllmArgs) -> bool:
     """Return True if the PyTorch sampler runs, and not the TRTLLM sampler.
 
-    From 1.3 on it is the only one.
+    From 1.3 on, the PyTorch sampler is the only one.
     """
     if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
         return True

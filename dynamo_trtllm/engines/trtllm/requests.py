@@ -33,8 +33,8 @@ class TrtllmRequest:
             sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
         )
         self.stop_ids = stop_token_ids(sampling, model_limits.info)
-        # A context-only call, whose KV is transferred to a decode worker. A request for one token
-        # ends in prefill, so no KV may wait for one.
+        # A context-only call, whose KV is held for a decode worker. A request for one token ends in
+        # prefill, so its KV may not be held.
         self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1
         max_tokens = 1 if self.exports_kv else self.max_tokens
         # Arguments of SamplingParams.
@@ -104,8 +104,8 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
     sampling = request.sampling
     needs_min_tokens = sampling.min_tokens > 0 and not sampling.ignore_eos
     if needs_min_tokens and not model_limits.has_min_tokens:
-        # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and
-        # 12166).
+        # In some releases the PyTorch sampler ignores it, in others it counts the prompt as output
+        # (pull requests 7808 and 12166).
         raise RequestRejected(
             "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos",
             field="min_tokens",
@@ -134,7 +134,8 @@ def _sampling(
         "include_stop_str_in_output": True,
         "detokenize": False,
         "seed": sampling.seed,
-        # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative.
+        # To TensorRT-LLM, 0 means no log-probabilities. `token_logprob` drops the alternative that
+        # is too many.
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.ignore_eos and stop_ids:

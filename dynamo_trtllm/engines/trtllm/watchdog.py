@@ -74,7 +74,7 @@ class HangDetector:
         loop: the event loop on which the library is called. Create the detector in its thread.
         calls: the calls of the library.
         recorded_failure: returns the error with which the executor has died, as text; "" if it has
-            not. It may not block.
+            not. The function may not block.
         iterated_at: returns when the executor last reported an iteration, of any clock.
     """
 
@@ -95,7 +95,7 @@ class HangDetector:
         self._still_s = 0.0  # time since a turn of the event loop was requested
         # The call and the last iteration, at the last look.
         self._seen: tuple[BlockingCall | None, float] = (None, 0.0)
-        self._blocked_s = 0.0  # time since one of them has changed
+        self._blocked_s = 0.0  # how long neither of them has changed
 
     @property
     def is_over(self) -> bool:

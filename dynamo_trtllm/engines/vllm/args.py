@@ -79,7 +79,7 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     )
 
 
-def described(config: WorkerConfig) -> arguments.Described:
+def described(config: WorkerConfig) -> arguments.DescribedArguments:
     """Return all arguments with their sources, defaults included.
 
     They are those of the installed release, else of the newest.

@@ -34,12 +34,12 @@ _GIB = 1 << 30
 _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
-FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
+FreeAndTotal = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
 def explain_oom(
-    values: Mapping[str, Any], release: ApiManifest, before: FreeAndAll, after: FreeAndAll
+    values: Mapping[str, Any], release: ApiManifest, before: FreeAndTotal, after: FreeAndTotal
 ) -> str | None:
     """Return why an engine did not start, if a GPU had too little free memory.
 
@@ -101,9 +101,9 @@ class VllmBindings:
         self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
         self.engine_args = find("AsyncEngineArgs", "vllm.engine.arg_utils")
         self.async_llm = find("AsyncLLM", "vllm.v1.engine.async_llm")
-        # vLLM's defaults depend on it. For servers on H100 and H200 they are 8,192 tokens in a step
-        # and 1,024 requests, and without a context 2,048 and 128 (`EngineArgs.get_batch_defaults`,
-        # 0.24 to 0.32).
+        # vLLM's defaults depend on the usage context. For servers on H100 and H200 they are 8,192
+        # tokens in a step and 1,024 requests, and without a usage context 2,048 and 128
+        # (`EngineArgs.get_batch_defaults`, 0.24 to 0.32).
         self._usage = find("UsageContext", "vllm.usage.usage_lib").OPENAI_API_SERVER
         self._sampling_params = find("SamplingParams", "vllm.sampling_params")
         self._structured_outputs = find("StructuredOutputsParams", "vllm.sampling_params")
@@ -123,7 +123,7 @@ class VllmBindings:
             config = self.engine_args(**arguments).create_engine_config(self._usage)
         except _VLLM_ERRORS as exc:
             raise self._rejected(exc) from exc
-        before = gpu.memory_free_bytes()
+        before = gpu.free_and_total_bytes()
         try:
             return self.async_llm.from_vllm_config(
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
@@ -131,7 +131,7 @@ class VllmBindings:
         except _VLLM_ERRORS as exc:
             # The reason is in the log of vLLM's engine process; this process gets only
             # "initialization failed".
-            lack = explain_oom(values, self._release, before, gpu.memory_free_bytes())
+            lack = explain_oom(values, self._release, before, gpu.free_and_total_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc

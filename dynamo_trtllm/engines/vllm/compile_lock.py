@@ -2,7 +2,7 @@
 
 The others have the same model and arguments. The lock covers torch.compile only, which runs in the
 first pass of the model. An engine whose code was compiled by an earlier start does not take it.
-What follows, CUDA graphs and the warm-up, each engine does by itself at once.
+CUDA graphs and the warm-up follow. For these, no engine waits for another one.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def lock_first_pass(worker_class: Any) -> None:
 
     @functools.wraps(profile)
     def determine_available_memory(self: Any) -> int:
-        # Another rank of the same engine would wait for this one, which may wait for that rank's
-        # lock. So with tensor parallelism the other ranks compile, too.
-        is_alone = self.rank == 0 and self.vllm_config.parallel_config.data_parallel_size == 1
-        lock = _acquired(self.vllm_config) if is_alone else None
+        # The ranks of an engine wait for each other in a pass. If two ranks took locks, each could
+        # wait for the other. So only one rank takes the lock, and the other ranks of tensor
+        # parallelism compile, too. With data parallelism, no rank takes it.
+        takes_lock = self.rank == 0 and self.vllm_config.parallel_config.data_parallel_size == 1
+        lock = _acquired(self.vllm_config) if takes_lock else None
         if self.rank == 0:
             start_progress.note(start_progress.COMPILING)
         if lock is None:
@@ -130,7 +131,7 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
     def monitor_then_release(*args: Any, **keywords: Any) -> Iterator[Any]:
         with monitor(*args, **keywords) as value:
             yield value
-        # The language model comes after an encoder.
+        # A model with an encoder compiles it first, and then its language model.
         if not keywords.get("is_encoder"):
             lock.release(is_compiled=True)
 

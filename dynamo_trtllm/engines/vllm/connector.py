@@ -4,8 +4,8 @@ They end requests whose KV was not read in time, and note times.
 
 vLLM loads this module by name in the processes of prefill and decode engines.
 
-Which faults of vLLM are mended, in which releases, is said in the package `patches`. Here are the
-hooks that they use.
+The package `patches` says which faults of vLLM are mended, in which releases. This module has the
+hooks that the patches use.
 
 Late reads: a read that ends after the KV transfer has expired counts as failed, because the blocks
 may hold another request's KV. The worker half reports failed reads with each step, and the
@@ -73,7 +73,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         # Handshakes add to the set on another thread.
         self._failed: set[str] = set()
         self._reported_failures: set[str] = set()  # those of them that a step has reported
-        # The vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
+        # A vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when the read of each request was posted
         # When reads that have ended were posted and seen to end, until their end is reported.
@@ -86,7 +86,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         if self.connector_worker is not None:
             failed_reads.watch(self.connector_worker, self._failed.add)
             self._note_posts(self.connector_worker)
-            early_notice.found_worker_half(self, vllm_config)
+            early_notice.note_worker_half(self, vllm_config)
 
     def _note_posts(self, worker: Any) -> None:
         """Note when each read was posted.
@@ -123,7 +123,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         return ended.sent, ended.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the same and the failed reads.
+        """Return the same as `get_finished`, and the failed reads.
 
         From 0.30 on vLLM calls it in place of `get_finished`.
         """

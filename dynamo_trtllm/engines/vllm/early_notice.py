@@ -26,7 +26,7 @@ log = logging.getLogger("vllm.dynamo_trtllm")
 _worker_half: list[Any] = []
 
 
-def found_worker_half(connector: Any, vllm_config: Any) -> None:
+def note_worker_half(connector: Any, vllm_config: Any) -> None:
     """Note the worker half that this process has created."""
     if vllm_config.parallel_config.world_size == 1:
         _worker_half[:] = [connector]

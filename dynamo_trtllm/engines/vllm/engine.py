@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.capabilities import (
 )
 from dynamo_trtllm.engines.engine_interface import EngineInfo, Finding
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts, end_ids
+from dynamo_trtllm.engines.external.library import Counts, model_stop_ids
 from dynamo_trtllm.engines.vllm import chunk_threshold, compilation, releases, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
@@ -49,14 +49,14 @@ class StepStats:
 
     def __init__(self) -> None:
         self._last: dict[int, Any] = {}  # vLLM's `SchedulerStats`
-        self.times: deque[StepSample] = deque(maxlen=MAX_STEPS)
+        self.samples: deque[StepSample] = deque(maxlen=MAX_STEPS)
         self.blocks_per_rank = 0  # set once the engine is built
 
     def record(self, rank: int, stats: Any) -> None:
         self._last[rank] = stats
         step = step_of(stats)
         if step is not None:
-            self.times.append(step)
+            self.samples.append(step)
 
     def counts(self, ranks: int = 1) -> Counts:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
@@ -73,7 +73,7 @@ class StepStats:
         )
 
 
-# From 0.29 on: the order of blocks, heads, layers, tokens and channels.
+# A variable of vLLM from 0.29 on: the order of blocks, heads, layers, tokens and channels.
 KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 _WANTED_BY = "the vllm engine"
 # Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a
@@ -136,11 +136,11 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
         self._start_progress = StartProgress()
-        self._readers.append(self._start_progress.close)
+        self._stop_readers.append(self._start_progress.close)
         if self._publishes_kv_events:
             ranks = self._args.count("data_parallel_size")
             self._kv_events = KvEventSubscriber(ranks, releases.PACKAGE.load("zmq"))
-            self._readers.append(self._kv_events.close)
+            self._stop_readers.append(self._kv_events.close)
         bindings = await self._load(
             self._build, self._args, self._checkpoint, self._start_progress.phase
         )
@@ -154,7 +154,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
     @property
     def steps(self) -> deque[StepSample]:
         """See `MeasuresSteps.steps`."""
-        return self._steps.times
+        return self._steps.samples
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `PublishesKvEvents.start_kv_events`."""
@@ -198,6 +198,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
+        """Accept requests, which the loaded AsyncLLM runs."""
         config = self._llm.vllm_config
         checkpoint = self._checkpoint
         num_blocks = int(config.cache_config.num_gpu_blocks or 0)
@@ -216,7 +217,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
             engine="vllm",
             context_length=int(config.model_config.max_model_len),
             vocab_size=checkpoint.vocab_size,
-            eos_token_ids=end_ids(checkpoint),
+            eos_token_ids=model_stop_ids(checkpoint),
             renderer=checkpoint.renderer,
             layout=_layout(checkpoint, config),
             limits=Limits(
@@ -237,7 +238,7 @@ class VllmEngine(ExternalEngine, RunsPreflight, MeasuresSteps, PublishesKvEvents
         ranks = self._args.count("data_parallel_size")
         last_counts = partial(self._steps.counts, ranks)
         library = VllmLibrary(bindings, self._llm, model_limits, last_counts, self._transfer_guard)
-        self._run(library, info, "vllm/nixl")
+        self._accept_requests(library, info, "vllm/nixl")
         log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,

@@ -52,13 +52,13 @@ def _fill(name: str, weight: Any) -> bool:
 
     # The shape before kernels rearrange the weight.
     shape = weight.shape
-    numbers = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
     if weight.dtype == torch.uint8:
         if name.endswith(("w13_weight_scale", "w2_weight_scale")):
             wanted = 1 / math.sqrt(32 * shape[-1])
             weight.fill_(_EXPONENT_BIAS + round(math.log2(wanted / _FP4_DEVIATION)))
         elif name.endswith(("w13_weight", "w2_weight")):
-            weight.random_(0, 256, generator=numbers)
+            weight.random_(0, 256, generator=generator)
         else:
             return False
     elif not weight.is_floating_point() or "scale" in name:
@@ -69,7 +69,7 @@ def _fill(name: str, weight: Any) -> bool:
     elif len(shape) < 2:
         return False
     else:
-        weight.normal_(0.0, _deviation(name, shape[-1]), generator=numbers)
+        weight.normal_(0.0, _deviation(name, shape[-1]), generator=generator)
     return True
 
 
@@ -166,6 +166,7 @@ def _die_after(watched: int, pid: int) -> None:
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()
+    # In the engine process itself, the parent is the watched process, which has ended.
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid not in (None, pid, os.getpid()):
         try:

@@ -91,7 +91,7 @@ class _CacheOfRank:
         self.group: int | None = None  # the KV cache group that is reported
         # The number of copies of each block: several requests may compute a prompt at once.
         self.copies: dict[int, int] = {}
-        # The cache salt of each block. Only the first block of a prompt says it.
+        # The cache salt of each block. vLLM reports it only with the first block of a prompt.
         self.salts: dict[int, str] = {}
 
     def forget(self) -> None:
@@ -152,6 +152,9 @@ class VllmEventConverter:
     def _advance(
         self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch
     ) -> Iterator[KvEvent]:
+        """Yield what the next batch means. If batches before it are lost, all blocks count as
+        removed.
+        """
         if number > cache.next_number:
             log.warning(
                 "vLLM lost %d batches of KV events of rank %d; readers forget its blocks",
@@ -208,6 +211,7 @@ class VllmEventConverter:
     def _stored(
         self, cache: _CacheOfRank, event: VllmBlocksStored, rank: int
     ) -> Iterator[BlocksStored]:
+        """Yield the stored blocks, if they are whole blocks of the group that is reported."""
         size = self._block_tokens
         hashes = [_number(block_hash) for block_hash in event.block_hashes]
         num_tokens = len(event.token_ids)

@@ -71,7 +71,7 @@ class VllmLibrary:
 
     def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # the numbers of calls, parts of their ids
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of aborts
 
     async def _call_workers(
@@ -89,7 +89,7 @@ class VllmLibrary:
     async def bind_lifetime(self) -> None:
         """Make vLLM's processes end with this one, even if this one is killed.
 
-        Raises EngineFailed if they are mute.
+        Raises EngineFailed if they do not respond.
         """
         if not all(await self._call_workers(_BIND_LIFETIME, os.getpid())):
             log.warning(
@@ -112,9 +112,9 @@ class VllmLibrary:
 
     @asynccontextmanager
     async def compiling(self) -> AsyncIterator[None]:
-        """Expect compilations of kernels meanwhile: count them.
+        """Count the compilations of kernels in this context, and log their number at its end.
 
-        Before and after, vLLM logs each as a delay.
+        Outside of it, vLLM logs each compilation as a delay.
         """
         await self._call_workers(_COUNT_COMPILATIONS, True)
         yield
@@ -142,7 +142,7 @@ class VllmLibrary:
     def counts(self, *, is_idle: bool) -> Counts:
         """See `Library.counts`.
 
-        An idle engine still reports the KV that waits for its decode workers.
+        `is_idle` changes nothing: vLLM still counts the KV that waits for its decode workers.
         """
         return self.last_counts()
 
@@ -190,7 +190,8 @@ class VllmCall:
         self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # None after it was submitted
-        # For the decode call, if the client has set none.
+        # The seed that the decode call has to use, too. None: none is needed, or the client has set
+        # one.
         self._seed = converted.seed if request.sampling.seed is None else None
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
@@ -307,8 +308,8 @@ class VllmCall:
 
         vLLM reports times of its engine process, in a `RequestStateStats`.
 
-        A decode call is queued until its KV has been read, then computes its first token. The parts
-        of this queue are in the last result.
+        A decode call is queued until its KV has been read, then computes its first token. The last
+        result has the parts of the time in this queue.
         """
         times = result.metrics
         if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:

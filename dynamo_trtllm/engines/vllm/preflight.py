@@ -225,11 +225,11 @@ def _wants_cross_layers(facts: VllmFacts) -> bool:
     fix="remove it, or install vLLM 0.26 to 0.28, which read whole rows with it",
 )
 def half_kv(facts: VllmFacts) -> Violation | None:
-    """Find the option in the releases that transfer half of each row."""
+    """Find the option in the releases that transfer half of the KV with it."""
     sliding = facts.model.num_sliding_layers
     has_one_kind = sliding in (0, facts.model.num_layers) and not facts.model.has_recurrent_layers
-    reads_whole_rows = facts.line >= (0, 26)
-    if reads_whole_rows or has_one_kind or not _wants_cross_layers(facts):
+    transfers_all_kv = facts.line >= (0, 26)
+    if transfers_all_kv or has_one_kind or not _wants_cross_layers(facts):
         return None
     return Violation(other=f"{sliding} of {facts.model.num_layers} layers with a sliding window")
 

@@ -1,7 +1,6 @@
-"""Convert a request to the arguments of `AsyncLLM.add_request`, as plain values.
+"""Convert a prefill, decode or aggregated call to plain arguments of `AsyncLLM.add_request`.
 
-It may be one of prefill or of decode, or one that a worker serves alone. Unsupported fields are
-rejected here, before the engine sees them.
+Requests with unsupported fields are rejected before vLLM receives them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from dynamo_trtllm.engines.external.library import guided_params, queue_priority
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
-# A key of `kv_transfer_params` of a decode call, see `read_parts`.
+# Keys of `kv_transfer_params` of a decode call: the times that `read_parts` uses, and the expiry of
+# the transfer in seconds since the epoch.
 READ_TIMES = "dynamo_read_times"
-# Key in the kv_transfer_params of a decode call. Its value is in seconds since the epoch.
 EXPIRES_AT = "dynamo_expires_at"
 _SEED_BITS = 63
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -88,8 +87,8 @@ class VllmRequest:
             sampling.max_tokens, model_limits.info.context_length - len(request.token_ids)
         )
         min_tokens = sampling.min_tokens
-        # The KV stays allocated for a decode engine. A request for one token ends with prefill, so
-        # none may stay.
+        # A prefill call whose KV is held for a decode worker. A request for one token ends in
+        # prefill, so its KV may not be held.
         self.exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
         transfer: Mapping[str, Any] | None = None
         if self.exports_kv:
@@ -129,6 +128,7 @@ def resamples_first_token(request: GenerateRequest) -> bool:
     and seeds depend on which tokens are output, so requests with those sample it again.
     """
     sampling = request.sampling
+    # repetition_penalty counts the tokens of the prompt, too.
     has_penalty = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
     uses_seed = sampling.seed is not None and sampling.temperature > 0
     has_grammar = sampling.guided is not None

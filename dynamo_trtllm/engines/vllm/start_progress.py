@@ -41,14 +41,14 @@ class StartProgress:
         return {FILE: str(self._file)}
 
     def phase(self) -> str:
-        """Return the phase that vLLM's process wrote last. It imports vLLM before it writes one."""
+        """Return the phase that vLLM's process wrote last. Before the first, it imports vLLM."""
         try:
             return self._file.read_text(encoding="utf-8")
         except OSError:
             return IMPORTING
 
     def close(self) -> None:
-        """Remove the file. Repeated calls are allowed."""
+        """Remove the file. Idempotent."""
         self._folder.cleanup()
 
 

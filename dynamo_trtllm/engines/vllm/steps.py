@@ -16,8 +16,9 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 # A key of `SchedulerStats.kv_connector_stats`, which may have any keys.
 _KEY: Final = "dynamo_step"
 _SCHED = "vllm.v1.core.sched"
+# Attribute of a step's plan (vLLM's `SchedulerOutput`): a `_BegunStep`.
 _BEGUN = "dynamo_begun_s"
-# In the results of a step: they were there before the engine asked for them.
+# Attribute of a step's results: True if they were there before the engine asked for them.
 _LATE = "dynamo_is_late"
 
 
@@ -53,7 +54,7 @@ _NOTHING = _Composition()
 
 
 def measure_steps(scheduler: Any) -> None:
-    """Make a scheduler class measure its steps. Repeated calls are allowed.
+    """Make a scheduler class measure its steps. Idempotent.
 
     A step begins when it is scheduled and the one before it has ended: with asynchronous
     scheduling, vLLM schedules a step while the one before runs. The time is sent with vLLM's own
@@ -61,8 +62,8 @@ def measure_steps(scheduler: Any) -> None:
 
     If the launch of a step with prompt tokens takes longer than the step before it, the end of that
     step is not known (see `note_late_results`). A decode step is then assumed to take as long as
-    the last one, and is no sample. Of steps with prompt tokens, those are samples whose begin and
-    end are late alike.
+    the last one, and is no sample. A step with prompt tokens is a sample if its begin and its end
+    are both known, or both too late.
     """
     if hasattr(scheduler, "dynamo_last_s"):
         return
@@ -167,7 +168,7 @@ def note_late_results(future: Any) -> None:
     """Make a class of futures note if results were there before the engine asked for them.
 
     An engine in one process with its worker asks for them after it has launched the next step.
-    Repeated calls are allowed.
+    Idempotent.
     """
     result = future.result
     if hasattr(result, "__wrapped__"):

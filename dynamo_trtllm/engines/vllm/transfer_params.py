@@ -30,7 +30,7 @@ class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
 
     It is the result of `request_finished`. Newer releases add keys, such as the generation of the
     registered memory. They are passed on as they are. The engine process, which ends on an
-    exception, uses these values as they were sent, so texts are no numbers here.
+    exception, uses these values as they were sent, so a number that was sent as text is rejected.
     """
 
     do_remote_prefill: bool
@@ -109,8 +109,9 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
 
     Args:
         queued_s: when vLLM's engine process queued the request.
-        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read was
-            posted, a rank saw its end, and the scheduler was notified.
+        params: `kv_transfer_params` of the last output. READ_TIMES in it are the times at which the
+            KV blocks were allocated, the read was posted, a rank saw its end, and the scheduler was
+            notified.
     """
     ends = (params or {}).get(READ_TIMES, ())
     if len(ends) != len(_PARTS):
@@ -127,7 +128,7 @@ _MAX_TRIES = 4
 _RETRY_INTERVAL_S = 0.25
 _GRACE_S = 1.0
 
-# From ids to the ids that each vLLM worker released.
+# Releases the KV of the requests with these ids. Returns the ids that each vLLM worker released.
 Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]
 
 
@@ -195,7 +196,7 @@ class KvReleaser:
         self._again.add(handle)
 
     async def aclose(self) -> None:
-        """Stop releasing KV. Repeated calls are allowed."""
+        """Stop releasing KV. Idempotent."""
         for handle in self._again:
             handle.cancel()
         self._again.clear()

@@ -59,9 +59,9 @@ class TransferPoller:
     """
 
     def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
-        self._coming: SimpleQueue[_PolledFetch | None] = SimpleQueue()
+        self._submitted: SimpleQueue[_PolledFetch | None] = SimpleQueue()
         self._waiting: deque[_PolledFetch] = deque()
-        self._moving: list[_PolledFetch] = []
+        self._running: list[_PolledFetch] = []
         self._turn = 0
         self._closing = False
         self._no_sockets = select.poll()  # only its side effect is used, see `_receive`
@@ -85,14 +85,14 @@ class TransferPoller:
         fetch = _PolledFetch(steps)
         is_first = (
             not self._waiting
-            and self._coming.empty()
-            and len(self._moving) < MAX_CONCURRENT_FETCHES
+            and self._submitted.empty()
+            and len(self._running) < MAX_CONCURRENT_FETCHES
         )
         has_steps_left = True
         if step_now and is_first and fetch.begin():
             has_steps_left = fetch.step()
         if has_steps_left:
-            self._coming.put(fetch)
+            self._submitted.put(fetch)
         return fetch.result
 
     def shutdown(self) -> None:
@@ -100,39 +100,39 @@ class TransferPoller:
 
         `submit` must not be called after this.
         """
-        self._coming.put(None)
+        self._submitted.put(None)
         self.thread.join()
 
     def _run(self) -> None:
         self._prepare()
         pause_s: float | None = None
-        while self._moving or not self._closing:
+        while self._running or not self._closing:
             self._receive(pause_s)
-            while self._waiting and len(self._moving) < MAX_CONCURRENT_FETCHES:
+            while self._waiting and len(self._running) < MAX_CONCURRENT_FETCHES:
                 fetch = self._waiting.popleft()
                 if fetch.begin() and fetch.step():
-                    self._moving.append(fetch)
-            pause_s = self._step(is_rested=pause_s != 0)
+                    self._running.append(fetch)
+            pause_s = self._step(has_paused=pause_s != 0)
 
     def _receive(self, pause_s: float | None) -> None:
-        """Take the queued fetches.
+        """Take the submitted fetches. None among them: `shutdown` was called.
 
         Wait up to `pause_s` seconds (None: without limit) for the first one.
         """
         try:
             if pause_s == 0:
-                coming = self._coming.get_nowait()
+                fetch = self._submitted.get_nowait()
             else:
-                coming = self._coming.get(timeout=pause_s)
+                fetch = self._submitted.get(timeout=pause_s)
             # The loop ends with `Empty`, when all are taken.
             while True:
-                if coming is None:
+                if fetch is None:
                     self._close()
-                elif coming.has_begun:
-                    self._moving.append(coming)
+                elif fetch.has_begun:
+                    self._running.append(fetch)
                 else:
-                    self._waiting.append(coming)
-                coming = self._coming.get_nowait()
+                    self._waiting.append(fetch)
+                fetch = self._submitted.get_nowait()
         except Empty:
             # The call releases the GIL; time.sleep(0) would take 70 microseconds.
             if pause_s == 0:
@@ -145,7 +145,7 @@ class TransferPoller:
             fetch.result.cancel()
             fetch.result.set_running_or_notify_cancel()
 
-    def _step(self, *, is_rested: bool) -> float | None:
+    def _step(self, *, has_paused: bool) -> float | None:
         """Let the running fetches take a step.
 
         If the thread has not paused since the last call, only the oldest fetch and one other take a
@@ -154,21 +154,21 @@ class TransferPoller:
         Returns:
             The seconds to pause until the next call; None: until a fetch is submitted.
         """
-        asked = self._moving if is_rested else self._oldest_and_next()
-        ended = [fetch for fetch in asked if not fetch.step()]
+        fetches = self._running if has_paused else self._oldest_and_next()
+        ended = [fetch for fetch in fetches if not fetch.step()]
         if ended:
-            self._moving = [fetch for fetch in self._moving if fetch not in ended]
-        if not self._moving:
+            self._running = [fetch for fetch in self._running if fetch not in ended]
+        if not self._running:
             has_work = self._waiting or self._closing
             return 0 if has_work else None
-        shortest_s = min(fetch.waited_s for fetch in self._moving)
+        shortest_s = min(fetch.waited_s for fetch in self._running)
         if shortest_s < _SPIN_S:
             return 0
         return min(shortest_s * _SLEEP_SHARE, MAX_SLEEP_S)
 
     def _oldest_and_next(self) -> list[_PolledFetch]:
-        if len(self._moving) < 2:
-            return self._moving
-        # Go round from 1 to the last one.
-        self._turn = self._turn % (len(self._moving) - 1) + 1
-        return [self._moving[0], self._moving[self._turn]]
+        if len(self._running) < 2:
+            return self._running
+        # The turn goes round from index 1 to the last index.
+        self._turn = self._turn % (len(self._running) - 1) + 1
+        return [self._running[0], self._running[self._turn]]

@@ -69,7 +69,12 @@ def _names(owner: str, has: dict[str, Any], release: ApiManifest) -> list[str]:
     for name in has.keys() & read.keys():
         field = read[name]
         plain = isinstance(has[name], (bool, int, float, str, type(None)))
-        if has[name] is not _UNKNOWN and field.default_known and not field.is_built and plain:
+        if (
+            has[name] is not _UNKNOWN
+            and field.default_known
+            and not field.default_is_object
+            and plain
+        ):
             is_member = isinstance(has[name], str) and str(field.default) in has[name]
             if has[name] != field.default and not is_member:
                 found.append(f"{owner}.{name} defaults to {has[name]!r}, read as {field.default!r}")

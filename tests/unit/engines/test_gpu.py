@@ -11,8 +11,8 @@ from dynamo_trtllm.engines.gpu import (
     Gpu,
     GpuMemory,
     count_visible,
+    free_and_total_bytes,
     list_gpus,
-    memory_free_bytes,
     visible_gpus,
 )
 
@@ -111,7 +111,7 @@ def test_visible_gpus_when_there_is_no_nvml_then_none(monkeypatch):
 def test_memory_free_reports_each_visible_gpu(monkeypatch):
     driver(monkeypatch, [H100, B200, RTX])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert memory_free_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
+    assert free_and_total_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
 
 
 def test_count_visible_when_some_are_there_then_only_these_count(monkeypatch):

@@ -21,8 +21,8 @@ def release_for(version: str) -> ApiManifest:
     """Return the API of a version: its own, else that of the nearest known release.
 
     A final release stands for its whole minor line. A candidate changes arguments and their values,
-    so the nearest one counts as read in part: what it lacks may exist, and is passed on. So does
-    the newest release for a newer line.
+    so the nearest one counts as read in part: what it lacks may exist, and is passed on. The newest
+    release stands for newer lines, and counts as read in part for them, too.
 
     Args:
         version: installed version of TensorRT-LLM, such as 1.2.1, 1.3.0rc29 or 1.2.1+cu130.
@@ -67,6 +67,6 @@ def _line(version: str) -> tuple[int, int]:
 
 
 def _candidate(version: str) -> int:
-    """Return the number of a release candidate: 29 for 1.3.0rc29."""
+    """Return the number of a release candidate: 29 for 1.3.0rc29; _FINAL for a final release."""
     match = re.search(r"rc(\d+)", version)
     return int(match[1]) if match else _FINAL

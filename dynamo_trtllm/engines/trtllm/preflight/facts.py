@@ -352,8 +352,8 @@ class RoleFacts:
 
     @property
     def is_runtime_uncertain(self) -> bool:
-        """True if `auto` decides about the transceiver in a candidate whose choice is not
-        established.
+        """True if TensorRT-LLM chooses the transceiver (`auto`), and it is not established what
+        this candidate chooses.
 
         From dates of merges and of uploads: `auto` came with pull request 16164 (9 July 2026, after
         rc14), and meant C++ for all models. 16479 (16 July) made it Python for gpt-oss, 16908,

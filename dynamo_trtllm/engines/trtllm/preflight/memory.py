@@ -31,7 +31,7 @@ class MemoryTable:
         self.gpu_bytes = facts.gpu.memory_bytes if facts.gpu else None
         self.weights_bytes = weights_per_gpu(facts, model)
         self.kv_token_bytes = token_bytes  # KV of one token in all layers
-        # The same for a token outside all sliding windows.
+        # What remains of it for a token outside all sliding windows, if that KV is freed.
         num_full_layers = model.num_layers - model.num_sliding_layers
         self.windowed_token_bytes = token_bytes * num_full_layers // model.num_layers
         self.buffer_bytes = 0

@@ -154,6 +154,7 @@ class KvEventConverter:
         return converted
 
     def _convert(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
+        """Yield what an event means. If events before it are lost, all blocks count as removed."""
         rank = int(event.get("attention_dp_rank") or 0)
         number = int(event["event_id"])
         last = self._last_ids.get(rank)
@@ -168,8 +169,8 @@ class KvEventConverter:
             yield from self._removed(data, place)
         elif data["type"] == "stored":
             yield from self._stored(data, place)
-        # "created" has the size of the pools, and "updated" that a block moved between GPU and host
-        # memory.
+        # Other types change nothing here: "created" reports the size of the pools, and "updated"
+        # that a block moved between GPU and host memory.
 
     def _cleared(self) -> BlocksCleared:
         self._holders.clear()

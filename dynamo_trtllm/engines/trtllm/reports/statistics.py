@@ -47,7 +47,7 @@ class StatsPoller(Poller):
     def has_reported(self) -> bool:
         """True once statistics came.
 
-        From then on, requests that wait without new ones show a stalled executor.
+        From then on, the executor is stalled if requests wait and no new statistics come.
         """
         return bool(self._rows)
 

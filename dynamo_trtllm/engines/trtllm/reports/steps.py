@@ -12,7 +12,7 @@ from dynamo_trtllm.protocol.cost_model import StepSample
 
 
 class _Iteration:
-    """One iteration of the executor, as its row tells it. Times are those of the executor's clock.
+    """One iteration of the executor, as its row reports it. Times are of the executor's clock.
 
     Raises:
         KeyError, TypeError, ValueError: the row lacks a value, or a count is negative.
@@ -23,12 +23,12 @@ class _Iteration:
         self.number = int(row["iter"])
         self.rank = int(row.get("attentionDpRank") or 0)
         self.num_ranks = 1  # ranks that have reported
-        # The time after it had fetched requests.
+        # When it had fetched its requests.
         begun = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f")
         self.begun_s = (begun - _EPOCH).total_seconds()
         # When its results were read, or later by as long as it waited for requests.
         self.read_s = self.begun_s + float(row["iterLatencyMS"]) / 1000
-        # No request was active before: it may have waited for one.
+        # No request was active before this iteration, so it may have waited for one.
         self.was_idle = row["numNewActiveRequests"] >= row["numActiveRequests"]
         # GPU time of the forward pass; 0: unknown
         self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000
@@ -74,16 +74,16 @@ class StepReader:
 
     Used on one thread.
 
-    From copies of _torch/pyexecutor/py_executor.py that have no release tag, of about 1.2 and of
-    main of 2026-10. It was never run with TensorRT-LLM. Each iteration that computed something has
-    a row. No field is the time of the step:
+    It follows two copies of _torch/pyexecutor/py_executor.py without a release tag, of about 1.2
+    and of main of 2026-10. It was never run with TensorRT-LLM. Each iteration that computed
+    something has a row. No field is the time of the step:
 
     * `iterLatencyMS` is the time from the begin of the iteration until its results were read. That
       includes a wait for requests at its begin. With the overlap scheduler, the next iteration
       reads the results: it spans two steps.
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step
       before.
-    * `gpuForwardTimeMS` (likewise) is without sampling and the executor's own work.
+    * `gpuForwardTimeMS` (1.3 candidates) leaves out sampling and the executor's own work.
 
     So a step is taken to begin when it is launched and the step before has ended, and to end when
     its results are read. The earlier of two times is taken as that of the read, because waits for
@@ -91,7 +91,7 @@ class StepReader:
 
     * `timestamp` plus the latency. `timestamp` is after the wait at the begin of the iteration, and
       the latency includes this wait again.
-    * the begin of the iteration after the read. It is after the wait that may follow the step.
+    * the begin of the iteration after the read. This is after the wait that may follow the step.
 
     These give no samples:
 
@@ -111,22 +111,22 @@ class StepReader:
 
     Args:
         steps: receives the samples.
-        running: returns the mean number of context tokens of the requests in the batch, and the
-            number of tokens of the longest prompt; 0 without any.
+        request_lengths: returns the mean number of context tokens of the requests in the batch, and
+            the number of tokens of the longest prompt; 0 without any.
         num_ranks: attention-DP ranks; 1 without attention DP.
-        full_step: returns the tokens from which a step of a rank cuts its last prompt; 0: prompts
-            are not cut.
+        full_step: returns the number of tokens from which a step of a rank counts as full: it has
+            cut its last prompt. 0: prompts are not cut.
     """
 
     def __init__(
         self,
         steps: deque[StepSample],
-        running: Callable[[], tuple[float, int]],
+        request_lengths: Callable[[], tuple[float, int]],
         num_ranks: int = 1,
         full_step: Callable[[], int] = lambda: 0,
     ) -> None:
         self._steps = steps
-        self._running = running
+        self._request_lengths = request_lengths
         self._num_ranks = num_ranks
         self._full_step = full_step
         # Tokens computed of the prompt that the last step cut, if rows do not report them.
@@ -143,13 +143,13 @@ class StepReader:
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take the rows of one poll, the oldest first."""
-        mean_context, longest_prompt = self._running()
+        mean_context, longest_prompt = self._request_lengths()
         self._mean_context = mean_context or self._mean_context
         self._longest_prompt = max(longest_prompt, self._longest_of_poll)
         self._longest_of_poll = longest_prompt
         for row in rows[-MAX_STEPS:]:
             try:
-                self._add(_Iteration(row))
+                self._add_iteration(_Iteration(row))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 self._restart()
         if self._is_warm_up:
@@ -162,7 +162,8 @@ class StepReader:
         self._ended_s = None
         self._cut_tokens = 0.0
 
-    def _add(self, new: _Iteration) -> None:
+    def _add_iteration(self, new: _Iteration) -> None:
+        """Add an iteration. Make samples of the steps whose end it shows."""
         last = self._pending[-1] if self._pending else None
         if last is not None and new.number == last.number and new.rank != last.rank:
             last.add_rank(new)
@@ -186,7 +187,7 @@ class StepReader:
                 seconds = step.forward_s
             cached_tokens = self._cached_tokens(step)
             if seconds > 0:
-                self._take(step, seconds, cached_tokens)
+                self._add_sample(step, seconds, cached_tokens)
 
     def _is_overlapping(self, last: _Iteration, new: _Iteration) -> bool:
         """Return whether the overlap scheduler is on.
@@ -217,12 +218,13 @@ class StepReader:
 
         Remember when the step ended.
         """
-        # `reader` is the iteration that read the results of `step`.
+        # `reader` is the iteration that read the results of `step`. Two iterations follow it.
         step, reader, after, last = self._pending[:4]
         step_before_ended_s = self._ended_s
         ended_s = min(step.read_s, after.begun_s)
         self._ended_s = None if step.was_idle and after.was_idle else ended_s
-        # The reader waited for requests, while the results were there.
+        # The reader waited for requests while the results were there. So they may have been read
+        # long after the step had ended.
         if reader.was_idle or reader.read_s - last.begun_s > _SLACK_S:
             self._ended_s = reader.begun_s
             return 0.0
@@ -261,8 +263,8 @@ class StepReader:
                 self._cut_tokens += before
         return before
 
-    def _take(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
-        """Add a sample, unless it is not known what the step computed."""
+    def _add_sample(self, step: _Iteration, seconds: float, cached_tokens: float) -> None:
+        """Add a sample, if it is known what the step computed."""
         context_tokens = step.context_tokens or step.decode_requests * self._mean_context
         computes_nothing = not (step.decode_requests or step.prompt_tokens)
         lacks_context = step.decode_requests > 0 and not context_tokens

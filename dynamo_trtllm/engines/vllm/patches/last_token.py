@@ -24,8 +24,8 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
     """Return how many tokens of KV a decode engine reads from the prefill engine.
 
     The last token of the prompt is computed, not read, because it may be in a block of its own that
-    the prefill engine does not have. It is read if the number of blocks would be less than
-    `held_tokens` need: the connector pairs blocks from the end.
+    the prefill engine does not have. But it is read if fewer blocks than `held_tokens` need would
+    be read without it: the connector pairs blocks from the end.
 
     Args:
         prompt_tokens: the length of the decode call's prompt.

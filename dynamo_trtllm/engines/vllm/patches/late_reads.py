@@ -51,7 +51,7 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
     times: dict[str, tuple[float, float]]
 
     def aggregate(self, other: EndedReads) -> EndedReads:
-        """Return the reads of both ranks. The last rank counts."""
+        """Return the reads of both ranks, each with the later times of the two."""
         times = self.times | other.times
         for request_id in self.times.keys() & other.times.keys():
             posted, seen = self.times[request_id]
@@ -75,7 +75,7 @@ def install() -> None:
 def _end_failed_reads(scheduler: Any) -> None:
     """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
 
-    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as
+    This matches `kv_load_failure_policy: fail`. The requests end in the step that reports them as
     received: their blocks are freed and were not cached. Requests that vLLM has ended or aborted
     are skipped.
     """

@@ -142,6 +142,25 @@ def test_windows_when_they_mean_the_same_then_they_are_equal(
     )
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "are_equal"),
+    [
+        ([128], [128, 128], True),
+        ([128, 512], [128, 512, 128, 512], True),
+        ([128, 512], [128, 512, 512], False),
+        ([128, 512], [512, 128], False),
+    ],
+)
+def test_windows_without_a_model_are_compared_as_they_repeat(
+    prefill: list[int], decode: list[int], are_equal: bool
+) -> None:
+    window = K + "max_attention_window"
+    found = check_pair(
+        facts(P, {window: prefill}, model=None), facts(D, {window: decode}, model=None)
+    )
+    assert ("attention-window-equal" not in {finding.rule for finding in found}) is are_equal
+
+
 @pytest.mark.parametrize("drafts", ["3", [3], 3.5, None])
 def test_drafts_of_wrong_type_do_not_crash(drafts: Any) -> None:
     check_role(facts(D, {"speculative_config": {"decoding_type": "MTP", "max_draft_len": drafts}}))

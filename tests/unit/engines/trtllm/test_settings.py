@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.external.library import end_ids
+from dynamo_trtllm.engines.external.library import model_stop_ids
 from dynamo_trtllm.engines.trtllm import engine, model_limits
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, statistics_note, trtllm_args
@@ -290,9 +290,9 @@ def test_prompt_limit_ignores_buffer_of_python_transceiver() -> None:
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:
-    assert end_ids(checkpoint()) == (200002, 200012, 199999)
-    assert end_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
-    assert end_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
+    assert model_stop_ids(checkpoint()) == (200002, 200012, 199999)
+    assert model_stop_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
+    assert model_stop_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

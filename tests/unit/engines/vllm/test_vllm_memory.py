@@ -92,7 +92,7 @@ def vendor() -> VllmBindings:
 def test_build_of_dying_engine_names_memory_only_if_scarce(
     monkeypatch: pytest.MonkeyPatch, free: list[tuple[int, int]], wanted: str
 ) -> None:
-    monkeypatch.setattr(gpu, "memory_free_bytes", lambda: free)
+    monkeypatch.setattr(gpu, "free_and_total_bytes", lambda: free)
     with pytest.raises(EngineFailed, match=wanted) as caught:
         vendor().build(HALF, lambda index, stats: None)
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -19,6 +19,7 @@ _CUTLASS = {
     "W4A8_MXFP4_FP8": (100, 103),
     "W4A8_MXFP4_MXFP8": (100, 103, 120, 121),
 }
+# AUTO takes one of the others. CUTEDSL has no kernels for MXFP4 and falls back to CUTLASS.
 _BIASED_EXPERTS = ("AUTO", "CUTEDSL", "CUTLASS", "TRITON", "TRTLLM")
 _ATTENTION = ("TRTLLM", "FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _KV_TYPES = ("auto", "fp8")

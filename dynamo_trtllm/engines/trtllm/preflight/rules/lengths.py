@@ -113,7 +113,7 @@ def prompt_over_num_tokens(facts: RoleFacts) -> Violation | None:
     fix="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
 )
 def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
-    """Find, without a load, prompts that the other limits accept but one step can't hold."""
+    """If no load was given, find prompts that the other limits accept but one step can't hold."""
     if facts.load.isl is not None or facts.is_enabled("enable_chunked_prefill"):
         return None
     longest = facts.prompt_limit if facts.is_disaggregated else facts.number("max_seq_len")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,7 @@ _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
-# Backends of TensorRT-LLM whose KV is not resharded. It takes TRTLLM for words that it does not
-# know.
+# Attention backends whose KV is not resharded. TensorRT-LLM takes TRTLLM for unknown words.
 _OTHER_ATTENTION = ("FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
@@ -54,10 +52,10 @@ def model_equal(pair: PairFacts) -> Violation | None:
     if prefill is None or decode is None:
         return None
     for name in _MODEL:
-        mine = getattr(prefill, name)
-        theirs = getattr(decode, name)
-        if mine != theirs:
-            return Violation(value=f"prefill: {name} {mine}", other=f"decode: {theirs}")
+        of_prefill = getattr(prefill, name)
+        of_decode = getattr(decode, name)
+        if of_prefill != of_decode:
+            return Violation(value=f"prefill: {name} {of_prefill}", other=f"decode: {of_decode}")
     return None
 
 
@@ -395,6 +393,8 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
 def _windows(facts: RoleFacts) -> list[int] | None:
     """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than
     max_seq_len.
+
+    Without the number of layers, return the part that repeats.
     """
     given = facts.args.get(_WINDOW)
     longest = facts.max_seq_len
@@ -405,11 +405,15 @@ def _windows(facts: RoleFacts) -> list[int] | None:
         # All layers see as much as without windows.
         return None
     if facts.model is None:
-        # So many layers have the list a whole number of times.
-        num_layers = math.lcm(*range(1, len(windows) + 1))
-    else:
-        num_layers = facts.model.num_layers
-    return [windows[layer % len(windows)] for layer in range(num_layers)]
+        return _shortest_period(windows)
+    return [windows[layer % len(windows)] for layer in range(facts.model.num_layers)]
+
+
+def _shortest_period(windows: list[int]) -> list[int]:
+    """Return the shortest list that is the same as these windows when both repeat."""
+    count = len(windows)
+    sizes = (size for size in range(1, count + 1) if windows[:size] * (count // size) == windows)
+    return windows[: next(sizes)]
 
 
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -145,7 +145,7 @@ def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
     prompt = facts.longest_prompt
     if timeout is None or prompt is None or timeout >= prompt:
         return None
-    # Without a load, prompts of this length may never come. Then only a value that was set is
+    # If no load was given, prompts of this length may never come. Then only a value that was set is
     # reported.
     if not facts.is_given(TIMEOUT) and facts.load.isl is None:
         return None
@@ -253,9 +253,9 @@ def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
     fix="remove it; the worker then sets it to 1.1 times --kv-transfer-ttl-s",
 )
 def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
-    """Find the Python transceiver without a timeout.
+    """Find the Python transceiver, set by the user, without a timeout.
 
-    With `auto`, TensorRT-LLM then takes the C++ transceiver.
+    Without a timeout, `auto` chooses the C++ transceiver.
     """
     if facts.transceiver != "NIXL" or facts.set_runtime != "PYTHON":
         return None
@@ -315,7 +315,7 @@ def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
     ),
 )
 def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
-    """Find a transceiver that is not established.
+    """Find a candidate of which it is not known which transceiver `auto` chooses for this model.
 
     `RoleFacts.is_runtime_uncertain` has the pull requests.
     """
@@ -385,8 +385,8 @@ def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
 def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
     """Find in-flight cancellation where it is rejected.
 
-    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. DEFAULT is not resolved when it is
-    checked.
+    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. It checks the backend before it
+    resolves DEFAULT.
     """
     if facts.variable(_INFLIGHT_CANCEL) != "1" or not facts.transceiver:
         return None

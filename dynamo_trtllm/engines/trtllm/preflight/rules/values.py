@@ -90,7 +90,7 @@ def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
     fix="remove it, or check that your release has it",
 )
 def argument_removed(facts: RoleFacts) -> list[Violation]:
-    """Find arguments of earlier releases that a candidate which was not read may have or not."""
+    """Find arguments of earlier releases that this candidate, which was not read, may lack."""
     release = facts.args.release
     found = {key: schema.removed(release, key) for key in facts.args.leaves}
     return [
