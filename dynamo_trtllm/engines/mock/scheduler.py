@@ -288,12 +288,11 @@ class MockScheduler:
                 await asyncio.sleep(begun_s + step_s - self._clock())
                 now = self._clock()
                 # The step after a late one is shorter. At most one missed step is caught up on.
-                planned_s = begun_s + step_s
-                begun_s = max(planned_s, now - step_s)
+                begun_s = max(begun_s + step_s, now - step_s)
                 if prompts and decoding:
-                    chunk = self._chunk_size.tokens
-                    is_full = sum(prompts.values()) >= chunk
-                    self._chunk_size.measured(step_s, chunk, is_full=is_full)
+                    planned = self._chunk_size.tokens
+                    is_full = sum(prompts.values()) >= planned
+                    self._chunk_size.measured(step_s, planned, is_full=is_full)
                 self._step(now - last_s, prompts, decoding)
                 last_s = now
         finally:
@@ -554,8 +553,7 @@ class MockScheduler:
         if gap_s > stream.worst_gap_s:
             stream.worst_gap_s = gap_s
         stream.token_s = now
-        if stream.num_output >= stream.sends_at:
-            stream.sends_at = stream.num_output + self._tokens_per_event
+        if stream.num_held >= self._tokens_per_event:
             stream.send_held()
 
     def _generate(self, stream: MockStream, emit: Callable[[MockStream, Chunk], None]) -> None:

@@ -52,9 +52,6 @@ class MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0  # output tokens so far
         self.num_held = 0  # how many of the newest output tokens were not sent yet
-        # With so many output tokens, held ones are sent. The second token is sent alone: a client
-        # may have the first one from another call, and then waits for it.
-        self.sends_at = 2
         self.token_s = math.inf  # when the newest token was generated or sent
         self.worst_gap_s = 0.0  # between two tokens
         self.wanted = 0  # tokens to generate, one per step

@@ -35,8 +35,6 @@ _NEGLIGIBLE: Final = 0.01
 # A first token that is predicted later than this part of its limit counts as missed, because times
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
-# The same part of the limit between tokens, for the pause after a first token that is sent early.
-_PAUSE_PART: Final = 0.9
 # An elastic worker that has streams takes further ones before a worker that has none, up to this
 # pressure.
 _PACKED: Final = 0.8
@@ -61,6 +59,8 @@ class SloLimits(NamedTuple):
     itl_s: float  # time between two tokens of the request
     # The same for requests that already run. A looser limit of this request does not loosen theirs.
     others_itl_s: float
+    # The longest pause after a first token that is sent early (see `early_token`). None: it is not.
+    pause_s: float | None = None
 
 
 class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of a named tuple
@@ -116,7 +116,6 @@ def select_path(
     limits: SloLimits,
     *,
     waited_s: float,
-    can_send_early: bool,
     breakers: PairBreakers,
     random: Callable[[], float],
 ) -> ChosenPath | None:
@@ -142,7 +141,6 @@ def select_path(
         aggregated: aggregated workers.
         limits: those of the request.
         waited_s: for how long the request has waited since it arrived.
-        can_send_early: the client may get the first token before the KV has moved.
         breakers: of the pairs.
         random: returns numbers from 0 to 1.
 
@@ -154,9 +152,7 @@ def select_path(
         (_prompt_part(worker, limits, waited_s, random) for worker in prefills), key=_order
     )
     decode_parts = sorted((_decode_part(worker, limits, random) for worker in decodes), key=_order)
-    pair = _best_pair(
-        prefill_parts, decode_parts, limits, waited_s, breakers, can_send_early=can_send_early
-    )
+    pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
         if pair.num_missed == 0:
@@ -191,8 +187,6 @@ def _best_pair(
     limits: SloLimits,
     waited_s: float,
     breakers: PairBreakers,
-    *,
-    can_send_early: bool,
 ) -> ChosenPath | None:
     """Return the path over the best pair whose breaker is closed; None: there is none."""
     if not prefills or not decodes:
@@ -200,7 +194,7 @@ def _best_pair(
     # The first parts are the best ones. An elastic worker may be the best one in both roles.
     is_same = prefills[0].worker.instance.id == decodes[0].worker.instance.id
     if not breakers.any_open and not is_same:
-        return _pair_path(prefills[0], decodes[0], limits, waited_s, can_send_early=can_send_early)
+        return _pair_path(prefills[0], decodes[0], limits, waited_s)
     pairs = [
         (prefill, decode)
         for prefill, decode in itertools.product(prefills, decodes)
@@ -210,7 +204,7 @@ def _best_pair(
     if not pairs:
         return None
     prefill, decode = min(pairs, key=_order_of_pair)
-    return _pair_path(prefill, decode, limits, waited_s, can_send_early=can_send_early)
+    return _pair_path(prefill, decode, limits, waited_s)
 
 
 def _order_of_pair(pair: tuple[_PathPart, _PathPart]) -> tuple[int, bool, float]:
@@ -276,18 +270,13 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
 
 
 def _pair_path(
-    prefill: _PathPart,
-    decode: _PathPart,
-    limits: SloLimits,
-    waited_s: float,
-    *,
-    can_send_early: bool,
+    prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
 ) -> ChosenPath:
     ttft_s = waited_s + prefill.first_token_s
     own_gap_s = decode.gap_s
-    # The client waits for the KV before its first token or after it, where that keeps its limit.
+    # The client waits for the KV before its first token or after it.
     transfer_s = decode.worker.transfer_s()
-    sends_early = can_send_early and transfer_s <= _PAUSE_PART * limits.itl_s
+    sends_early = limits.pause_s is not None and transfer_s <= limits.pause_s
     if sends_early:
         own_gap_s = max(own_gap_s, transfer_s)
     else:

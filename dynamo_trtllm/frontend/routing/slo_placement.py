@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
+# A first token is sent early if the pause after it is predicted to take at most this part of the
+# limit between tokens. The rest is for errors of the prediction.
+_PAUSE_PART: Final = 0.9
 # A rejected request may be sent again after the time by which it would be late, within these
 # bounds.
 _MIN_RETRY_S: Final = 1
@@ -148,15 +151,17 @@ class SloPlacement(Placement):
 
     def _limits(self, request: GenerateRequest) -> SloLimits:
         """Return the limits of a request: its own, else those of the frontend."""
-        default = self._default
+        limits = self._default
         own = request.slo
-        if own is None:
-            return default
-        return SloLimits(
-            ttft_s=default.ttft_s if own.ttft_s is None else own.ttft_s,
-            itl_s=default.itl_s if own.itl_s is None else own.itl_s,
-            others_itl_s=default.itl_s,
-        )
+        if own is not None:
+            limits = SloLimits(
+                ttft_s=limits.ttft_s if own.ttft_s is None else own.ttft_s,
+                itl_s=limits.itl_s if own.itl_s is None else own.itl_s,
+                others_itl_s=limits.itl_s,
+            )
+        if self._early_first_token and can_send_early(request.sampling):
+            limits = limits._replace(pause_s=_PAUSE_PART * limits.itl_s)
+        return limits
 
     def _choose(
         self,
@@ -172,7 +177,6 @@ class SloPlacement(Placement):
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:
             overlaps = None
-        sampling = prompt.request.sampling
         groups = list(view.groups.values()) or [PairGroup()]
         paths: list[ChosenPath] = []
         for group in groups:
@@ -195,7 +199,6 @@ class SloPlacement(Placement):
                 aggregated_forecasts,
                 limits,
                 waited_s=waited_s,
-                can_send_early=self._early_first_token and can_send_early(sampling),
                 breakers=breakers,
                 random=self._random,
             )
