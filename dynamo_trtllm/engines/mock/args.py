@@ -116,8 +116,8 @@ class MockArgs(BaseModel):
     )
     recompute_last_token: bool = Field(
         False,
-        description="let the decode worker compute the last token of a prompt again, as vLLM does:"
-        " the first token of the output then waits for a step",
+        description="let the decode worker begin with a step, as vLLM does: the first token of the"
+        " output then waits for this step, and comes with the second one",
     )
     plan_ahead: bool = Field(
         False,

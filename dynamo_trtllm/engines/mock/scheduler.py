@@ -565,7 +565,8 @@ class MockScheduler:
         """
         request = stream.request
         stream.send_held()
-        token = stream.token(stream.num_output)
+        first = stream.token(stream.num_output)
+        new = token_ids((first,))
         stats = None
         if stream.num_output == 0:
             if request.kv_params is None:
@@ -573,25 +574,23 @@ class MockScheduler:
                 RECORDER.record(request.request_id, RecordedEvent.PREFILL_DONE)
             else:
                 stream.phases.end("first_token")
+                # vLLM has the first token as a part of the prompt, so the step computes the second.
+                new.append(stream.token(1))
             self.store(stream)
             stats = stream.phases.timings()
         elif stream.num_output == 1 and request.kv_params is not None:
             stream.phases.end("decode_wait")
-        stream.num_output += 1
-        stream.wanted -= 1
+        stream.num_output += len(new)
+        stream.wanted -= len(new)
         if stream.wanted and stats is None:
-            emit(stream, TOKEN_CHUNKS[token])
+            emit(stream, TOKEN_CHUNKS[first])
         elif stream.wanted:
-            emit(stream, Chunk(token_ids=token_ids((token,)), stats=stats))
+            emit(stream, Chunk(token_ids=new, stats=stats))
         elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
-            self._on_prefilled(stream, token)
+            self._on_prefilled(stream, first)
         else:
-            last = Chunk(
-                token_ids=token_ids([token]),
-                finish_reason=FinishReason.LENGTH,
-                stats=stream.phases.timings(),
-            )
-            emit(stream, last)
+            stats = stream.phases.timings()
+            emit(stream, Chunk(token_ids=new, finish_reason=FinishReason.LENGTH, stats=stats))
 
 
 def _take(budgets: list[int], stream: MockStream) -> None:

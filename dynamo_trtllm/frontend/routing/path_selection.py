@@ -294,8 +294,8 @@ def _pair_path(
         pressure=max(
             ttft_s / limits.ttft_s,
             prefill.gap_s / limits.others_itl_s,
-            own_gap_s / limits.itl_s,
-            decode.gap_s / limits.others_itl_s,
+            # The pause does not count: it is made only where it keeps the limit.
+            decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
     )
 

@@ -81,6 +81,8 @@ def test_recomputed_token_waits_for_a_step() -> None:
     ).requests
     assert request.ttft_s == pytest.approx(STEP_S + 500 * 1e-4 + STEP_S)
     assert request.output_tokens == 11
+    # The second token comes with the first one.
+    assert request.mean_gap_s == pytest.approx(0.9 * STEP_S)
 
 
 def test_planned_step_has_no_place_for_what_comes_later() -> None:
