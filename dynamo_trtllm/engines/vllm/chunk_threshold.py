@@ -144,7 +144,11 @@ class _StepLimits:
         gap: OutputGap | None = self._scheduler.dynamo_output_gap
         if gap is not None and gap is not self._last_gap:
             self._last_gap = gap
-            self._chunk_size.measured(gap.seconds, gap.planned_tokens, is_full=gap.is_full)
+            # The step may be the larger or the smaller one of two. The larger one may have been too
+            # large; only one that was measured itself may be too small.
+            self._chunk_size.measured(gap.seconds, gap.planned_tokens, is_full=False)
+            if gap.full_tokens:
+                self._chunk_size.measured(gap.full_s, gap.full_tokens, is_full=True)
 
 
 def _limits_of(scheduler: Any) -> _StepLimits | None:

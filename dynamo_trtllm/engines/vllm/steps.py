@@ -47,7 +47,10 @@ class OutputGap(NamedTuple):
 
     seconds: float
     planned_tokens: int  # how many prompt tokens the larger one of both might have had
-    is_full: bool  # both had as many as they might have
+    # If the step that has ended had as many prompt tokens as it might have: this number, and the
+    # longer one of the times for which streams waited for its launch and for its computation.
+    full_tokens: int = 0
+    full_s: float = 0.0
 
 
 _NOTHING = _Composition()
@@ -80,6 +83,8 @@ def measure_steps(scheduler: Any) -> None:
     scheduler.dynamo_latest_step = _BegunStep(0.0, _NOTHING)  # the one that was scheduled last
     scheduler.dynamo_output_s = 0.0  # when the output of the last step was taken
     scheduler.dynamo_output_gap = None  # the last `OutputGap` with prompt tokens
+    # The time between two outputs in which the latest step was launched.
+    scheduler.dynamo_launch_s = 0.0
     # Prompt tokens that the next step may have; 0: there is no limit.
     scheduler.dynamo_planned_tokens = 0
     scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
@@ -149,19 +154,22 @@ def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -
 def _note_gap(scheduler: Any, ended: _BegunStep, now: float) -> None:
     """Keep the time since the last output, if streams waited for a limited step in it."""
     # After a pause, the time begins with the step.
-    begun_s = max(scheduler.dynamo_output_s, ended.begun_s)
+    seconds = now - max(scheduler.dynamo_output_s, ended.begun_s)
     scheduler.dynamo_output_s = now
     launched: _BegunStep = scheduler.dynamo_latest_step
-    steps = [ended] if launched is ended else [ended, launched]
-    limited = [step for step in steps if step.planned_tokens and step.composition.prefill_tokens]
+    launch_s = scheduler.dynamo_launch_s
+    scheduler.dynamo_launch_s = 0.0 if launched is ended else seconds
+    limited = [
+        step.planned_tokens
+        for step in (ended, launched)
+        if step.planned_tokens and step.composition.prefill_tokens
+    ]
     if not limited or not ended.composition.decode_requests:
         return
-    full = [step for step in limited if step.composition.prefill_tokens >= step.planned_tokens]
-    scheduler.dynamo_output_gap = OutputGap(
-        seconds=now - begun_s,
-        planned_tokens=max(step.planned_tokens for step in limited),
-        is_full=len(full) == len(steps),
-    )
+    gap = OutputGap(seconds, max(limited))
+    if 0 < ended.planned_tokens <= ended.composition.prefill_tokens:
+        gap = gap._replace(full_tokens=ended.planned_tokens, full_s=max(seconds, launch_s))
+    scheduler.dynamo_output_gap = gap
 
 
 def note_late_results(future: Any) -> None:

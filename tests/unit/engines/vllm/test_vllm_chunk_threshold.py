@@ -65,7 +65,7 @@ class Scheduler:
         self.running.append(self.requests[name])
 
     def measured(self, seconds: float, planned_tokens: int) -> None:
-        self.dynamo_output_gap = OutputGap(seconds, planned_tokens, is_full=True)
+        self.dynamo_output_gap = OutputGap(seconds, planned_tokens, planned_tokens, seconds)
 
 
 follow_streams(Scheduler)

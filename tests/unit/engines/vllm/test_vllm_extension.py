@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.engines.vllm import steps
 from dynamo_trtllm.protocol.cost_model import StepSample
 
@@ -137,11 +138,12 @@ def test_gap_of_streams_counts_the_launch_of_a_prompt(monkeypatch: pytest.Monkey
     decode = schedule(10.1, 0, a=1)
     assert gap(11.0, alone) is None  # no prompt
     first = schedule(11.1, 500, a=1, b=500)
-    assert gap(15.0, decode) == steps.OutputGap(4.0, 500, is_full=False)
+    assert gap(15.0, decode) == steps.OutputGap(4.0, 500)
     second = schedule(15.1, 500, a=1, b=199)
-    assert gap(15.5, first) == steps.OutputGap(0.5, 500, is_full=False)
+    # Streams waited for its launch.
+    assert gap(15.5, first) == steps.OutputGap(0.5, 500, full_tokens=500, full_s=4.0)
     after = schedule(15.6, 0, a=1, b=1)
-    assert gap(16.5, second) == steps.OutputGap(1.0, 500, is_full=False)
+    assert gap(16.5, second) == steps.OutputGap(1.0, 500)
     assert gap(17.0, after) is None
 
 
@@ -155,13 +157,38 @@ def test_gap_of_full_steps_says_that_they_are_full(monkeypatch: pytest.MonkeyPat
     full = [scheduler.schedule(a=1, b=500) for _ in range(2)]
     clock[0] = 101.0
     scheduler.update_from_output(full[0], None)
-    assert scheduler.dynamo_output_gap == steps.OutputGap(1.0, 500, is_full=True)
+    assert scheduler.dynamo_output_gap == steps.OutputGap(1.0, 500, 500, 1.0)
     # Each step ends before the next one is planned.
     scheduler.update_from_output(full[1], None)
     alone = scheduler.schedule(a=1, b=500)
     clock[0] = 103.0
     scheduler.update_from_output(alone, None)
-    assert scheduler.dynamo_output_gap == steps.OutputGap(2.0, 500, is_full=True)
+    assert scheduler.dynamo_output_gap == steps.OutputGap(2.0, 500, 500, 2.0)
+
+
+def test_larger_step_is_not_taken_for_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size was just lowered: the time in which the smaller step is launched says nothing about
+    the larger one, which has ended.
+    """
+    clock = [10.0]
+    scheduler = planned(monkeypatch, [], a=1, b=10_000)
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock[0])
+    found = []
+    chunk = ChunkSize(8192)
+    launched = [(scheduler.schedule(a=1), 0)]
+    for launch_s in (0.1, 0.03, 0.03, 0.03):
+        planned_tokens = chunk.tokens
+        scheduler.dynamo_planned_tokens = planned_tokens
+        launched.append((scheduler.schedule(a=1, b=planned_tokens), planned_tokens))
+        clock[0] += launch_s
+        ended, _ = launched.pop(0)
+        scheduler.update_from_output(ended, None)
+        gap = scheduler.dynamo_output_gap
+        chunk.measured(gap.seconds, gap.planned_tokens, is_full=False)
+        if gap.full_tokens:
+            chunk.measured(gap.full_s, gap.full_tokens, is_full=True)
+        found.append(planned_tokens)
+    assert found == [512, 256, 256, 320]
 
 
 def test_gap_without_streams_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
