@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..credentials import open_url
 
 _NAME = "dynamo_trtllm_phase_seconds"
-_AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
+_AFTER_DECODE_BEGAN = frozenset({"decode_wait", "decode", "migration", "respond"})
 
 Totals = dict[str, tuple[float, float]]  # by phase: seconds, requests
 
@@ -38,14 +38,14 @@ def totals(text: str) -> Totals:
 
 
 def means(before: Totals, after: Totals) -> dict[str, float]:
-    """Return the mean seconds per request between two readings, of the phases before the first
-    token.
+    """Return the mean seconds per request between two readings, of the phases before the decode
+    worker generates tokens. A client may have its first token before the KV transfer.
     """
     requests = _requests(after) - _requests(before)
     totals_by_phase = {}
     for phase, (seconds, count) in after.items():
         seconds_before, count_before = before.get(phase, (0.0, 0.0))
-        if count > count_before and phase not in _AFTER_FIRST_TOKEN:
+        if count > count_before and phase not in _AFTER_DECODE_BEGAN:
             totals_by_phase[phase] = (seconds - seconds_before) / (requests or count - count_before)
     return totals_by_phase
 

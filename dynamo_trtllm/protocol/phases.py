@@ -94,7 +94,9 @@ def divide(
         end_s = span.begin_s
         if not has_migrated:
             if rest == "prefill":
-                stats = prefill or stats
+                # A prefill call has its statistics when it ends. Those of the last attempt may be
+                # of another call.
+                stats = stats or prefill
             elif rest == "first_token":
                 stats = decode or stats
             elif rest == "decode" and decode is not None:

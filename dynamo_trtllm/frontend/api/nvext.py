@@ -32,7 +32,8 @@ class Stats(TypedDict):
     tokens_per_s: float | None
     total_s: float  # from the request until now
     phase_s: Seconds  # by phase; they add up to `total_s`
-    ttft_phase_s: Seconds  # the phases before the first token; they add up to `ttft_s`
+    # Phases before the first token; they add up to `ttft_s`. Empty: there was none.
+    ttft_phase_s: Seconds
     part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
     # Statistics of each choice, if there are several. The fields above are about all of them.
     choices: NotRequired[list[Stats]]

@@ -141,6 +141,8 @@ class RequestActivity:
         if worker is None or timeline.first_s is None:
             return
         num_before, last_before_s = self._counted.get(choice, (0, 0.0))
+        # After an early first token, the time until the decode worker has the KV is not its own.
+        begun_s = max(timeline.first_s, timeline.decode_begun_s or 0.0)
         num_new = choice.num_tokens - num_before
         if num_new <= 0:
             return
@@ -148,11 +150,11 @@ class RequestActivity:
         progress.tokens += num_new
         if num_before:
             progress.num_gaps += num_new
-            progress.gap_s += timeline.last_s - last_before_s
+            progress.gap_s += max(0.0, timeline.last_s - max(last_before_s, begun_s))
         else:
             # The first token has no gap before it.
             progress.num_gaps += num_new - 1
-            progress.gap_s += timeline.last_s - timeline.first_s
+            progress.gap_s += max(0.0, timeline.last_s - begun_s)
         self._counted[choice] = (choice.num_tokens, timeline.last_s)
 
     def _note_stream(self, choice: Choice, now_s: float) -> None:
@@ -162,7 +164,7 @@ class RequestActivity:
             return
         progress = self._progress_of(timeline.decode_instance)
         progress.streams += 1
-        if timeline.first_s is not None:
+        if timeline.decode_begun_s is not None:
             progress.silent_s = max(progress.silent_s, now_s - timeline.last_s)
 
     def _progress_of(self, instance_id: int) -> _StreamSums:

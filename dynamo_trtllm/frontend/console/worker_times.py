@@ -19,6 +19,9 @@ _LEAST_TRANSFERS: Final = 0.02
 # A worker is slow if its time is this many times the median of the other workers of its role.
 SLOW_RATIO: Final = 1.5
 _NOTICED_S: Final = 0.001  # per output token: clients do not notice smaller differences
+# In which a decode worker generates tokens. After an early first token, the phases of the KV
+# transfer come before them.
+_DECODE_PHASES: Final = ("decode_wait", "decode")
 
 
 @dataclass(slots=True)
@@ -111,7 +114,7 @@ class RecentTimes:
             if instance_id is not None:
                 self._worker(instance_id).prompt.add(seconds, computed)
         if with_tokens and decode is not None and row.first_token_s is not None:
-            gaps_s = row.total_s - row.first_token_s
+            gaps_s = sum(seconds for _, phase, seconds in row.phases if phase in _DECODE_PHASES)
             self._worker(decode).token.add(gaps_s, max(0, row.output_tokens - 1))
         if prefill is not None and decode is not None and row.kv_transfer_s > 0:
             times = self.pairs.setdefault((prefill, decode), TransferTimes())

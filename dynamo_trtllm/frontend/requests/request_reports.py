@@ -361,7 +361,7 @@ def _stats_of(choices: Sequence[Choice], timeline: RequestTimeline, end_s: float
         "tokens_per_s": tokens_per_s(choices),
         "total_s": end_s - timeline.begun_s,
         "phase_s": phases | {name: phases.get(name, 0.0) for name in _ALWAYS_SHOWN},
-        "ttft_phase_s": seconds_by_phase(timeline.ttft_phases(last)),
+        "ttft_phase_s": seconds_by_phase(timeline.ttft_phases(choices)),
         "part_s": last.parts,
     }
 

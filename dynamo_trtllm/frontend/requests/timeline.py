@@ -5,6 +5,7 @@ Most events are passed to the subscribers; `TimelineSubscribers` lists which.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dynamo_trtllm.frontend.requests.answer import Answer
 from dynamo_trtllm.frontend.requests.choice import Choice, ChoiceDelta, Usage
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.requests.traces import valid_traceparent
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.protocol.errors import DynamoError
 from dynamo_trtllm.protocol.phases import PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.support.http_server.exchange import HttpRequest
@@ -186,9 +188,8 @@ class RequestTimeline:
         ttft_phases: PhaseSeconds = {}
         if self.choices and self.answer is not None:
             self.usage = self.answer.usage()
-            last = last_of(self.choices)
-            phases = self.phases(last, end_s)
-            ttft_phases = self.ttft_phases(last)
+            phases = self.phases(last_of(self.choices), end_s)
+            ttft_phases = self.ttft_phases(self.choices)
         end = RequestEnd(
             outcome=outcome,
             code=code,
@@ -206,16 +207,18 @@ class RequestTimeline:
         timeline = choice.timeline
         return divide(self.spans_with(choice), end_s, timeline.prefill_stats, timeline.decode_stats)
 
-    def ttft_phases(self, choice: Choice) -> PhaseSeconds:
-        """Return the phases until the first token of a choice. {}: it has none."""
-        timeline = choice.timeline
-        if timeline.first_s is None:
+    def ttft_phases(self, choices: Sequence[Choice]) -> PhaseSeconds:
+        """Return the phases until the first token of any of these choices. {}: they have none."""
+        begun = [choice.timeline for choice in choices if choice.timeline.first_s is not None]
+        if not begun:
             return {}
+        timeline = min(begun, key=_first_token_s)
         spans = [*self.spans, *timeline.spans[: timeline.num_spans_of_ttft]]
+        end_s = _first_token_s(timeline)
         if any(span.phase == "migration" for span in timeline.spans):
             # The statistics are those of calls after the first token.
-            return divide(spans, timeline.first_s)
-        return divide(spans, timeline.first_s, timeline.prefill_stats, timeline.decode_stats)
+            return divide(spans, end_s)
+        return divide(spans, end_s, timeline.prefill_stats, timeline.decode_stats)
 
     def spans_with(self, choice: Choice) -> list[Span]:
         """Return the spans of this request with those of one of its choices."""
@@ -226,6 +229,11 @@ class RequestTimeline:
 
 
 def _do_nothing(seconds: float, count: int) -> None: ...
+
+
+def _first_token_s(timeline: ChoiceTimeline) -> float:
+    """Return when the first token of a choice arrived. Infinity: it has none."""
+    return math.inf if timeline.first_s is None else timeline.first_s
 
 
 def last_of(choices: Sequence[Choice]) -> Choice:

@@ -106,7 +106,12 @@ def test_points_of_ended_requests_are_by_second_of_their_end() -> None:
 
 def test_times_of_workers_and_pairs_come_from_requests() -> None:
     times = RecentTimes()
-    phases = (("prefill", "prefill", 0.5), ("decode", "kv_transfer", 0.01))
+    phases = (
+        ("prefill", "prefill", 0.5),
+        ("decode", "kv_transfer", 0.01),
+        ("decode", "decode_wait", 0.1),
+        ("decode", "decode", 0.9),
+    )
     moved = row(phases=phases, kv_bytes=1000, kv_transfer_s=0.01)
     times.add_request(moved, with_tokens=True)
     assert times.prompt_token_s(0xA) == pytest.approx(0.5 / 100)
@@ -174,9 +179,17 @@ class Stream:
     def __init__(self, worker: int | None) -> None:
         self.num_tokens = 0
         self.is_running = True
-        self.timeline = SimpleNamespace(decode_instance=worker, first_s=None, last_s=0.0)
+        self.timeline = SimpleNamespace(
+            decode_instance=worker, first_s=None, last_s=0.0, decode_begun_s=None
+        )
 
     def token(self, at_s: float) -> None:
+        self.early_token(at_s)
+        if self.timeline.decode_begun_s is None:
+            self.timeline.decode_begun_s = at_s
+
+    def early_token(self, at_s: float) -> None:
+        """Send a token of a prefill worker."""
         self.num_tokens += 1
         if self.timeline.first_s is None:
             self.timeline.first_s = at_s
@@ -210,6 +223,21 @@ def test_sample_counts_the_tokens_of_running_streams() -> None:
     (progress,) = activity.take().workers
     assert (progress.tokens, progress.num_gaps) == (1, 1)
     assert progress.gap_s == pytest.approx(0.2)
+
+
+def test_pause_after_an_early_token_is_not_of_the_decode_worker() -> None:
+    stream = Stream(5)
+    activity = activity_with(stream, 12.0)
+    activity.begin()
+    stream.early_token(10.0)
+    (progress,) = activity.take().workers
+    assert (progress.tokens, progress.num_gaps, progress.silent_s) == (1, 0, 0.0)
+    stream.token(11.0)
+    stream.token(11.2)
+    (progress,) = activity.take().workers
+    assert (progress.tokens, progress.num_gaps) == (2, 2)
+    assert progress.gap_s == pytest.approx(0.2)
+    assert progress.silent_s == pytest.approx(0.8)
 
 
 def test_sample_begins_with_the_tokens_that_are_there() -> None:
