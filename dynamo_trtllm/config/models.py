@@ -442,8 +442,8 @@ class FrontendConfig(RoutingConfig):
     retry_limit: NonNegativeInt = option(
         "HTTP and routing",
         3,
-        help="Maximum retries of a request that fails before its first token, on another worker if"
-        " there is one.",
+        help="Maximum retries of a request that fails before its decode worker has sent a token, on"
+        " another worker if there is one.",
     )
     migration_limit: NonNegativeInt = option(
         "HTTP and routing",
@@ -462,8 +462,9 @@ class FrontendConfig(RoutingConfig):
         "HTTP and routing",
         True,
         help="Send the first token of a request when its prefill worker answers. The client then"
-        " waits for the KV transfer after the first token, and not before it. With --router-mode"
-        " slo, this is done where that pause is predicted to keep the limit between tokens.",
+        " waits for the KV transfer after the first token, and not before it. An error after it is"
+        " an event of the stream. With --router-mode slo, this is done where the pause is predicted"
+        " to take at most half of the limit between tokens.",
     )
     decode_fallback: bool = option(
         "HTTP and routing",

@@ -70,11 +70,12 @@ class ChoiceTimeline:
         its spans stay, and the span `migration` begins after its last token.
         """
         spans = self.spans
-        has_sent_tokens = self.num_spans_of_ttft is not None
-        if spans and has_sent_tokens and spans[-1].phase != "migration":
+        # The spans before an early first token stay, too.
+        first_failed = max(self._attempt_span, self.num_spans_of_ttft or 0)
+        if spans and spans[-1].phase == "decode":
             spans.append(Span("migration", max(spans[-1].begin_s, self.last_s)))
-        elif len(spans) > self._attempt_span and not has_sent_tokens:
-            spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
+        elif len(spans) > first_failed and spans[-1].phase != "migration":
+            spans[first_failed:] = [Span("retry", spans[first_failed].begin_s)]
         self._attempt_span = len(spans)
         self._enter("select")
 
@@ -200,6 +201,12 @@ class ChoiceTimeline:
         if self.place is not None:
             self.place.first_token()
 
+    @property
+    def decode_begun_s(self) -> float | None:
+        """Return when the running decode call gave its first answer; None: it has not."""
+        last = self.spans[-1] if self.spans else None
+        return last.begin_s if last is not None and last.phase == "decode" else None
+
     def decode_began(self) -> None:
         """Note the first answer of a decode call."""
         if self.num_spans_of_ttft is None:
@@ -216,8 +223,7 @@ class ChoiceTimeline:
         RECORDER.record(
             request.request_id, RecordedEvent.CALL_FAILED, worker.id, goes_on, reason=error.code
         )
-        has_sent_tokens = self.num_spans_of_ttft is not None
-        if goes_on and not has_sent_tokens and self.spans[-1].phase == "first_token":
+        if goes_on and self.spans[-1].phase == "first_token":
             self.spans[-1].phase = "retry"
 
     def ended(self, request: GenerateRequest) -> None:

@@ -235,8 +235,9 @@ class GenerationFlow:
         hold_s = self._options.hold_s
         if self.awaits_trial:
             return hold_s
-        if isinstance(self._error, errors.Overloaded):
-            return None  # waiting frees no capacity
+        if isinstance(self._error, errors.Overloaded) and not self._sent_ids:
+            # Waiting frees no capacity, and the client can try again. A begun stream waits.
+            return None
         if not self._excluded and not self._rounds_at_attempt:
             return hold_s  # what follows has the same result, but divides by 0 without retries
         if self._excluded and self._num_rounds >= retries:

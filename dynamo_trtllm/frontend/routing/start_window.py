@@ -5,7 +5,7 @@ the frontend's queue, clients take turns. So a frontend sends only what keeps th
 has three limits:
 
 1. prompts that are not computed: as many as fill the step that a prefill worker runs, and the next
-2. choices before their first token: as many as limit 1 allows, and those whose KV is transferred
+2. choices that no worker decodes yet: as many as limit 1 allows, and those whose KV is transferred
 3. choices that have not ended: as many as fill the batches of the decode workers, and a few more,
    which use the slots that become free
 
@@ -44,7 +44,7 @@ class Stage(IntEnum):
     """
 
     PREFILL = 0  # its prompt
-    START = 1  # its first token
+    START = 1  # the first answer of its decode call
     RUN = 2  # its end
     NONE = 3  # it is at no worker
 

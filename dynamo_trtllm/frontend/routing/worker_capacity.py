@@ -28,7 +28,7 @@ class ChoiceCosts(NamedTuple):
     """What one choice takes, as parts of WINDOW."""
 
     prefill: int  # until its prompt is computed
-    start: int  # until its first token
+    start: int  # until the first answer of its decode call
     run: int  # until its end
 
 

@@ -12,7 +12,13 @@ from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.early_token import early_chunk, without_repeated
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.protocol.errors import Disconnected, Draining, StreamIncomplete, TransferFailed
+from dynamo_trtllm.protocol.errors import (
+    Disconnected,
+    Draining,
+    Overloaded,
+    StreamIncomplete,
+    TransferFailed,
+)
 from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
@@ -98,6 +104,10 @@ def test_call_that_does_not_repeat_the_token_is_an_error(chunk: Chunk) -> None:
         without_repeated(chunk, token_ids([10]))
 
 
+# The phases before the first token stay.
+RETRIED = ["select", "prefill", "retry", "select", "prefill", "first_token", "decode"]
+
+
 async def chunks_of(cluster: Cluster, timeline: ChoiceTimeline) -> AsyncIterator[Chunk]:
     async for chunk in routed_stream(cluster.router, request(), timeline):
         yield chunk
@@ -127,14 +137,11 @@ async def test_stream_with_early_token_is_the_same_one(cluster: Cluster) -> None
     ("failure", "phases"),
     [
         # Another decode worker takes the call.
-        (Draining("bye"), ["select", "prefill", "first_token", "first_token", "decode"]),
-        (TransferFailed("broke"), ["select", "prefill", "first_token", "migration", "decode"]),
-        (Disconnected("gone"), ["select", "prefill", "first_token", "migration", "decode"]),
+        (Draining("bye"), ["select", "prefill", "retry", "first_token", "decode"]),
+        (TransferFailed("broke"), RETRIED),
+        (Disconnected("gone"), RETRIED),
         # It has sampled another token.
-        (
-            Chunk(token_ids=token_ids([99])),
-            ["select", "prefill", "first_token", "migration", "decode"],
-        ),
+        (Chunk(token_ids=token_ids([99])), RETRIED),
     ],
 )
 async def test_stream_continues_after_its_early_token(
@@ -156,6 +163,18 @@ async def test_stream_continues_after_its_early_token(
     last = (other.requests or decode.requests)[-1]
     assert list(last.token_ids) == ([1, 2, 3] if is_refused else [1, 2, 3, 10])
     assert last.num_resumed_output_tokens == (0 if is_refused else 1)
+
+
+async def test_full_decode_workers_end_no_stream_that_has_begun(cluster: Cluster) -> None:
+    cluster.router = RequestRouter(
+        cluster.view, cluster.plane, RouterOptions(early_first_token=True, hold_s=0.05)
+    )
+    params = msgspec.structs.replace(make_transfer_params("u"), first_token_ids=token_ids([11]))
+    resumed = msgspec.structs.replace(kv_chunk("u"), kv_params=params)
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")], [resumed])
+    rest = [Chunk(token_ids=token_ids([11])), *FINISHED[2:]]
+    await cluster.add(2, Role.DECODE, [Overloaded("full")], rest)
+    assert await cluster.tokens() == [10, 11, 13]
 
 
 async def test_stream_that_decode_has_continued_migrates(cluster: Cluster) -> None:
