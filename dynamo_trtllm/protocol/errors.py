@@ -1,8 +1,8 @@
 """Define every error that crosses a package boundary, as one class tree with stable codes.
 
 A code is part of the wire format and a metric label, so it never changes. An error is `retryable`
-if another worker may succeed with the same request; a retry is possible until the first token is
-sent. `protocol/http_status.py` maps codes to HTTP statuses.
+if another worker may succeed with the same request, or with the rest of it after the tokens that
+the client has. `protocol/http_status.py` maps codes to HTTP statuses.
 """
 
 from __future__ import annotations
