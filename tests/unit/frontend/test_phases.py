@@ -97,6 +97,18 @@ def test_divide_with_bad_reports_still_adds_up(
     assert all(seconds > 0 for seconds in phases.values())
 
 
+def test_repeated_prefill_call_keeps_its_own_statistics() -> None:
+    """The statistics of the last attempt are of another call than the first one."""
+    spans = [
+        Span("prefill", 10.0, Role.PREFILL, stats=PhaseTimings(prefill_s=0.5)),
+        Span("retry", 11.0),
+        Span("prefill", 12.0, Role.PREFILL),
+        Span("decode", 13.0, Role.DECODE),
+    ]
+    phases = divide(spans, 14.0, PhaseTimings(prefill_s=0.25), None)
+    assert phases["prefill", "prefill"] == pytest.approx(0.75)
+
+
 def names(trace: ChoiceTimeline) -> list[str]:
     return [span.phase for span in trace.spans]
 

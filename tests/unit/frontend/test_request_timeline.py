@@ -32,6 +32,7 @@ from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.protocol.errors import Overloaded
 from dynamo_trtllm.protocol.messages import ClientShare, PhaseTimings
+from dynamo_trtllm.protocol.phases import Span
 from dynamo_trtllm.protocol.streams import OnEvent, Stream
 from dynamo_trtllm.support.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.request_head import Headers
@@ -105,6 +106,24 @@ def test_timeline_reports_each_event_once_in_order() -> None:
     assert names[8:] == ["ended"]
     end = events[8][1]
     assert (end.code, end.status, timeline.first_s) == ("ok", 200, two.timeline.first_s)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_phases_before_the_first_token_are_those_of_its_choice(first: int) -> None:
+    _, timeline = received(TimelineSubscribers())
+    answer = answer_of_two_choices()
+    answer.create_choices()
+    timeline.accepted(answer)
+    timeline.started()
+    assert timeline.ttft_phases(answer.choices) == {}
+    begun_s = timeline.begun_s
+    for number, choice in enumerate(answer.choices):
+        choice.timeline.spans = [Span("select", begun_s + 1.0), Span("decode", begun_s + 3.0)]
+        choice.timeline.num_spans_of_ttft = 1
+        choice.timeline.first_s = begun_s + (2.0 if number == first else 3.0)
+    phases = timeline.ttft_phases(answer.choices)
+    assert sum(phases.values()) == pytest.approx(2.0)
+    assert phases["frontend", "select"] == pytest.approx(1.0)
 
 
 def test_log_line_excludes_one_token_choices_from_the_gap(caplog: pytest.LogCaptureFixture) -> None:

@@ -161,6 +161,15 @@ def test_early_first_token_does_not_wait_for_a_short_transfer(
     assert selection.chosen.gap_s == pytest.approx(gap_s)
 
 
+@pytest.mark.parametrize("asked", [request(), request(dp_rank=0)])
+def test_token_is_not_sent_early_if_the_pause_is_not_known(asked: GenerateRequest) -> None:
+    cost = COST if asked.dp_rank is not None else None
+    selection = select(placement_of(cost=cost, early=True), PAIRS_ONLY, asked)
+    assert selection is not None
+    assert selection.prefill is not None
+    assert not selection.allows_early_token
+
+
 def test_pause_after_an_early_token_is_a_gap() -> None:
     cost = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.05, 0.0)))
     selection = select(placement_of(cost=cost, early=True), PAIRS_ONLY)
