@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,7 @@ _STATUS_PATHS: Final = frozenset({"/health", "/metrics"})
 _OPEN_TO_ALL_KEYS: Final = frozenset({"/openapi.json"})
 _API: Final = frozenset({"api", "all"})  # scopes of keys that are for requests to models
 _STATUS: Final = frozenset({"status", "all"})  # scopes of keys that show the state
+_MAX_CACHED_SCOPES: Final = 4096  # keys
 _BLANKS: Final = " \t"  # that a header may have around a value; `strip` alone removes more
 _SEND_KEY = "send one in the header Authorization: Bearer KEY"
 _OTHER_MACHINE = (
@@ -65,7 +66,7 @@ class Tenant:
 
     def scoped(self, name: str) -> str:
         """Return a hash of key and name, so that the same name of two keys gives two results."""
-        return hashlib.sha256(f"{self.key.name}\0{name}".encode()).hexdigest()[:32]
+        return _scoped(self.key.name, name) if name else _scope_of(self.key.name)
 
     def priority(self, requested: int | None) -> int:
         """Return the priority of a request.
@@ -85,6 +86,16 @@ class Tenant:
                 field="priority",
             )
         return requested
+
+
+def _scoped(key_name: str, name: str) -> str:
+    return hashlib.sha256(f"{key_name}\0{name}".encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=_MAX_CACHED_SCOPES)
+def _scope_of(key_name: str) -> str:
+    """Return the hash of a key and an empty name, which most requests need."""
+    return _scoped(key_name, "")
 
 
 def tenant_of(request: HttpRequest) -> Tenant | None:
