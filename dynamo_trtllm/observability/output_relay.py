@@ -114,8 +114,9 @@ class RelayedOutput:
             if self._skips_line:
                 data = self._drop_first_line(data)
             if not self._is_dropping and self._num_bytes + len(data) > BACKLOG_BYTES:
-                self._is_dropping = True
                 data = self._finish_line(data)
+                # The data may be just the end of an accepted line. Then nothing is dropped.
+                self._is_dropping = bool(data)
             if self._is_dropping:
                 self._drop(data)
             elif data:
