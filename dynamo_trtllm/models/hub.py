@@ -239,13 +239,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             file_of_tensor = json.loads(index.read_bytes())["weight_map"]
-            names = sorted(set(file_of_tensor.values()))
+            return [folder / name for name in sorted(set(file_of_tensor.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ConfigError(
                 f"{index} is no index of weights; remove it, and the model is downloaded again",
                 field="model",
             ) from exc
-        return [folder / name for name in names]
     return sorted(folder.glob(_WEIGHTS))
 
 
