@@ -203,13 +203,16 @@ def _undecided(observation: Observation) -> Decision | None:
             present=present,
             reason="the only worker gets all calls",
         )
-    if len(fresh) < 2 or not any(worker.is_elastic for worker in fresh):
-        return Decision(
-            outcome=DecisionOutcome.NO_LOADS,
-            present=present,
-            reason=f"{len(fresh)} of {len(observation.workers)} workers have reported their load"
-            " lately, which is too few to choose between them",
+    no_loads = ""
+    if len(fresh) < 2:
+        no_loads = (
+            f"{len(fresh)} of {len(observation.workers)} workers have reported their load lately,"
+            " which is too few to choose between them"
         )
+    elif not any(worker.is_elastic for worker in fresh):
+        no_loads = "no elastic worker has reported its load lately"
+    if no_loads:
+        return Decision(outcome=DecisionOutcome.NO_LOADS, present=present, reason=no_loads)
     cost = observation.cost
     if cost is None or cost.decode is None or cost.prefill is None or not cost.step_tokens:
         return Decision(
