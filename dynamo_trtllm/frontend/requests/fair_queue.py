@@ -124,7 +124,7 @@ class _Rank:
         """Return how many choices wait."""
         return sum(map(_num_choices, self._arrivals))
 
-    def num_choices_before(self, client: Client, priority: int) -> int:
+    def num_choices_before(self, client: Client, priority: int, now: float) -> int:
         """Return a lower bound of the choices that begin before a further request of a client.
 
         It counts the choices of the client itself that come first. Of each other client, it counts
@@ -135,7 +135,9 @@ class _Rank:
             return 0
         num_own = 0
         for request in own.requests:
-            if request.claim.priority <= priority:
+            # Those that are late are put last when they have become the first one.
+            is_late = request.order.is_late or request.claim.late_at_s <= now
+            if not is_late and request.claim.priority <= priority:
                 num_own += request.claim.num_choices
         total = num_own
         for flow in self._flows.values():
@@ -332,12 +334,13 @@ class FairQueue:
             return 0.0
         if longest_s <= enough_s:
             return longest_s
+        now = self._clock()
         num_before = 0
         for number, rank in self._ranks.items():
             if number < claim.rank:
                 num_before += rank.num_choices()
             elif number == claim.rank:
-                num_before += rank.num_choices_before(claim.client, claim.priority)
+                num_before += rank.num_choices_before(claim.client, claim.priority, now)
         return self._begun.seconds_for(num_before) or 0.0
 
     def _leave(self, claim: Claim) -> None:
