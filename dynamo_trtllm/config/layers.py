@@ -186,6 +186,7 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_VALUE_TAG = "tag:yaml.org,2002:value"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -200,6 +201,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._level = 0
         # The extents of complete nodes, by id() of the node. The document keeps the nodes alive.
         self._extents: dict[int, _Extent] = {}
+        # Mappings whose keys were checked, by id() of the node.
+        self._checked: set[int] = set()
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token on this way
@@ -234,18 +237,31 @@ class _StrictLoader(yaml.SafeLoader):
             self._extents[id(node)] = extent
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # PyYAML calls this before it reads a mapping, and before it merges one with `<<` into
+        # another. It adds the merged keys to the node, so only the first call has the keys as they
+        # are written.
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        """Raise ConstructorError if two keys have the same value, like 1 and 0x1."""
+        seen: set[Any] = set()
         for key_node, _ in node.value:
             # `<<` may be repeated: it merges a mapping, and is no key.
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
                 continue
-            if key_node.value in seen:
+            if key_node.tag == _VALUE_TAG:
+                key = key_node.value  # PyYAML reads "=" as a text, but only in `flatten_mapping`
+            else:
+                key = self.construct_object(key_node)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
                 )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+            seen.add(key)
 
 
 class _Extent(NamedTuple):
