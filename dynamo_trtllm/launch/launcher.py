@@ -351,9 +351,10 @@ class Launcher:
         if not holding:
             return
         names = ", ".join(holding)
+        which_hold = "which holds" if len(holding) == 1 else "which hold"
         self.output.say(
-            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
-            "(restart.decode_workers: false disables this)"
+            f"draining and restarting {names}, {which_hold} GPU memory of {dead.name} over CUDA IPC"
+            " (restart.decode_workers: false disables this)"
         )
         replicas = [
             spec.name
