@@ -32,9 +32,14 @@ log = logging.getLogger(__name__)
 #   components/backends/trtllm/engine_configs/decode.yaml
 # The match is what `_alias` replaces: up to "engine_configs", with "/gpt_oss" if that follows.
 _GUIDE_PATH = re.compile(
-    r"(/workspace/(dynamo/)?)?"
-    r"((examples|components)/backends/trtllm/)?"
-    r"engine_configs(?P<gpt_oss>/gpt_oss(?=/|\Z))?(?=/|\Z)"
+    r"""
+    ( /workspace/ (dynamo/)? )?                     # the container
+    ( (examples|components) /backends/trtllm/ )?    # the source tree
+    engine_configs
+    (?P<gpt_oss> /gpt_oss (?=/|\Z) )?               # as a whole part of the path
+    (?=/|\Z)                                        # "engine_configs" is a whole part, too
+    """,
+    re.VERBOSE,
 )
 
 
@@ -67,7 +72,7 @@ def merge(sources: Iterable[Source]) -> Merged:
     source separates levels.
 
     Raises:
-        ConfigError: with these, there are more than MAX_YAML_DEPTH levels.
+        ConfigError: a value has more than MAX_YAML_DEPTH levels, with those of the dots in its key.
     """
     merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
@@ -103,7 +108,7 @@ def _check_depth(key: str, value: Any, source: str) -> None:
 def _depth(value: Any) -> int:
     """Return the number of levels of a value. That of a plain value is 1."""
     if isinstance(value, Mapping):
-        children = [*value.keys(), *value.values()]
+        children = [*value.keys(), *value.values()]  # a key may be a tuple
     elif isinstance(value, list | tuple | set):
         children = [*value]
     else:
@@ -352,9 +357,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(exc, "problem", None) or exc
         raise ConfigError(f"{where}: {problem}") from exc
-    # A value looks like a date but is none, is an integer with too many digits, or does not fit its
-    # tag (!!bool x).
     except (ValueError, KeyError, AttributeError, IndexError) as exc:
+        # PyYAML raises these for an impossible date, for an integer with too many digits, and for a
+        # value that does not fit its tag (!!bool x).
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
         return {}
@@ -368,8 +373,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # `nested` keeps only the value of a leaf, but the source is needed, too. So each leaf becomes
-    # the value of another one.
+    # `nested` replaces each leaf by its value. Here, this value is the leaf with its source, so the
+    # source stays.
     wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
     return "".join(_yaml_lines(nested(wrapped), ""))
 
