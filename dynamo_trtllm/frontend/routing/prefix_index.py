@@ -32,8 +32,8 @@ Level: TypeAlias = tuple[int, int]
 class _InstanceMasks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    # Returns 0 for a block that no instance has. Look-ups call it often, and a function of Python
-    # would take twice as long as this method, which multiplies 0 by the hash.
+    # The mask of a block that no instance has is 0: this method of 0 multiplies it by the hash. It
+    # is called often, and a function of Python would take twice as long.
     __missing__ = (0).__mul__
 
 
@@ -42,7 +42,8 @@ class PrefixIndex:
 
     A block of one instance takes about 150 bytes.
 
-    An instance that reports a block without those before it is taken to have those, too.
+    Searches expect that an instance with a block of a prompt has those before it, too. For another
+    instance, they may find too few blocks or too many.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -86,9 +87,9 @@ class PrefixIndex:
         mask = masks[hashes[0]]  # instances that have all blocks
         if mask:
             levels.append((len(hashes), mask))
-        # The mask of a block has the bits of the block after it, and maybe more. So a mask with
-        # more bits is a larger number, and a binary search finds the next block that has more.
-        # The loop ends when `mask` has all bits of `matching`.
+        # The mask of a block has the bits of the block after it, and maybe more. With more of them,
+        # it is the larger number. So the masks are sorted, and a binary search finds the next block
+        # that has more bits. The loop ends when `mask` has all bits of `matching`.
         index = 0
         while (matching | mask) != mask and len(levels) < _MAX_LEVELS:
             index = bisect_right(hashes, mask, index, key=masks.__getitem__)
@@ -128,7 +129,7 @@ class PromptHashes:
     def of(self, block_tokens: int) -> list[int]:
         """Return the hashes of the blocks that an engine may reuse, the last block first.
 
-        It computes at least the last token.
+        An engine always computes the last token itself.
         """
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
@@ -150,8 +151,7 @@ class _InstancePrefixes:
     instance: Instance
     has_events: bool
     index: PrefixIndex = field(init=False)
-    # The bit of the instance in masks. Its many blocks share this object.
-    bit: int = field(init=False)
+    bit: int = field(init=False)  # of the instance in masks
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
     # Prefix hash -> when it expires, for an instance without KV events.
     expires: dict[int, float] = field(init=False, default_factory=dict)
@@ -246,7 +246,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
         return self.search(bit)
 
     def search(self, bit: int) -> int:
-        """Return how many of the prompt's first blocks an instance has that is in no level."""
+        """Return how many of the prompt's first blocks an instance has, if it is in no level."""
         # With fewer levels than the limit, each instance that matches is in one.
         if len(self.levels) < _MAX_LEVELS:
             return 0
@@ -500,7 +500,7 @@ class ClusterPrefixes:
                 break
             expires_s, cache, hashes = self._sent.popleft()
             self._num_sent -= len(hashes)
-            budget -= len(hashes) + 1
+            budget -= len(hashes) + 1  # 1 for the prompt itself
             # Blocks that a later prompt has as well expire with that one.
             expired = [
                 prefix for prefix in hashes if cache.expires.get(prefix, math.inf) <= expires_s
