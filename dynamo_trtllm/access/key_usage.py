@@ -39,13 +39,13 @@ _RUNNING = 1
 _NEWEST = 2
 _REQUESTS = 3
 _TOKENS = _REQUESTS + 1 + _NUM_SLOTS
-_ROW = _TOKENS + 1 + _NUM_SLOTS
+_ROW_SIZE = _TOKENS + 1 + _NUM_SLOTS
 # Keys with limits that a process has seen since its start, including those that were removed.
 _MAX_ROWS = 32_768
-_PART_HEAD = 2  # numbers of a process before its rows: how many rows it has, and its id
-_PART = _PART_HEAD + _MAX_ROWS * _ROW
+_PART_HEAD_SIZE = 2  # numbers of a process before its rows: how many rows it has, and its id
+_PART_SIZE = _PART_HEAD_SIZE + _MAX_ROWS * _ROW_SIZE
 _NUMBER_BYTES = 8
-_HEAD = 1  # numbers before the parts: the id of the frontend
+_HEAD_SIZE = 1  # numbers before the parts: the id of the frontend
 _MAX_REPORTED = 4096  # keys in one report
 _RETRY_S = 1  # for a limit whose end is not known
 _ABOUT: Final = ("limit", "remaining", "reset")  # what the headers of a limit say
@@ -57,7 +57,7 @@ def shared_memory(num_processes: int) -> int:
     The file takes space only for what was written.
     """
     file = os.memfd_create("api-key-usage")
-    os.ftruncate(file, (_HEAD + num_processes * _PART) * _NUMBER_BYTES)
+    os.ftruncate(file, (_HEAD_SIZE + num_processes * _PART_SIZE) * _NUMBER_BYTES)
     os.pwrite(file, _new_id().to_bytes(_NUMBER_BYTES, sys.byteorder), 0)
     return file
 
@@ -84,7 +84,7 @@ class UsageTable:
         num_processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        size = (_HEAD + num_processes * _PART) * _NUMBER_BYTES
+        size = (_HEAD_SIZE + num_processes * _PART_SIZE) * _NUMBER_BYTES
         memory = mmap.mmap(-1 if file is None else file, size)
         self.numbers = memoryview(memory).cast("q")
         # Without a file, the memory is new, so this is 0.
@@ -116,7 +116,8 @@ class UsageTable:
 
     def own_row(self, key_id: int) -> int:
         """Return the place of a key's row in the part of this process. Create it if necessary."""
-        return self._own.find(key_id) or self._own.add(key_id)
+        row = self._own.find(key_id)
+        return self._own.add(key_id) if row is None else row
 
     def other_rows(self, key_id: int) -> list[int]:
         """Return the places of a key's rows in the parts of the processes that know the key."""
@@ -144,8 +145,8 @@ class UsageTable:
             del self._changed[key_id]
             if totals[key_id] != KeyTotals():
                 # Without further requests, the usage falls as minutes pass. So later reports have
-                # this key, too, until its usage is 0. It goes last: each report has other keys
-                # first.
+                # this key, too, until its usage is 0. It goes to the end, so that the limit leaves
+                # out other keys each time.
                 self._changed[key_id] = None
         return totals
 
@@ -164,8 +165,8 @@ class UsageTable:
         if newest <= slot - _NUM_SLOTS:
             return 0
         total = numbers[row + sum_offset]
-        # The sum is of the minute that ends with `newest`. Subtract its slots that are before the
-        # minute that ends with `slot`: the process clears a slot only when it counts again.
+        # The process updates the sum only when it counts something, so it is that of the minute up
+        # to `newest`. Subtract the slots that have left the minute since.
         first_in_sum = newest - _NUM_SLOTS + 1
         first_wanted = slot - _NUM_SLOTS + 1
         for passed in range(first_in_sum, first_wanted):
@@ -183,15 +184,17 @@ class _ProcessPart:
 
     def __init__(self, numbers: memoryview, index: int) -> None:
         self._numbers = numbers
-        self._begin = _HEAD + index * _PART
-        self._rows: dict[int, int] = {}  # place by key id; those that were read so far
+        self._begin = _HEAD_SIZE + index * _PART_SIZE
+        self._rows: dict[int, int] = {}  # place by key id, of the rows that were read or added
+        self._num_read = 0  # rows
 
     def find(self, key_id: int) -> int | None:
         """Return the place of a key's row; None if there is none."""
         num_rows = self._numbers[self._begin]
-        for index in range(len(self._rows), num_rows):
+        for index in range(self._num_read, num_rows):
             row = self._row(index)
             self._rows[self._numbers[row]] = row
+        self._num_read = num_rows
         return self._rows.get(key_id)
 
     def add(self, key_id: int) -> int:
@@ -225,7 +228,7 @@ class _ProcessPart:
 
     def _row(self, index: int) -> int:
         """Return the place of a row."""
-        return self._begin + _PART_HEAD + index * _ROW
+        return self._begin + _PART_HEAD_SIZE + index * _ROW_SIZE
 
 
 class KeyUsage:
@@ -304,8 +307,8 @@ class KeyUsage:
         if difference > 0:
             self._count(_TOKENS, newest, difference)
         elif charge.slot > newest - _NUM_SLOTS:
-            # Unused tokens are given back in the slot where they were charged. In a later slot,
-            # they would be subtracted for longer than they counted.
+            # Unused tokens are given back in the slot where they were charged. A negative number in
+            # a later slot would still count after the charge has left the minute.
             self._count(_TOKENS, charge.slot, difference)
 
     def headers(self) -> dict[str, str]:

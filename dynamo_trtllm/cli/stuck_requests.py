@@ -54,8 +54,8 @@ _KV_EVENTS: Final = (
 )
 
 
-class SilentProcess(NamedTuple):
-    """A process that does not work or answer."""
+class ProcessProblem(NamedTuple):
+    """A process that does not work or answer, or has a wrong date."""
 
     title: str
     pid: int | None  # None: it has not answered
@@ -87,7 +87,7 @@ class StuckRequest:
 class StuckReport:
     """What is stuck, most silent first, and the processes that do not work or answer."""
 
-    processes: list[SilentProcess]
+    processes: list[ProcessProblem]
     requests: list[StuckRequest]
     num_running: int
     older_than_s: float
@@ -98,7 +98,7 @@ class StuckReport:
         requests = stuck_requests(recordings, older_than_s)
         requests.sort(key=lambda stuck: -stuck.silent_s)
         running = [process for process in recordings.processes if not process.is_over]
-        return cls(silent_processes(recordings), requests, len(running), older_than_s)
+        return cls(process_problems(recordings), requests, len(running), older_than_s)
 
     @property
     def exit_status(self) -> int:
@@ -141,12 +141,12 @@ class StuckReport:
         return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"
 
 
-def silent_processes(recordings: Recordings) -> list[SilentProcess]:
+def process_problems(recordings: Recordings) -> list[ProcessProblem]:
     """Return the processes that do not work or answer, or have a wrong date.
 
     One that was killed is among them for a short time.
     """
-    silent = []
+    problems = []
     for process in recordings.processes:
         if process.is_over and not _was_just_killed(process):
             continue
@@ -154,10 +154,11 @@ def silent_processes(recordings: Recordings) -> list[SilentProcess]:
         reasons = [why for why in (why_silent, _why_misdated(process)) if why]
         if reasons:
             reason = "; ".join(reasons)
-            silent.append(SilentProcess(process.title, process.header.pid, reason, process.is_over))
+            pid = process.header.pid
+            problems.append(ProcessProblem(process.title, pid, reason, process.is_over))
     for title, reason in recordings.unanswered.values():
-        silent.append(SilentProcess(title, None, reason, is_over=False))
-    return silent
+        problems.append(ProcessProblem(title, None, reason, is_over=False))
+    return problems
 
 
 def _was_just_killed(process: ProcessRecording) -> bool:

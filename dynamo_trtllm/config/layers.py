@@ -32,9 +32,14 @@ log = logging.getLogger(__name__)
 #   components/backends/trtllm/engine_configs/decode.yaml
 # The match is what `_alias` replaces: up to "engine_configs", with "/gpt_oss" if that follows.
 _GUIDE_PATH = re.compile(
-    r"(/workspace/(dynamo/)?)?"
-    r"((examples|components)/backends/trtllm/)?"
-    r"engine_configs(?P<gpt_oss>/gpt_oss(?=/|\Z))?(?=/|\Z)"
+    r"""
+    ( /workspace/ (dynamo/)? )?                     # the container
+    ( (examples|components) /backends/trtllm/ )?    # the source tree
+    engine_configs
+    (?P<gpt_oss> /gpt_oss (?=/|\Z) )?               # as a whole part of the path
+    (?=/|\Z)                                        # "engine_configs" is a whole part, too
+    """,
+    re.VERBOSE,
 )
 
 
@@ -67,7 +72,7 @@ def merge(sources: Iterable[Source]) -> Merged:
     source separates levels.
 
     Raises:
-        ConfigError: with these, there are more than MAX_YAML_DEPTH levels.
+        ConfigError: a value has more than MAX_YAML_DEPTH levels, with those of the dots in its key.
     """
     merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
@@ -103,7 +108,7 @@ def _check_depth(key: str, value: Any, source: str) -> None:
 def _depth(value: Any) -> int:
     """Return the number of levels of a value. That of a plain value is 1."""
     if isinstance(value, Mapping):
-        children = [*value.keys(), *value.values()]
+        children = [*value.keys(), *value.values()]  # a key may be a tuple
     elif isinstance(value, list | tuple | set):
         children = [*value]
     else:
@@ -186,6 +191,7 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_VALUE_TAG = "tag:yaml.org,2002:value"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -200,6 +206,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._level = 0
         # The extents of complete nodes, by id() of the node. The document keeps the nodes alive.
         self._extents: dict[int, _Extent] = {}
+        # Mappings whose keys were checked, by id() of the node.
+        self._checked: set[int] = set()
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         # PyYAML looks up to 1,024 characters ahead for the end of a key. Each token on this way
@@ -234,18 +242,31 @@ class _StrictLoader(yaml.SafeLoader):
             self._extents[id(node)] = extent
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # PyYAML calls this before it reads a mapping, and before it merges one with `<<` into
+        # another. It adds the merged keys to the node, so only the first call has the keys as they
+        # are written.
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        """Raise ConstructorError if two keys have the same value, like 1 and 0x1."""
+        seen: set[Any] = set()
         for key_node, _ in node.value:
             # `<<` may be repeated: it merges a mapping, and is no key.
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
                 continue
-            if key_node.value in seen:
+            if key_node.tag == _VALUE_TAG:
+                key = key_node.value  # PyYAML reads "=" as a text, but only in `flatten_mapping`
+            else:
+                key = self.construct_object(key_node)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
                 )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+            seen.add(key)
 
 
 class _Extent(NamedTuple):
@@ -336,9 +357,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(exc, "problem", None) or exc
         raise ConfigError(f"{where}: {problem}") from exc
-    # A value looks like a date but is none, is an integer with too many digits, or does not fit its
-    # tag (!!bool x).
     except (ValueError, KeyError, AttributeError, IndexError) as exc:
+        # PyYAML raises these for an impossible date, for an integer with too many digits, and for a
+        # value that does not fit its tag (!!bool x).
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
         return {}
@@ -352,8 +373,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    # `nested` keeps only the value of a leaf, but the source is needed, too. So each leaf becomes
-    # the value of another one.
+    # `nested` replaces each leaf by its value. Here, this value is the leaf with its source, so the
+    # source stays.
     wrapped = {key: SourcedValue(leaf, "") for key, leaf in leaves.items()}
     return "".join(_yaml_lines(nested(wrapped), ""))
 

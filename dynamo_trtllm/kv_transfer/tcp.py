@@ -129,8 +129,8 @@ class TcpBackend:
     ) -> None:
         self.checksums = checksums or Checksums()
         self._limits = limits
-        # Part of `TransferBackend`. This backend does not call it: it transfers no GPU memory, for
-        # which a thread would have to be prepared.
+        # Part of `TransferBackend`, and unused here: only transfers of GPU memory need threads that
+        # are prepared.
         self.prepare_thread: Callable[[], None] = lambda: None
         self.guard = TransferGuard()
         # The token of a transfer is derived from this secret and the id of the transfer. So the
@@ -460,7 +460,8 @@ class TcpBackend:
         if listener is not None and self._acceptor is not None:
             await self._acceptor.aclose()
             listener.close()
-        # Readers by TCP have ended with the acceptor. Those of a subclass may still wait.
+        # Readers by TCP have ended with the acceptor. Those in the same process may still wait (see
+        # `LoopbackBackend` of the tests).
         while self._published:
             _, entry = self._published.popitem()
             entry.notify_readers()

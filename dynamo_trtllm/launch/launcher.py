@@ -149,8 +149,8 @@ def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
         return []
     names = []
     for spec in specs:
-        is_same = spec.engine == dead.engine and spec.model == dead.model
-        is_partner = is_same and spec.name != dead.name
+        has_same_engine_and_model = spec.engine == dead.engine and spec.model == dead.model
+        is_partner = has_same_engine_and_model and spec.name != dead.name
         reads_kv = spec.role in (Role.DECODE, Role.ELASTIC)
         if reads_kv and is_partner and _shares_gpu_memory(spec):
             names.append(spec.name)
@@ -329,9 +329,8 @@ class Launcher:
         """If a process has crashed, restart those that may keep its GPU memory mapped."""
         if process.is_ready:
             self._mapped_by_others.add(spec.name)
-        # A process that exits with 0 has normally released its GPU memory. If not, its successor
-        # fails to start, and exits with another status. The name is still in `_mapped_by_others`
-        # then, so the dependents are restarted.
+        # A process that exits with 0 has normally released its GPU memory. If it has not, its next
+        # run crashes at the start, and the dependents are restarted then.
         has_crashed = status != 0
         restarts_dependents = self.deployment.restart.decode_workers
         if has_crashed and restarts_dependents and spec.name in self._mapped_by_others:
@@ -351,9 +350,10 @@ class Launcher:
         if not holding:
             return
         names = ", ".join(holding)
+        which_hold = "which holds" if len(holding) == 1 else "which hold"
         self.output.say(
-            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
-            "(restart.decode_workers: false disables this)"
+            f"draining and restarting {names}, {which_hold} GPU memory of {dead.name} over CUDA IPC"
+            " (restart.decode_workers: false disables this)"
         )
         replicas = [
             spec.name
@@ -438,7 +438,7 @@ class Launcher:
         self.output.report_ready(spec.name, time.monotonic() - began, where)
 
 
-async def _set_up_etcd(folder: PasswordFolder | None, address: str) -> None:
+async def _set_up_etcd(users: PasswordFolder | None, address: str) -> None:
     """Create the users in an etcd that was just started.
 
     Raises:
@@ -447,10 +447,10 @@ async def _set_up_etcd(folder: PasswordFolder | None, address: str) -> None:
     # Imported here, because it loads the clients of etcd and NATS.
     from dynamo_trtllm.launch.server_users import set_up_etcd
 
-    assert folder is not None
+    assert users is not None
     config = ConnectionConfig(etcd_endpoints=address)
     try:
-        await set_up_etcd(config, folder.users, folder.passwords)
+        await set_up_etcd(config, users.users, users.passwords)
     except Unreachable as exc:
         raise RunFailed(f"the users of etcd can't be set up: {exc.message}") from exc
 

@@ -202,13 +202,11 @@ class Hub:
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        # OSError is raised for a full disk, a missing network, and before huggingface_hub 1.0 for
-        # all errors of its HTTP library. From 1.0 on, those have a base class in common with
-        # HfHubHTTPError. hf-xet, which downloads faster, raises RuntimeError.
         known: tuple[type[Any], ...] = (
             HFValidationError,
-            RuntimeError,
-            OSError,
+            RuntimeError,  # of hf-xet, which downloads faster
+            OSError,  # a full disk, or no network. Before huggingface_hub 1.0: any error of HTTP
+            # From 1.0 on, one of these is the base class of the HTTP library's errors.
             *HfHubHTTPError.__bases__,
         )
         try:
@@ -239,13 +237,12 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             file_of_tensor = json.loads(index.read_bytes())["weight_map"]
-            names = sorted(set(file_of_tensor.values()))
+            return [folder / name for name in sorted(set(file_of_tensor.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ConfigError(
                 f"{index} is no index of weights; remove it, and the model is downloaded again",
                 field="model",
             ) from exc
-        return [folder / name for name in names]
     return sorted(folder.glob(_WEIGHTS))
 
 
@@ -394,8 +391,8 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
 def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
     """Make huggingface_hub use a class for the progress bars of single files.
 
-    Before 1.0, `snapshot_download` uses its `tqdm_class` only to count files. Bytes are counted
-    only by the bars of single files, which later releases don't show.
+    Before 1.0, `snapshot_download` uses its `tqdm_class` only to count files, and only the bars of
+    single files count bytes. Later releases don't show these bars.
     """
     # `import huggingface_hub.utils.tqdm` would give the class, because the package has an attribute
     # of this name.

@@ -114,8 +114,9 @@ class RelayedOutput:
             if self._skips_line:
                 data = self._drop_first_line(data)
             if not self._is_dropping and self._num_bytes + len(data) > BACKLOG_BYTES:
-                self._is_dropping = True
                 data = self._finish_line(data)
+                # The data may be just the end of an accepted line. Then nothing is dropped.
+                self._is_dropping = bool(data)
             if self._is_dropping:
                 self._drop(data)
             elif data:
@@ -172,7 +173,8 @@ class RelayedOutput:
                     return None
                 self._on_idle()
                 self._changed.wait()
-                # Lines of failed writes are reported before the next data.
+                # Lines of failed writes are reported before data that has arrived during the wait.
+                # What was queued already is written first.
                 if self._num_unreported and not self._is_dropping and self._chunks:
                     return self._report()
             return self._chunks.popleft(), 0
@@ -205,12 +207,13 @@ class RelayedOutput:
         return rest
 
     def _drop(self, data: bytes) -> None:
-        """Drop data. Count the lines that begin in it, and a line whose beginning was accepted."""
+        """Drop data, and count each of its lines once."""
         if not data:
             return
         ends_mid_line = not data.endswith(b"\n")
         num_lines = data.count(b"\n")
         if ends_mid_line:
+            # The last line counts although its end is missing.
             num_lines += 1
         if self._skips_line:
             # The data begins within a line that is counted already.
@@ -371,10 +374,10 @@ def main(argv: Sequence[str]) -> None:
     counters = mmap.mmap(int(memory), COUNTERS.size)
     counting = threading.Lock()
 
-    def count(num_dropped: int, num_queued: int = 0) -> None:
+    def count(*, dropped: int = 0, queued: int = 0) -> None:
         with counting:
-            dropped, queued = COUNTERS.unpack_from(counters)
-            COUNTERS.pack_into(counters, 0, dropped + num_dropped, queued + num_queued)
+            dropped_before, queued_before = COUNTERS.unpack_from(counters)
+            COUNTERS.pack_into(counters, 0, dropped_before + dropped, queued_before + queued)
 
     def notice(num_lines: int, reason: str) -> bytes:
         why = f"it can't be written: {reason}" if reason else "its reader was too slow"
@@ -395,8 +398,8 @@ def main(argv: Sequence[str]) -> None:
         pipes[pipe] = RelayedOutput(
             file,
             notice,
-            on_dropped=count,
-            on_queued=partial(count, 0),
+            on_dropped=lambda number: count(dropped=number),
+            on_queued=lambda number: count(queued=number),
             on_failed=partial(report_failure, pipe),
             on_idle=relay.answer_flush,
         )

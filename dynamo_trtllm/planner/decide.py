@@ -135,13 +135,13 @@ def decide(
       limit. Prompts that wait and prompts that arrive count for it. If the number of streams grows,
       the number that is expected in AHEAD_S counts.
     * If no split keeps both limits with headroom, the split that comes nearest to them is taken.
-    * If that split misses a limit, and both limits are kept with headroom while all workers get
-      both kinds of calls, they get both. This is the last resort: once all workers generate, a
-      split comes back only as their streams end.
+    * If that split misses a limit, and undivided workers would keep both limits with headroom, the
+      elastic workers are not divided: all get both kinds of calls. This is the last resort: once
+      all workers generate, a split comes back only as their streams end.
     * Each kind of call has at least one worker.
-    * A change has to lower the largest part that a time takes of its limit by MIN_GAIN. It has to
-      be better for HOLD_S, and comes MIN_INTERVAL_S after the last one. It is made at once if no
-      worker has a share of prefill or of decode calls.
+    * A change has to lower `largest_part` by the fraction MIN_GAIN. It has to be better for HOLD_S,
+      and comes MIN_INTERVAL_S after the last one. It is made at once if no worker has a share of
+      prefill or of decode calls.
     * The workers with the fewest streams turn to prefill, and those with the fewest prompt tokens
       to decode. Shares only steer new calls: streams that run stay where they are. A worker that
       turns to prefill gets fewer prompts until its streams have ended, if another one computes
@@ -152,7 +152,7 @@ def decide(
     Args:
         observation: what is known of the workers.
         limits: the limits. If an idle worker alone needs more than MAX_PART of a limit, twice its
-            time replaces the limit. If it needs more than the limit, the decision names the limit.
+            time replaces the limit. If it needs more than the limit, `unreachable` names it, too.
         history: of the decision before; at the start `History()`.
 
     Returns:
@@ -167,7 +167,7 @@ def decide(
         return undecided, history._replace(better_since_s=None)
     assert observation.cost is not None
     workers = [worker for worker in observation.workers if worker.is_fresh]
-    present = _present(workers)
+    present = _role_counts(workers)
     demand = _demand(observation, workers)
     predictor = Predictor(observation.cost, demand, limits, _stream_groups(workers))
     decision = _compare(observation, workers, present, predictor)
@@ -190,7 +190,7 @@ def _undecided(observation: Observation) -> Decision | None:
     """Return the decision if nothing can be predicted or chosen; otherwise None."""
     elastic = [worker for worker in observation.workers if worker.is_elastic]
     fresh = [worker for worker in observation.workers if worker.is_fresh]
-    present = _present(observation.workers)
+    present = _role_counts(observation.workers)
     if not elastic:
         return Decision(
             outcome=DecisionOutcome.NO_ELASTIC_WORKERS,
@@ -203,13 +203,16 @@ def _undecided(observation: Observation) -> Decision | None:
             present=present,
             reason="the only worker gets all calls",
         )
-    if len(fresh) < 2 or not any(worker.is_elastic for worker in fresh):
-        return Decision(
-            outcome=DecisionOutcome.NO_LOADS,
-            present=present,
-            reason=f"{len(fresh)} of {len(observation.workers)} workers have reported their load"
-            " lately, which is too few to choose between them",
+    no_loads = ""
+    if len(fresh) < 2:
+        no_loads = (
+            f"{len(fresh)} of {len(observation.workers)} workers have reported their load lately,"
+            " which is too few to choose between them"
         )
+    elif not any(worker.is_elastic for worker in fresh):
+        no_loads = "no elastic worker has reported its load lately"
+    if no_loads:
+        return Decision(outcome=DecisionOutcome.NO_LOADS, present=present, reason=no_loads)
     cost = observation.cost
     if cost is None or cost.decode is None or cost.prefill is None or not cost.step_tokens:
         return Decision(
@@ -220,8 +223,8 @@ def _undecided(observation: Observation) -> Decision | None:
     return None
 
 
-def _present(workers: Sequence[WorkerState]) -> RoleCounts:
-    """Return the numbers of workers by the calls that they get now."""
+def _role_counts(workers: Sequence[WorkerState]) -> RoleCounts:
+    """Return the numbers of these workers by the calls that they get now."""
     both = sum(bool(worker.shares.prefill and worker.shares.decode) for worker in workers)
     prefill = sum(not worker.shares.decode for worker in workers)
     return RoleCounts(prefill=prefill, decode=len(workers) - prefill - both, both=both)
@@ -289,10 +292,10 @@ def _compare(
         return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
     counts, after = _best(workers, predictor)
     # If a kind of call has no worker, any change is better.
-    needed_part = math.inf
+    max_part = math.inf
     if before is not None:
-        needed_part = (1 - MIN_GAIN) * before.largest_part
-    if after.largest_part > needed_part:
+        max_part = (1 - MIN_GAIN) * before.largest_part
+    if after.largest_part > max_part:
         return stay(
             DecisionOutcome.NOTHING_BETTER,
             f"no other shares are clearly better: {before}; {counts}: {after}",
@@ -311,12 +314,12 @@ def _compare(
 
 
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:
-    """Yield each way to divide the elastic workers, as the numbers of all workers by their calls.
+    """Yield each way to divide the elastic workers. The counts include the fixed workers.
 
     Splits come first, those with few decode workers before others. The last item is that all
     elastic workers get both kinds of calls.
     """
-    fixed = _present([worker for worker in workers if not worker.is_elastic])
+    fixed = _role_counts([worker for worker in workers if not worker.is_elastic])
     num_elastic = sum(worker.is_elastic for worker in workers)
     for num_decode in range(num_elastic + 1):
         counts = RoleCounts(
@@ -355,7 +358,7 @@ def _best(workers: Sequence[WorkerState], predictor: Predictor) -> _Candidate:
 
 def _changes(workers: Sequence[WorkerState], counts: RoleCounts) -> dict[int, Shares]:
     """Return the shares that change, by id."""
-    fixed = _present([worker for worker in workers if not worker.is_elastic])
+    fixed = _role_counts([worker for worker in workers if not worker.is_elastic])
     num_decode = counts.decode - fixed.decode  # elastic workers that get only decode calls
     order = sorted((worker for worker in workers if worker.is_elastic), key=_decode_order)
     if counts.both > fixed.both:
@@ -426,7 +429,7 @@ def _delayed(decision: Decision, now_s: float, history: History) -> tuple[Decisi
     """Return the change if it is due, and otherwise the decision to wait."""
     since_s = now_s if history.better_since_s is None else history.better_since_s
     held_s = now_s - since_s
-    is_urgent = decision.before is None
+    is_urgent = decision.before is None  # a kind of call has no worker
     is_due = held_s >= HOLD_S and now_s - history.changed_at_s >= MIN_INTERVAL_S
     if is_urgent or is_due:
         return decision, History(changed_at_s=now_s)

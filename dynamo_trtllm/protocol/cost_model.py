@@ -18,7 +18,7 @@ from dynamo_trtllm.protocol.number_types import Count
 Features: TypeAlias = Sequence[float]
 
 MIXED_STEP_S: Final = 0.045
-"""The time that a step of an elastic engine with prompt tokens takes while streams run.
+"""The target time of a step of an elastic engine that has prompt tokens and streams.
 
 A token may wait for two of these steps, because vLLM launches the next one before it sends the
 tokens of the last one. Two stay below 100 ms, the usual limit of gaps.
@@ -52,8 +52,8 @@ FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
-# However long its steps take, an elastic engine computes some prompt tokens in each: this part of
-# those in a step without streams, and at least _LEAST_CHUNK.
+# However long its steps take while streams run, an elastic engine computes some prompt tokens in
+# each: 1/_CHUNK_DIVISOR of those that a step without streams may have, and at least _LEAST_CHUNK.
 _CHUNK_DIVISOR: Final = 64
 _LEAST_CHUNK: Final = 32
 
@@ -457,12 +457,11 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         slopes = fit.coefficients[PREFILL_SEGMENTS.start : PREFILL_SEGMENTS.stop]
         ends = (*_PREFILL_KNOTS[1:], math.inf)
         for begin, end, slope in zip(_PREFILL_KNOTS, ends, slopes, strict=True):
-            last = min(end, self.step_tokens)
-            segment_s = slope * (last - begin)
+            if begin >= self.step_tokens:
+                break
+            segment_s = slope * (min(end, self.step_tokens) - begin)
             if left_s < segment_s:
                 return max(least, int(begin + left_s / slope))
-            if last == self.step_tokens:
-                break
             left_s -= segment_s
         return self.step_tokens
 
@@ -472,16 +471,14 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         A prefill worker has measured no decode steps before its first aggregated request, and a
         decode worker no steps with whole prompts.
         """
-        prompt_source = self
+        prompt_source, rest = self, other
         is_other_better = other.has_computed_prompts and not self.has_computed_prompts
         if self.prefill is None or is_other_better:
-            prompt_source = other
-        # The fit of the worker whose prompts count; if it has none, that of the other one.
-        first_token = prompt_source.first_token or self.first_token or other.first_token
+            prompt_source, rest = other, self
         return CostModel(
             decode=self.decode or other.decode,
             prefill=prompt_source.prefill,
-            first_token=first_token,
+            first_token=prompt_source.first_token or rest.first_token,
             step_tokens=prompt_source.step_tokens,
             kv_transfer=self.kv_transfer or other.kv_transfer,
         )

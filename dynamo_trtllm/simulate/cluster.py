@@ -266,8 +266,9 @@ class SimulatedCluster:
         )
         self._plane.client.add(service)
         if self._router.placement is not None or self._deployment.planner is not None:
-            # The arguments of the mock engine say what a real worker learns, but not for how many
-            # steps a decode call waits.
+            # A real worker learns its whole cost model. Here, the arguments of the mock engine say
+            # all but `kv_transfer`: for how many steps a decode call waits. So only this fit is
+            # learned.
             prior = CostFit(info.cost_prior).model
 
             def load() -> LoadReport:
@@ -305,7 +306,10 @@ class SimulatedCluster:
                 # A planner decides by reports of frontends that are up to a second old. So the
                 # usage of now counts at the next decision.
                 usage = model_usage(self._windows.window(self._model), self._limiter)
-                observer.on_usage(FrontendUsage(1, 1, {self._model: usage}, {}), now())
+                observer.on_usage(
+                    FrontendUsage(process=1, frontend=1, models={self._model: usage}, keys={}),
+                    now(),
+                )
         finally:
             await unsubscribe()
 
@@ -394,7 +398,8 @@ def _recorder(
             if not request.output_tokens:
                 request.first_s = now_s
             elif request.output_tokens == 1:
-                # An early first token came from another call.
+                # An early first token comes from the prefill call. So the plane, which measures the
+                # gaps within a call, does not measure this one.
                 request.worst_gap_s = now_s - request.first_s
             request.last_s = now_s
             request.output_tokens += num_tokens

@@ -274,8 +274,8 @@ class ServiceStream(Stream):
         """Count the tokens of an event and pass the event on. The last event ends the stream."""
         if isinstance(event, Chunk):
             # The last chunk of a prefill call may have KV transfer parameters and no token.
-            has_result = event.token_ids or (event.finish_reason and event.kv_params is not None)
-            if not self.num_tokens and has_result:
+            has_kv_params = event.finish_reason is not None and event.kv_params is not None
+            if not self.num_tokens and (event.token_ids or has_kv_params):
                 self._note_first(event)
             self.num_tokens += len(event.token_ids)
             if event.finish_reason is None:
@@ -387,7 +387,7 @@ class WorkerService:
     _: KW_ONLY
     files: Mapping[str, Path]
     metrics: WorkerMetrics
-    signer: TransferSigner | None = None  # None: one without keys
+    signer: TransferSigner | None = None
     kv_events: KvEventPublisher | None = None
     cost_prior: CostModel | None = None
     timing: WorkerTiming = TIMING
@@ -462,10 +462,11 @@ class WorkerService:
                 f" {len(request.token_ids)}",
                 field="resumed_tokens",
             )
-        needs_kv_params = request.phase is Phase.DECODE
-        if needs_kv_params != (request.kv_params is not None):
-            has = "no" if request.kv_params is None else "unexpected"
-            raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
+        has_kv_params = request.kv_params is not None
+        if request.phase is Phase.DECODE and not has_kv_params:
+            raise InvalidRequest(f"the {request.phase} call has no KV transfer parameters")
+        if request.phase is not Phase.DECODE and has_kv_params:
+            raise InvalidRequest(f"the {request.phase} call has unexpected KV transfer parameters")
 
     def _check_transfer(self, request: GenerateRequest, stream: ServiceStream) -> None:
         """Check the KV transfer of a call, before it takes a slot or reaches the engine.
@@ -490,8 +491,8 @@ class WorkerService:
         if last is not None and now - self._load_read_at < self.timing.load_age_s:
             return last
         stats = self.engine.stats()
-        # In these roles, `stats.running` counts prefill calls, too. So the calls that generate are
-        # also reported apart. In other roles, all running calls generate.
+        # Prefill and elastic workers count prefill calls in `stats.running`, too. So they also
+        # report the calls that generate. In other roles, all running calls generate.
         has_prefill_calls = self.instance.role in (Role.PREFILL, Role.ELASTIC)
         generating = self._generating if has_prefill_calls else ()
         load = LoadReport(

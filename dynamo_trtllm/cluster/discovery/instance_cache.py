@@ -49,10 +49,10 @@ class InstanceCache:
       is needed to check the rejected record again.
     * an instance whose card does not fit the card that most instances of its model have
 
-    Earlier means that the record was written earlier. A list has the records in the order of their
-    last write. So a record that is written again counts as new, even if it is unchanged. A cache
-    that has followed all changes thus chooses the same cards as one that has read a list, unless
-    two cards have equally many instances: then, the card that a cache has chosen stays.
+    The order of records is that of their last write, also in a list. So a record that is written
+    again counts as new, even if it is unchanged. A cache that has followed all changes chooses the
+    same cards as one that has read a list, with one exception: if two cards have equally many
+    instances, the card stays that a cache has chosen before.
 
     The share table is one more record. If a new one is rejected, the last valid one stays. It is
     removed like an instance. Then workers have the shares with which they registered.
@@ -159,7 +159,8 @@ class InstanceCache:
                 f"instance id {instance.id:x} is already registered under the key"
                 f" {shown_key(owner)}"
             )
-            # This key has no instance of its own to remove.
+            # A key contains its instance id, so no record of this key was accepted, and there is
+            # nothing to remove.
             self._reject(key, reason, changes)
             return
         self._leave_model(key, changes)
@@ -222,9 +223,10 @@ class InstanceCache:
             chosen = cards.choose()
             if before is None or before.card != chosen.card:
                 changes.chosen.append(CardChosen(chosen.card))
-            # The others fit as before, unless the chosen card requires something else of them now.
-            others_fit_as_before = before is not None and before.requires_same(chosen)
-            checked_keys = keys if others_fit_as_before else cards.instances
+            # Instances that did not change need a new check only if the chosen card requires
+            # something else of them now.
+            requires_same = before is not None and before.requires_same(chosen)
+            checked_keys = keys if requires_same else cards.instances
             for key in checked_keys:
                 self._check_fit(key, cards.instances[key], chosen, changes, is_new=key in keys)
         return changes.events()
@@ -238,7 +240,7 @@ class InstanceCache:
         *,
         is_new: bool,
     ) -> None:
-        """Report whether an instance fits the chosen card, if that has changed or `is_new`."""
+        """Report whether an instance fits the chosen card, if it is new or this has changed."""
         mismatch = chosen.mismatch(instance)
         if mismatch:
             if key in self._added:

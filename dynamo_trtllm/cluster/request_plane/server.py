@@ -51,7 +51,9 @@ log = logging.getLogger(__name__)
 
 _MAX_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _LOAD_EVERY_S = 0.05  # the least time between two reports of the load to a caller
-_WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
+# For how many iterations of the event loop a flush waits until earlier messages are written. A
+# transport that takes longer is stuck, or has much to write.
+_WAITED_ITERATIONS = 4
 # Openings of streams to remember. Repeated openings arrive soon after the first.
 _MAX_REMEMBERED = 16_384
 
@@ -143,7 +145,7 @@ class PlaneServer:
         )
         # For each inbox that got the load less than _LOAD_EVERY_S ago: whether a message without
         # the load has followed.
-        self._got_load: dict[str, bool] = {}
+        self._load_was_withheld: dict[str, bool] = {}
         # The latest openings of streams, by inbox and number. Some of these streams have ended.
         self._latest_openings: dict[tuple[str, int], None] = {}
         self._subject = ""
@@ -286,7 +288,7 @@ class PlaneServer:
         """Return the number of the latest message from a caller; 0 if it has no streams.
 
         A caller that ends its last stream and opens another one is added again, with the number of
-        its new message. So the heartbeat sees that it has sent one.
+        its new message. The heartbeat sees that this number is not the one that it has seen before.
         """
         caller = self._callers.get(inbox)
         return 0 if caller is None else caller.latest_message
@@ -381,9 +383,10 @@ class PlaneServer:
         With `awaits_kv`, the caller still reads the last frame, which may offer KV.
         """
         if awaits_kv:
+            if stream.has_ended:
+                return  # the last frame was sent, and the stream stays while it holds KV
             # `stop` returns whether the stream will still end with a chunk.
-            last_frame_follows = stream.has_ended or stream.handle.stop()
-            if last_frame_follows:
+            if stream.handle.stop():
                 return  # the stream is removed after this frame, or when its caller is lost
         # A caller that cancels an ended stream did not receive its last frame, so it can't fetch
         # the KV.
@@ -464,8 +467,8 @@ class PlaneServer:
     def _flush_in_turn(self, iterations: int) -> None:
         """Flush when the earlier messages are written, at the latest after some iterations.
 
-        Otherwise each engine step would be a message, which worker, NATS server and frontend
-        handle, even if a step takes less time than they need for a message.
+        Otherwise each engine step would make a message, and fast steps would make more than worker,
+        NATS server and frontend can handle.
         """
         if iterations and self.transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
@@ -490,10 +493,10 @@ class PlaneServer:
         A caller whose last messages were without the load gets it later, in a separate message.
         Otherwise the caller would take a worker that has become idle for a busy one.
         """
-        if inbox in self._got_load:
-            self._got_load[inbox] = True
+        if inbox in self._load_was_withheld:
+            self._load_was_withheld[inbox] = True
         elif self.load is not None:
-            self._got_load[inbox] = False
+            self._load_was_withheld[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
                 return self.load()
@@ -503,13 +506,13 @@ class PlaneServer:
         return None
 
     def _load_time_over(self, inbox: str) -> None:
-        was_withheld = self._got_load.pop(inbox)
+        was_withheld = self._load_was_withheld.pop(inbox)
         if was_withheld:
             # The next message to this caller has the load again. Wait a while for one, to save the
             # separate message.
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
 
     def _report_load_alone(self, inbox: str) -> None:
-        has_got_load = inbox in self._got_load
+        has_got_load = inbox in self._load_was_withheld
         if not has_got_load and not self._is_closed:
             self.transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

@@ -50,10 +50,15 @@ class Width(Enum):
     def weight(self) -> float:
         return self.value[2]
 
+    @property
+    def splits_runs(self) -> bool:
+        """True if such a character ends a run, as a literal does."""
+        return self.weight == 0
+
 
 _PROPERTY_US: Final = 350
 _OPTIONAL_PAIR_US: Final = 25  # each pair of optional properties of an object
-_AMBIGUITY_US: Final = 40_000  # multiplied by the square of the weight of a run, beyond 1
+_AMBIGUITY_US: Final = 40_000  # of a run: times (weight - 1) ** 2, if its weight is above 1
 _LONG: Final = 10  # characters; a longer bounded length counts towards the limit LENGTHS
 _MAX_STATES: Final = 128  # xgrammar writes out no more repetitions than these
 _MAX_LENGTH: Final = 10**9  # larger ones count as this one
@@ -61,7 +66,9 @@ _LEAST_WEIGHT: Final = 0.05  # of each piece of variable length
 _LOOP_WEIGHT: Final = 1.2  # of letters or other characters without a limit
 # What a copy of a group weighs, in comparison with a piece that is written several times.
 _COPY_WEIGHT: Final = 0.4
-_SPLIT_WEIGHT: Final = 0.5  # factor for the run at an end of a group that contains a literal
+# A group that contains a literal, and may be left out or repeated, weighs this part of its heavier
+# end.
+_SPLIT_WEIGHT: Final = 0.5
 # What a bounded length weighs, in comparison with one optional character.
 _LENGTH_WEIGHT: Final = 2
 
@@ -120,13 +127,8 @@ class _Estimate:
     def _add_object(self, node: Mapping[str, Any]) -> None:
         properties = node.get("properties")
         if isinstance(properties, dict):
-            required = node.get("required")
-            names = (
-                {name for name in required if isinstance(name, str)}
-                if isinstance(required, list)
-                else set()
-            )
-            optional = len(properties.keys() - names)
+            required = {name for name in _listed(node.get("required")) if isinstance(name, str)}
+            optional = len(properties.keys() - required)
             self._compile_us += _PROPERTY_US * len(properties) + _OPTIONAL_PAIR_US * optional**2
             self._add_texts(properties)
         self._add_texts([node.get("const"), *_listed(node.get("enum"))])
@@ -202,14 +204,25 @@ def _keys(value: Any) -> list[str]:
 
 _CLASS: Final = r"\[\^?\]?(?:\\.|[^\]\\])*\]?"
 _REPEAT: Final = r"(?:[*+?]|\{\d*(?:,\d*)?\})"
+_PROPERTY: Final = r"\\[pP]\{[^{}]{0,60}\}"
+# These begin a group: "(", "(?:", "(?i:", "(?=", "(?!", "(?<=", "(?<!", "(?<name>", "(?P<name>".
+_GROUP: Final = r"\((?:\?(?:P?<\w*>|<?[=!]|[A-Za-z-]*:?))?"
+_TEXT: Final = r"[^\\\[\](){}*+?|^$.]+(?![*+?{])"  # a quantifier repeats only the last character
+_ESCAPE: Final = r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[xuU]\{[0-9A-Fa-f]{1,8}\}"
 _REGEX_TOKEN: Final = re.compile(
-    r"(?P<group>\((?:\?(?:P?<\w*>|<?[=!]|[A-Za-z-]*:?))?)|(?P<end>\))|(?P<other>\|)"
-    r"|(?P<run>[^\\\[\](){}*+?|^$.]+(?![*+?{]))"  # a quantifier repeats only the last character
-    r"|(?P<anchor>[\^$]|\\[bBAzZ])"
-    r"|(?P<char>\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[xuU]\{[0-9A-Fa-f]{1,8}\})"
-    rf"|(?P<class>{_CLASS}|\.|\\[pP]\{{[^{{}}]{{0,60}}\}}|\\[A-Za-z])|(?P<repeat>{_REPEAT})"
-    r"|(?P<blank>\x20)|(?P<plain>\\.|.)",
-    re.DOTALL,
+    rf"""
+      (?P<group> {_GROUP} )
+    | (?P<end> \) )
+    | (?P<other> \| )
+    | (?P<run> {_TEXT} )
+    | (?P<anchor> [\^$] | \\[bBAzZ] )
+    | (?P<char> {_ESCAPE} )
+    | (?P<class> {_CLASS} | \. | {_PROPERTY} | \\[A-Za-z] )
+    | (?P<repeat> {_REPEAT} )
+    | (?P<blank> \x20 )
+    | (?P<plain> \\. | . )
+    """,
+    re.DOTALL | re.VERBOSE,
 )
 _GRAMMAR_TOKEN: Final = re.compile(
     rf'(?P<comment>\#[^\n]*|//[^\n]*)|(?P<text>"(?:\\.|[^"\\\n])*"?)'
@@ -231,7 +244,7 @@ class _Piece(NamedTuple):
     """
 
     us: float = 0.0  # microseconds, without the runs that are still open
-    # States that count bounded lengths, as if any character might follow each.
+    # Number of states that count bounded lengths, each times the weight of its characters.
     states: float = 0.0
     # Weight of all characters, as if they were one run.
     weight: float = 0.0
@@ -283,7 +296,8 @@ class _Piece(NamedTuple):
             us = self.us + _run_us(self.after + self.before)
             return self._replace(us=us, width=None)
         run = self.before * _copies(times)
-        return _Piece(self.us, self.states, self.weight * _copies(times), run, run)
+        weight = self.weight * _copies(times)
+        return _Piece(us=self.us, states=self.states, weight=weight, before=run, after=run)
 
 
 def _one_run(us: float, states: float, weight: float) -> _Piece:
@@ -354,7 +368,7 @@ def _read_regex(text: str) -> _Piece:
             # A blank costs more only where it may be repeated or left out.
             state_us = Width.LITERAL.state_us if width is Width.BLANK else width.state_us
             groups[-1].add(
-                _Piece(state_us, weight=width.weight, is_split=not width.weight, width=width)
+                _Piece(state_us, weight=width.weight, is_split=width.splits_runs, width=width)
             )
     while len(groups) > 1:  # groups without an end, which the engine rejects
         piece = groups.pop().closed()
@@ -367,21 +381,23 @@ def _quantified(piece: _Piece, text: str) -> _Piece:
     if piece.width is not None:
         return _characters(piece.width, least, most)
     # Without an upper bound, the least number of copies counts.
-    times = min(max(1, least) if most is None else most, _MAX_STATES)
+    times = max(1, least) if most is None else most
+    times = min(times, _MAX_STATES)
     return piece.repeated(times) if least == most else piece.variable(times)
 
 
 def _characters(width: Width, least: int, most: int | None) -> _Piece:
     """Return a repeated character or class. In a run, the number of repetitions does not matter."""
     written_out = min(max(least, most or 0), _MAX_STATES)
-    us = 0.0 if most is not None else width.loop_us
+    us = width.loop_us if most is None else 0.0
     states = 0.0
     if width.weight and written_out > _LONG:
         states = written_out * width.weight
     elif written_out > 1 or most is not None:
+        # All but `*`, `+`, `{0,}` and `{1,}`, which only loop.
         us += written_out * width.state_us
     if least == most:
-        return _Piece(us, states, width.weight, is_split=not width.weight and least > 0)
+        return _Piece(us, states, width.weight, is_split=width.splits_runs and least > 0)
     weight = max(width.weight, _LEAST_WEIGHT)
     if width.weight and most is None:
         weight = _LOOP_WEIGHT

@@ -178,7 +178,7 @@ class Scheduler:
             seq.awaits_step = True
             self._decoding.append(seq)
         else:
-            # The tokens of the prefill call are as many as the request may have.
+            # The prefill call has generated all tokens that the request may have.
             first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
             self._drop(seq)
         self._events.append(partial(seq.emit, first))
@@ -192,6 +192,10 @@ class Scheduler:
         self._events.append(partial(self.on_freed, seq))
 
     def _drop(self, seq: TorchSequence) -> None:
+        """Free all that a sequence has. Its full blocks stay in the prefix cache.
+
+        Unlike `retire`, it does not call `on_freed`.
+        """
         if seq in self._decoding:
             self.blocks.store(seq)
         for seqs in self._stages:
@@ -234,7 +238,7 @@ class Scheduler:
             unfinished = list(chain(*self._stages, self._awaiting_fetch.sequences))
             for seq in unfinished:
                 self._drop(seq)
-            self.load.take_all()
+            self.load.count_all_as_taken()
             self._publish()
         finally:
             # On a broken GPU, dropping sequences raises.
@@ -289,6 +293,7 @@ class Scheduler:
                 break
             seq = self._waiting.popleft()
             seq.phases.end("queue")
+            # The parts of the phase "queue": how long the sequence has waited for each resource.
             seq.phases.seconds |= self._queue_waits.since(seq.queue_waits)
             RECORDER.record(seq.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
             # Only decode calls have an allocation before they start: they fetch their KV.
@@ -299,6 +304,7 @@ class Scheduler:
             else:
                 # Prompts of clients below their share go before others that have begun.
                 insort(self._prefilling, seq, key=group_of)
+        # From now on, the sequences in the queue wait for this resource.
         self._queue_waits.waiting_for(lacking)
         if lacking:
             record_wait(self._waiting[0], lacking)
@@ -311,8 +317,8 @@ class Scheduler:
         if self._num_running() >= self.args.max_batch_size:
             return "slots"
         if seq.request.phase is Phase.DECODE and seq.allocation is None:
-            # While KV blocks are lacking, it keeps this space. Its `queue_order` is FIRST then, so
-            # no other sequence overtakes it.
+            # While KV blocks are lacking, it keeps this space, and no other sequence overtakes it
+            # (see `TorchSequence.queue_order`).
             seq.allocation = self.transfer_buffer.allocate(
                 seq.prompt_tokens, seq.region_bytes, is_fetched=True
             )
@@ -324,8 +330,8 @@ class Scheduler:
         running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
         if self.is_elastic:
             # Sequences that await the transfer buffer take no slot here. Otherwise two elastic
-            # engines could block each other: the slots of each are full of such sequences, and the
-            # decode calls that would free its buffer wait for slots of the other.
+            # engines A and B could block each other: A's slots are full of prompts whose KV B has
+            # to fetch, and B's slots are full of prompts whose KV A has to fetch.
             return running
         return running + len(self._awaiting_buffer)
 

@@ -62,7 +62,7 @@ class SchedulerLoad:
         """Leave the sequence to the statistics that are published next."""
         self._taken = self._taken.plus(seq)
 
-    def take_all(self) -> None:
+    def count_all_as_taken(self) -> None:
         """Leave out what was submitted, because no step follows."""
         self._taken = self._submitted
 

@@ -11,8 +11,8 @@ Late reads: a read that ends after the KV transfer has expired counts as failed,
 may hold another request's KV. The worker half reports failed reads with each step, and the
 scheduler ends their requests before anything is computed or cached from their blocks.
 
-Times: a read waits for several steps of the engine. Both halves note when, on the host's monotonic
-clock, and the last output of the request returns it.
+Times: a read waits for several steps of the engine. Both halves note when its parts begin and end,
+on the host's monotonic clock, and the last output of the request has these times.
 """
 
 from __future__ import annotations
@@ -68,19 +68,22 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             set_listen_address(self.connector_scheduler, vllm_config)
-        # Reads that have failed and whose end no step has reported. A failed read is reported
-        # twice: that it failed, as soon as it is known, and that it ended, once vLLM says so.
-        # Handshakes add to the set on another thread.
+        # Failed reads, until a step has reported their end. A failed read is reported twice: that
+        # it failed, as soon as it is known, and that it ended, once vLLM says so. Handshakes add to
+        # the set on another thread.
         self._failed: set[str] = set()
-        self._reported_failures: set[str] = set()  # those of them that a step has reported
+        # Those in `_failed` whose failure a step has reported.
+        self._reported_failures: set[str] = set()
         # A vLLM that needs no patch for failed reads reports them in `get_transfer_results`.
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when the read of each request was posted
-        # When reads that have ended were posted and seen to end, until their end is reported.
+        # For each ended read that is not reported yet: when it was posted, and when its end was
+        # noticed.
         self._times: dict[str, tuple[float, float]] = {}
         self._ended = EndedTransfers()  # transfers that no step has reported yet
         self._is_asked = False  # True once this process's scheduler has asked for ended reads
-        self._left_to_steps: set[str] = set()  # ended reads that the scheduler did not want
+        # Ended reads that the scheduler has put back, because a step has to report them.
+        self._left_to_steps: set[str] = set()
         # Reads whose end the last step has reported.
         self._reported_ends: frozenset[str] = frozenset()
         if self.connector_worker is not None:
@@ -105,7 +108,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         @functools.wraps(read)
         def posting(req_id: str, meta: Any, *args: Any, **keywords: Any) -> Any:
             result = read(req_id, meta, *args, **keywords)
-            # Without blocks, the request was aborted, and only frees the KV at the prefill engine.
+            # A call without blocks is for an aborted request: it reads nothing, and only makes the
+            # prefill engine free the KV.
             if any(meta.local_block_ids):
                 self._posted[req_id] = time.monotonic()
             return result
@@ -203,6 +207,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         """
         failed = set(self._failed) - self._reported_failures
         self._reported_failures |= failed
+        # Forget the failed reads of which both the failure and the end were reported.
         ended = self._reported_failures & self._reported_ends
         self._failed -= ended
         self._reported_failures -= ended
@@ -249,8 +254,9 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             params.get("remote_num_tokens") or 0,
             self.connector_scheduler.block_size,
         )
-        # vLLM handles 0 tokens in another way. In that case read the last block as vLLM does; it is
-        # overwritten later.
+        # If only the last token is left, keep vLLM's count, because vLLM handles a count of 0 in
+        # another way. The KV of this token is then read, too, and overwritten when the engine
+        # computes the token.
         if wanted > num_computed_tokens:
             count = wanted - num_computed_tokens
         return count, between_steps
@@ -261,5 +267,6 @@ late_reads.install()
 _Scheduler: Any = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
 measure_steps(_Scheduler)
 follow_streams(_Scheduler)
-# Last, so that a step is planned when the scheduler knows which reads have ended.
+# All of them wrap `schedule`, and the wrapper that is installed last runs first. So the scheduler
+# knows which reads have ended when the others plan a step.
 early_notice.install()

@@ -21,10 +21,10 @@ from dynamo_trtllm.frontend.requests.token_counters import (
 )
 from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 
-# Clients that send many requests of a high priority could keep those of all others waiting. When a
-# request has waited for OVERDUE_AFTER_S seconds, one of every OVERDUE_TURNS turns is for its rank.
-# In this turn, the first late request of the client whose turn it is (see `_Flow`) goes first, if
-# it is overdue.
+# Clients that send many requests of a high priority could keep those of all others waiting. So a
+# request that has waited for OVERDUE_AFTER_S seconds is overdue, and one of every OVERDUE_TURNS
+# turns is for its rank. In such a turn, a request that `_Flow` has put last may go first, if it is
+# overdue.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
 # No wait is predicted before this many choices have begun while others waited.
@@ -62,7 +62,7 @@ class QueuedRequest:
     """A request that waits."""
 
     claim: Claim
-    # Returns what the request has taken beside its prompts, which count when it begins.
+    # Returns the tokens to count so far besides the prompt tokens, which count when it begins.
     more_tokens: Callable[[], int]
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0  # when it was queued, by the queue's clock
@@ -111,7 +111,7 @@ class _Rank:
     def __init__(self) -> None:
         self._flows: dict[str, _Flow] = {}  # by client; each has a request
         # One entry for each flow, and entries of flows that have become empty. Counters grow while
-        # the heap stays as it is: `first` moves the entries whose values are outdated.
+        # the heap stays as it is: `next_flow` moves the entries whose values are outdated.
         self._heap: list[tuple[float, int, _Flow]] = []
         self._arrivals: dict[QueuedRequest, None] = {}  # the oldest request first
 
@@ -124,18 +124,22 @@ class _Rank:
         """Return how many choices wait."""
         return sum(map(_num_choices, self._arrivals))
 
-    def num_choices_before(self, client: Client, priority: int) -> int:
-        """Return a lower bound of the choices that begin before a further request of a client.
+    def num_choices_before(self, client: Client, priority: int, now: float) -> int:
+        """Estimate the number of choices that begin before a further request of a client.
 
         It counts the choices of the client itself that come first. Of each other client, it counts
-        the choices that get their turns while the client's own begin.
+        the choices that get their turns while the client's own begin. This assumes that clients get
+        choices in proportion to their weights. A client whose counter is far lower than those of
+        the others gets more, so the estimate is too high for it.
         """
         own = self._flows.get(client.name)
         if own is None:
             return 0
         num_own = 0
         for request in own.requests:
-            if request.claim.priority <= priority:
+            # Those that are late are put last when they have become the first one.
+            is_late = request.order.is_late or request.claim.late_at_s <= now
+            if not is_late and request.claim.priority <= priority:
                 num_own += request.claim.num_choices
         total = num_own
         for flow in self._flows.values():
@@ -180,12 +184,12 @@ class _Rank:
     def least_counter(self) -> float:
         """Return the least counter of the clients whose requests wait."""
         # With these arguments, all clients may hold permits, and no request is late.
-        first = self.first(lambda _: True, -math.inf)
-        assert first is not None
-        return first.counter.value
+        flow = self.next_flow(lambda _: True, -math.inf)
+        assert flow is not None
+        return flow.counter.value
 
-    def first(self, may_hold: Callable[[Claim], bool], now: float) -> _Flow | None:
-        """Return the client whose request is the next; None if none may run."""
+    def next_flow(self, may_hold: Callable[[Claim], bool], now: float) -> _Flow | None:
+        """Return the flow whose request is the next; None if none may run."""
         heap = self._heap
         passed: list[tuple[float, int, _Flow]] = []
         found: _Flow | None = None
@@ -269,9 +273,11 @@ class FairQueue:
         request.queued_s = self._clock()
         counter = self._counters.counter(claim.client)
         rank = self._ranks.setdefault(claim.rank, _Rank())
-        # A client without a waiting request gets no credit for the time in which it had none.
+        # A client without a waiting request in this rank gets no credit for the time in which it
+        # had none.
         if rank.is_empty:
-            # It is lifted to the clients that wait at other processes, or have begun last.
+            # No client waits in this rank. So `lift` takes the value of the client that began last,
+            # or that of clients that wait at other processes, whichever is higher.
             self._counters.lift(counter)
         elif not rank.has(claim.client.name):
             self._counters.lift(counter, rank.least_counter())
@@ -295,7 +301,7 @@ class FairQueue:
         self._update()
         now = self._clock()
         for rank in self._in_turn():
-            flow = rank.first(may_hold, now)
+            flow = rank.next_flow(may_hold, now)
             if flow is None:
                 continue
             if self._is_overdue_turn():
@@ -318,12 +324,13 @@ class FairQueue:
         """Estimate how long one more request would wait at least, in seconds.
 
         The estimate holds if choices keep beginning as in the last half minute, and no further
-        request comes. It is 0 while too few have begun.
+        request comes. It is 0 while too few have begun. See `_Rank.num_choices_before` for clients
+        for which it is too high.
 
         Args:
             claim: of the request.
-            enough_s: the caller only asks whether the wait is longer than this. If the whole queue
-                begins sooner, this returns the time of the whole queue, which costs less.
+            enough_s: a wait of up to this time need not be exact. If the whole queue begins within
+                it, the time of the whole queue is returned, which is faster to compute.
         """
         if self._begun.count < _LEAST_BEGUN:
             return 0.0
@@ -332,12 +339,13 @@ class FairQueue:
             return 0.0
         if longest_s <= enough_s:
             return longest_s
+        now = self._clock()
         num_before = 0
         for number, rank in self._ranks.items():
             if number < claim.rank:
                 num_before += rank.num_choices()
             elif number == claim.rank:
-                num_before += rank.num_choices_before(claim.client, claim.priority)
+                num_before += rank.num_choices_before(claim.client, claim.priority, now)
         return self._begun.seconds_for(num_before) or 0.0
 
     def _leave(self, claim: Claim) -> None:

@@ -32,8 +32,8 @@ Level: TypeAlias = tuple[int, int]
 class _InstanceMasks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    # Returns 0 for a block that no instance has. Look-ups call it often, and a function of Python
-    # would take twice as long as this method, which multiplies 0 by the hash.
+    # The mask of a block that no instance has is 0: this method of 0 multiplies it by the hash. It
+    # is called often, and a function of Python would take twice as long.
     __missing__ = (0).__mul__
 
 
@@ -42,7 +42,8 @@ class PrefixIndex:
 
     A block of one instance takes about 150 bytes.
 
-    An instance that reports a block without those before it is taken to have those, too.
+    Searches expect that an instance with a block of a prompt has those before it, too. For another
+    instance, they may find too few blocks or too many.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -86,9 +87,9 @@ class PrefixIndex:
         mask = masks[hashes[0]]  # instances that have all blocks
         if mask:
             levels.append((len(hashes), mask))
-        # The mask of a block has the bits of the block after it, and maybe more. So a mask with
-        # more bits is a larger number, and a binary search finds the next block that has more.
-        # The loop ends when `mask` has all bits of `matching`.
+        # The mask of a block has the bits of the block after it, and maybe more. With more of them,
+        # it is the larger number. So the masks are sorted, and a binary search finds the next block
+        # that has more bits. The loop ends when `mask` has all bits of `matching`.
         index = 0
         while (matching | mask) != mask and len(levels) < _MAX_LEVELS:
             index = bisect_right(hashes, mask, index, key=masks.__getitem__)
@@ -128,7 +129,7 @@ class PromptHashes:
     def of(self, block_tokens: int) -> list[int]:
         """Return the hashes of the blocks that an engine may reuse, the last block first.
 
-        It computes at least the last token.
+        An engine always computes the last token itself.
         """
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
@@ -150,11 +151,13 @@ class _InstancePrefixes:
     instance: Instance
     has_events: bool
     index: PrefixIndex = field(init=False)
-    # The bit of the instance in masks. Its many blocks share this object.
-    bit: int = field(init=False)
+    bit: int = field(init=False)  # of the instance in masks
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
-    # Prefix hash -> when it expires.
+    # Prefix hash -> when it expires, for an instance without KV events.
     expires: dict[int, float] = field(init=False, default_factory=dict)
+    # Blocks that no computed prompt and no KV event has shown yet: prefix hash -> how many of the
+    # prompts that were sent have the block.
+    expected: dict[int, int] = field(init=False, default_factory=dict)
     next_number: int = -1  # the number of the next update of the instance
     is_synced: bool = False
     reads_snapshot: bool = False
@@ -163,6 +166,7 @@ class _InstancePrefixes:
         """Remove the instance from its index, with its blocks, in time linear in their number."""
         self.clear()
         self.expires.clear()
+        self.expected.clear()
         self.index.remove(self.bit)
 
     def clear(self) -> None:
@@ -180,6 +184,38 @@ class _InstancePrefixes:
             # Most blocks are of one instance. They share its number, which saves memory.
             masks[prefix] = bit if mask is None else mask | bit
         return new
+
+    def expect(self, hashes: Sequence[int], new: set[int]) -> set[int]:
+        """Count a prompt for its blocks that are not shown yet, and return these blocks.
+
+        Args:
+            hashes: of the prompt.
+            new: those that no prompt before it had.
+        """
+        shared = self.expected.keys() & hashes
+        for prefix in shared:
+            self.expected[prefix] += 1
+        self.expected.update(dict.fromkeys(new - shared, 1))
+        return new | shared
+
+    def confirm(self, hashes: Iterable[int]) -> None:
+        """Keep blocks, because the instance has them."""
+        if self.expected:
+            for prefix in hashes:
+                self.expected.pop(prefix, None)
+
+    def withdraw(self, hashes: Iterable[int]) -> None:
+        """Remove the blocks that only this prompt made expected: it has ended."""
+        last = []
+        for prefix in hashes:
+            num_prompts = self.expected.get(prefix, 0)
+            if num_prompts > 1:
+                self.expected[prefix] = num_prompts - 1
+            elif num_prompts:
+                del self.expected[prefix]
+                self.expires.pop(prefix, None)
+                last.append(prefix)
+        self.discard(last)
 
     def discard(self, hashes: Iterable[int]) -> None:
         """Remove blocks. Unknown ones are ignored."""
@@ -210,7 +246,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
         return self.search(bit)
 
     def search(self, bit: int) -> int:
-        """Return how many of the prompt's first blocks an instance has that is in no level."""
+        """Return how many of the prompt's first blocks an instance has, if it is in no level."""
         # With fewer levels than the limit, each instance that matches is in one.
         if len(self.levels) < _MAX_LEVELS:
             return 0
@@ -303,20 +339,18 @@ class SentPrompt:
     is_computed: bool = False
 
     def end(self) -> None:
-        """Stop counting the blocks.
+        """Stop counting the blocks for this prompt.
 
-        They still count if the instance has computed the prompt and publishes no KV events.
+        They still count if the instance has computed the prompt and publishes no KV events. Blocks
+        that another prompt has, too, count until that one ends.
         """
         cache = self._cache
         if cache is None:
             return
         if self.is_computed and not cache.has_events:
-            return
-        # Blocks without an expiry stay: the instance has reported them.
-        unreported = [prefix for prefix in self._blocks if prefix in cache.expires]
-        for prefix in unreported:
-            del cache.expires[prefix]
-        cache.discard(unreported)
+            cache.confirm(self._blocks)
+        else:
+            cache.withdraw(self._blocks)
 
 
 class _Sent(NamedTuple):
@@ -424,9 +458,7 @@ class ClusterPrefixes:
         cache.discard(unpack_hashes(update.removed))
         stored = unpack_hashes(update.stored)
         cache.store(stored)
-        if cache.expires:
-            for prefix in stored:
-                cache.expires.pop(prefix, None)
+        cache.confirm(stored)
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
@@ -442,11 +474,10 @@ class ClusterPrefixes:
         hashes = prompt.of(cache.index.block_tokens)
         if not hashes:
             return SentPrompt(cache, ())
-        new = cache.store(hashes)
+        expected = cache.expect(hashes, cache.store(hashes))
         if cache.has_events:
-            # The new blocks count until the instance reports them or the request ends.
-            cache.expires.update(dict.fromkeys(new, math.inf))
-            return SentPrompt(cache, new)
+            # These blocks count until the instance reports them or the request ends.
+            return SentPrompt(cache, expected)
         expires_s = now + self._ttl_s
         cache.expires.update(dict.fromkeys(hashes, expires_s))
         self._sent.append(_Sent(expires_s, cache, hashes))
@@ -455,7 +486,7 @@ class ClusterPrefixes:
         # This prompt stays, however long it is.
         limit = max(MAX_SENT_BLOCKS, len(hashes))
         self._expire(now, limit, budget)
-        return SentPrompt(cache, new)
+        return SentPrompt(cache, expected)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
         """Remove all prompts above a limit of blocks, and about `budget` blocks of expired ones.
@@ -469,7 +500,7 @@ class ClusterPrefixes:
                 break
             expires_s, cache, hashes = self._sent.popleft()
             self._num_sent -= len(hashes)
-            budget -= len(hashes) + 1
+            budget -= len(hashes) + 1  # 1 for the prompt itself
             # Blocks that a later prompt has as well expire with that one.
             expired = [
                 prefix for prefix in hashes if cache.expires.get(prefix, math.inf) <= expires_s

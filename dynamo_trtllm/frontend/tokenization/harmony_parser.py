@@ -24,13 +24,11 @@ ASSISTANT: Final = "assistant"
 CHANNELS: Final = ("analysis", "commentary", "final")
 _FUNCTIONS: Final = "functions."
 _TO: Final = "to="
-_NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are not tools
+_NO_TOOLS: Final = frozenset(("", "all", "user", ASSISTANT))  # recipients that are not tools
 
 
 class Header(NamedTuple):
-    """Role, channel, recipient and content type of a message header; empty if the header does not
-    have it.
-    """
+    """The parts of a message header. A missing part is "", but a missing role is the assistant."""
 
     role: str = ASSISTANT
     channel: str = ""
@@ -57,19 +55,16 @@ class Header(NamedTuple):
         """Return whether the text is not the answer: it is for a tool, or in the channel for
         preambles.
         """
-        is_for_tool = self.recipient not in {"", *_NO_TOOLS}
+        is_for_tool = self.recipient not in _NO_TOOLS
         return self.role == ASSISTANT and (self.channel == "commentary" or is_for_tool)
 
     @property
     def is_reasoning(self) -> bool:
-        return (
-            self.role == ASSISTANT
-            and self.channel == "analysis"
-            and self.recipient in {"", *_NO_TOOLS}
-        )
+        return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in _NO_TOOLS
 
 
 def _is_recipient(word: str) -> bool:
+    # The model may omit `to=` before the name of a function.
     return word.startswith((_TO, _FUNCTIONS))
 
 
@@ -112,7 +107,7 @@ class HarmonyParser:
 
     Text that is not valid Harmony becomes final text, without control tokens. This applies to
     invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
-    name are text, too. The code of a call of `python` becomes the arguments of a function.
+    name are text, too. The code of a call of `python` becomes JSON arguments (see `text_input`).
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid
     one.
 
@@ -137,8 +132,8 @@ class HarmonyParser:
         self._reasoning_position = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        # The cache of the channel of the current body. None: the next token is in no such body.
-        self._step_of_token: TokenTextCache | None = None
+        # The cache of the channel of the current body. None: outside of bodies, and in arguments.
+        self._token_steps: TokenTextCache | None = None
         self._position = _Position.HEADER
         self._header: list[int] = []
         self._blanks = 0  # number of blanks in the header
@@ -146,29 +141,31 @@ class HarmonyParser:
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
         # How many tokens at the start of the header were forced. They are not output. While the
-        # forced ids are parsed, this is the number of all of them, so that no header is output.
+        # forced ids are parsed, this is the number of all of them. The header has no more tokens,
+        # so none of it is output.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
 
     def push(self, token_ids: TokenIds) -> StepOutput:
-        if self._step_of_token is not None and len(token_ids) == 1 and not self._decoder.buffer:
-            step = self._step_of_token[token_ids[0]]
+        if self._token_steps is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            step = self._token_steps[token_ids[0]]
             if step is not None:
                 return step
         self._parse(token_ids)
-        return self._take()
+        self._select_cache()
+        return self._out.take()
 
     def finish(self) -> StepOutput:
         if self._position is _Position.HEADER and self._header and not self._is_cut_header():
             self._emit_header_as_text()
         self._flush()
-        return self._take()
-
-    def _take(self) -> StepOutput:
-        channel = _CHANNELS.get(self._position)
-        self._step_of_token = None if channel is None else self._texts[channel]
         return self._out.take()
+
+    def _select_cache(self) -> None:
+        """Select the cache for the next token."""
+        channel = _CHANNELS.get(self._position)
+        self._token_steps = None if channel is None else self._texts[channel]
 
     def _parse(self, token_ids: TokenIds) -> None:
         body_ids: list[int] = []  # tokens of the body that are not decoded yet
@@ -224,8 +221,7 @@ class HarmonyParser:
             return False
         if self._header[0] >= FIRST_SPECIAL:
             return True
-        # Each token has at least one byte. So the tokens before the newest one are at least as long
-        # as `_RECIPIENT`, and an earlier call has found that they begin with it.
+        # Each token has at least one byte, so an earlier call has compared all of `_RECIPIENT`.
         if len(self._header) > len(_RECIPIENT):
             return True
         text = self._bytes(self._header)
@@ -287,22 +283,24 @@ class HarmonyParser:
             for word in (*sender_words, *channel_words)
             if _is_recipient(word)
         }
-        others = [word for word in channel_words if not _is_recipient(word)]
+        # A content type may follow the channel without `<|constrain|>`.
+        bare_types = [word for word in channel_words if not _is_recipient(word)]
         # Only recipients may follow the role, and the channel comes before a recipient.
         if not all(map(_is_recipient, sender_words)) or _is_recipient(channel):
             return None
-        if len(recipients) > 1 or len(others) > 1 or len(type_words) > 1:
+        if len(recipients) > 1 or len(bare_types) > 1 or len(type_words) > 1:
             return None
         # Each of the three has at most one word.
         recipient = next(iter(recipients), "")
-        type_name = next(iter(type_words), "") or next(iter(others), "")
-        return Header(role, channel, recipient, type_name)
+        content_type = next(iter((*type_words, *bare_types)), "")
+        return Header(role, channel, recipient, content_type)
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the
         output cut off.
         """
         header = self._read_header()
+        # The role may be cut off, too.
         if header is None or not ASSISTANT.startswith(header.role):
             return False
         has_control_token = self._header[0] >= FIRST_SPECIAL

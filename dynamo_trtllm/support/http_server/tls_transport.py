@@ -27,10 +27,10 @@ _NOT_TLS: Final = (
 
 
 class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
-    """The TLS between a socket and its `HttpConnection`, which exists from the first moment.
+    """The TLS between a socket and its `HttpConnection`.
 
-    So a handshake is part of the time that a request may take to arrive, and its connection counts
-    for the limits like one that is idle.
+    The connection exists before the handshake. So the handshake is part of the time that a request
+    may take to arrive, and the connection counts for the limits like one that is idle.
 
     The TLS of an event loop hides what the limits of the HTTP server need. With it, a connection
     begins after the handshake; the size of unsent data leaves out what waits for the socket, so a
@@ -140,7 +140,8 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._raw.get_extra_info(name, default)
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
-        # Before the handshake, only a connection that is being closed has something to say.
+        # Before the handshake, nothing can be encrypted. Only a connection that is being closed
+        # writes then, and its message is dropped.
         if self._is_shut or not self._is_established:
             return
         rest = memoryview(data)

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.cli import explain
 from dynamo_trtllm.cli.explain import of_deployment, timeline
-from dynamo_trtllm.cli.stuck_requests import StuckReport, silent_processes
+from dynamo_trtllm.cli.stuck_requests import StuckReport, process_problems
 from dynamo_trtllm.cli.trace_formats import mooncake, perfetto
 from dynamo_trtllm.launch.running_deployments import LaunchRecord, ProcessRecord
 from dynamo_trtllm.observability.recorded_shares import PackedShares, packed_shares
@@ -253,7 +253,7 @@ def test_stuck_names_worker_that_waits_for_etcd(is_lost: bool) -> None:
     lost = E.CONNECTION_LOST if is_lost else E.CONNECTION_AWAITED
     again: Events = [(9, lost, 0, 0, "etcd"), (10, E.CONNECTION_LOST, 0, 0, "nats")]
     frontend = process("frontend", waiting)
-    assert not silent_processes(Recordings([process("decode", awaits, DECODE, key=0)]))
+    assert not process_problems(Recordings([process("decode", awaits, DECODE, key=0)]))
     report = StuckReport.of(
         Recordings([frontend, process("decode", [*awaits, *again], DECODE, key=0)]), 10.0
     )
@@ -271,8 +271,8 @@ def test_stuck_names_worker_that_waits_for_etcd(is_lost: bool) -> None:
 def test_stuck_names_process_with_a_wrong_date(ahead_s: int, side: str) -> None:
     one = process("decode", [], DECODE)
     now_ns = time.time_ns()
-    assert not silent_processes(Recordings([dated(one, now_ns)]))
-    (found,) = silent_processes(Recordings([dated(one, now_ns + ahead_s * 10**9)]))
+    assert not process_problems(Recordings([dated(one, now_ns)]))
+    (found,) = process_problems(Recordings([dated(one, now_ns + ahead_s * 10**9)]))
     why = "KV transfers expire at a date; synchronize the clocks"
     assert found.reason == f"its date is 90 s {side} that of this command, and {why}"
 

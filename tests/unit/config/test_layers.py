@@ -142,6 +142,7 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
     [
         ("a: 1\nb: 2\na: 3\n", ":3: key 'a' is given twice"),
         ("kv:\n  a: 1\n  a: 2\n", ":3: key 'a' is given twice"),
+        ("kv: {1: a, 0x1: b}\n", ":1: key '0x1' is given twice"),
         ("- 1\n", ":1: expected a mapping"),
         ("a: [1\nb: 2\n", ":2: "),
         ("1: 2\n", "key 1 is not text"),
@@ -169,6 +170,24 @@ def test_read_yaml_error_names_file_and_line(tmp_path, text, wanted):
     assert caught.value.message.startswith(str(path))
     assert wanted in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('a: {1: x, "1": y}\n', {"a": {1: "x", "1": "y"}}),
+        ("a: {=: 1, b: 2}\n", {"a": {"=": 1, "b": 2}}),
+        # `m` is merged into `top` before it is read itself.
+        (
+            "base: &b {x: 1}\na: {n: &m {<<: *b, x: 2}}\ntop: {<<: *m}\n",
+            {"base": {"x": 1}, "a": {"n": {"x": 2}}, "top": {"x": 2}},
+        ),
+    ],
+)
+def test_read_yaml_accepts_different_keys(tmp_path: Path, text: str, wanted: Any) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert read_yaml(path) == wanted
 
 
 @pytest.mark.parametrize("values", [{"a" + ".b" * 63: 1}, {"a" + ".b" * 40: nested_list(24)}])

@@ -347,6 +347,23 @@ async def test_wait_is_that_of_the_clients_turns() -> None:
     assert waits == {"a": 58.0, "b": 6.0, "c": 0.0}
 
 
+@pytest.mark.parametrize("is_put_last", [False, True])
+async def test_wait_is_without_late_requests_of_the_client(is_put_last: bool) -> None:
+    queue = Queue()
+    for _ in range(20):
+        queue.add("a", late_at_s=110.5)
+    queue.add_all("a" * 2)
+    queue.add_all("b" * 20)
+    for _ in range(10):
+        queue.clock.now += 1.0
+        queue.next()
+    queue.clock.now = 111.0
+    if is_put_last:
+        queue.queue.first(lambda _: True)
+    # The two requests of a that are not late, and as many of b.
+    assert queue.queue.least_wait_s(queue.claim("a"), 2.0) == pytest.approx(4.4)
+
+
 async def test_requests_of_lower_ranks_wait_for_the_others() -> None:
     queue = Queue()
     queue.add_all("a" * 30)

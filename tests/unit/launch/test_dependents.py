@@ -213,7 +213,7 @@ async def test_launcher_second_death_keeps_the_other_reader() -> None:
 
 
 async def test_launcher_when_both_prefills_die_drains_all_at_once() -> None:
-    async with run_launcher(*TWO_EACH):
+    async with run_launcher(*TWO_EACH) as made:
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("prefill-2").die(KILLED)
@@ -226,6 +226,8 @@ async def test_launcher_when_both_prefills_die_drains_all_at_once() -> None:
         await settle()
         assert [child.times_asked for child in first] == [1, 1]
         assert not [child for child in ALL if child.is_terminating and not child.has_ended]
+        said = made.out.getvalue()
+    assert "draining and restarting decode-1, decode-2, which hold GPU memory of prefill-1" in said
 
 
 async def test_launcher_last_prefill_death_ends_waiting_for_reader() -> None:

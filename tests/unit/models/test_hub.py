@@ -327,7 +327,9 @@ def test_find_when_a_revision_is_named_then_it_is_looked_up(hub: Hub, server: Hu
     assert f"GET /api/models/{NAME}/revision/v1" in server.requests
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"weight_map": ["a"]}'])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 1}}']
+)
 def test_broken_weight_index_in_the_cache_is_named(
     hub: Hub, server: HubServer, content: bytes
 ) -> None:

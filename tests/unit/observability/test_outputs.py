@@ -104,6 +104,23 @@ def test_output_drops_the_end_of_a_dropped_line() -> None:
     os.close(write_end)
 
 
+def test_output_full_at_the_end_of_a_line_drops_nothing() -> None:
+    read_end, write_end = os.pipe()
+    num_dropped: list[int] = []
+    num_queued: list[int] = []
+    output = RelayedOutput(write_end, notice, num_dropped.append, num_queued.append)
+    output.add(b"a" * BACKLOG_BYTES)
+    output.add(b"\n")  # the end of an accepted line
+    with os.fdopen(read_end, "rb") as reader:
+        with running(output):
+            assert reader.readline() == b"a" * BACKLOG_BYTES + b"\n"
+            output.add(b"later\n")
+            assert reader.readline() == b"later\n"
+    assert not num_dropped
+    assert sum(num_queued) == 0
+    os.close(write_end)
+
+
 def test_output_reports_a_full_disk_once(tmp_path: Path) -> None:
     dropped = threading.Semaphore(0)
     failures: list[str] = []

@@ -258,6 +258,14 @@ def test_no_change_has_a_named_outcome(observation: Observation, outcome: Decisi
     assert decision.reason
 
 
+def test_elastic_workers_with_old_loads_are_the_reason() -> None:
+    workers = [worker(number)._replace(is_elastic=False) for number in range(3)]
+    workers.append(worker(3)._replace(is_fresh=False))
+    decision = settled(observed(workers))
+    assert decision.outcome is DecisionOutcome.NO_LOADS
+    assert decision.reason == "no elastic worker has reported its load lately"
+
+
 def test_a_worker_with_an_old_load_keeps_its_shares() -> None:
     workers = split(1, 3, 2, 40_000)
     workers[3] = workers[3]._replace(is_fresh=False)
