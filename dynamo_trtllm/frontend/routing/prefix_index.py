@@ -153,11 +153,8 @@ class _InstancePrefixes:
     index: PrefixIndex = field(init=False)
     bit: int = field(init=False)  # of the instance in masks
     blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
-    # Prefix hash -> when it expires, for an instance without KV events.
+    # Prefix hash -> when it expires.
     expires: dict[int, float] = field(init=False, default_factory=dict)
-    # Blocks that no computed prompt and no KV event has shown yet: prefix hash -> how many of the
-    # prompts that were sent have the block.
-    expected: dict[int, int] = field(init=False, default_factory=dict)
     next_number: int = -1  # the number of the next update of the instance
     is_synced: bool = False
     reads_snapshot: bool = False
@@ -166,7 +163,6 @@ class _InstancePrefixes:
         """Remove the instance from its index, with its blocks, in time linear in their number."""
         self.clear()
         self.expires.clear()
-        self.expected.clear()
         self.index.remove(self.bit)
 
     def clear(self) -> None:
@@ -184,38 +180,6 @@ class _InstancePrefixes:
             # Most blocks are of one instance. They share its number, which saves memory.
             masks[prefix] = bit if mask is None else mask | bit
         return new
-
-    def expect(self, hashes: Sequence[int], new: set[int]) -> set[int]:
-        """Count a prompt for its blocks that are not shown yet, and return these blocks.
-
-        Args:
-            hashes: of the prompt.
-            new: those that no prompt before it had.
-        """
-        shared = self.expected.keys() & hashes
-        for prefix in shared:
-            self.expected[prefix] += 1
-        self.expected.update(dict.fromkeys(new - shared, 1))
-        return new | shared
-
-    def confirm(self, hashes: Iterable[int]) -> None:
-        """Keep blocks, because the instance has them."""
-        if self.expected:
-            for prefix in hashes:
-                self.expected.pop(prefix, None)
-
-    def withdraw(self, hashes: Iterable[int]) -> None:
-        """Remove the blocks that only this prompt made expected: it has ended."""
-        last = []
-        for prefix in hashes:
-            num_prompts = self.expected.get(prefix, 0)
-            if num_prompts > 1:
-                self.expected[prefix] = num_prompts - 1
-            elif num_prompts:
-                del self.expected[prefix]
-                self.expires.pop(prefix, None)
-                last.append(prefix)
-        self.discard(last)
 
     def discard(self, hashes: Iterable[int]) -> None:
         """Remove blocks. Unknown ones are ignored."""
@@ -339,18 +303,20 @@ class SentPrompt:
     is_computed: bool = False
 
     def end(self) -> None:
-        """Stop counting the blocks for this prompt.
+        """Stop counting the blocks.
 
-        They still count if the instance has computed the prompt and publishes no KV events. Blocks
-        that another prompt has, too, count until that one ends.
+        They still count if the instance has computed the prompt and publishes no KV events.
         """
         cache = self._cache
         if cache is None:
             return
         if self.is_computed and not cache.has_events:
-            cache.confirm(self._blocks)
-        else:
-            cache.withdraw(self._blocks)
+            return
+        # Blocks without an expiry stay: the instance has reported them.
+        unreported = [prefix for prefix in self._blocks if prefix in cache.expires]
+        for prefix in unreported:
+            del cache.expires[prefix]
+        cache.discard(unreported)
 
 
 class _Sent(NamedTuple):
@@ -458,7 +424,9 @@ class ClusterPrefixes:
         cache.discard(unpack_hashes(update.removed))
         stored = unpack_hashes(update.stored)
         cache.store(stored)
-        cache.confirm(stored)
+        if cache.expires:
+            for prefix in stored:
+                cache.expires.pop(prefix, None)
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
@@ -474,10 +442,11 @@ class ClusterPrefixes:
         hashes = prompt.of(cache.index.block_tokens)
         if not hashes:
             return SentPrompt(cache, ())
-        expected = cache.expect(hashes, cache.store(hashes))
+        new = cache.store(hashes)
         if cache.has_events:
-            # These blocks count until the instance reports them or the request ends.
-            return SentPrompt(cache, expected)
+            # The new blocks count until the instance reports them or the request ends.
+            cache.expires.update(dict.fromkeys(new, math.inf))
+            return SentPrompt(cache, new)
         expires_s = now + self._ttl_s
         cache.expires.update(dict.fromkeys(hashes, expires_s))
         self._sent.append(_Sent(expires_s, cache, hashes))
@@ -486,7 +455,7 @@ class ClusterPrefixes:
         # This prompt stays, however long it is.
         limit = max(MAX_SENT_BLOCKS, len(hashes))
         self._expire(now, limit, budget)
-        return SentPrompt(cache, expected)
+        return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
         """Remove all prompts above a limit of blocks, and about `budget` blocks of expired ones.

@@ -405,36 +405,6 @@ def test_record_sent_of_failed_call_is_undone(has_events: bool) -> None:
     assert known.num_blocks() == {1: 2 if has_events else 1}
 
 
-@pytest.mark.parametrize("has_events", [False, True])
-def test_record_sent_of_failed_call_stays_for_another_prompt(has_events: bool) -> None:
-    known = ClusterPrefixes()
-    known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
-    if has_events:
-        known.on_update(snapshot(1, []))
-    first, second, third = [
-        known.record_sent(prompt(blocks), 1, now=now)
-        for now, blocks in enumerate(([1, 2], [1, 2, 3], [1]), start=1)
-    ]
-    first.end()
-    assert overlaps_of(known, prompt([1, 2, 3]), Role.PREFILL, 4.0) == {1: 3 * BLOCK}
-    second.end()
-    assert overlaps_of(known, prompt([1, 2, 3]), Role.PREFILL, 4.0) == {1: BLOCK}
-    third.is_computed = True
-    third.end()
-    # An instance with events has not reported the block.
-    assert known.num_blocks() == {1: 0 if has_events else 1}
-
-
-def test_record_sent_of_failed_call_leaves_computed_blocks() -> None:
-    known = ClusterPrefixes()
-    known.add_instance(instance(1, has_events=False))
-    computed, failed = [known.record_sent(prompt([1, 2]), 1, now=now) for now in (1, 2)]
-    computed.is_computed = True
-    computed.end()
-    failed.end()
-    assert known.num_blocks() == {1: 2}
-
-
 @pytest.mark.parametrize(("ttl_s", "limit"), [(3600.0, 200), (1.0, 1 << 20)])
 def test_record_sent_bounds_blocks_of_long_prompts(
     ttl_s: float, limit: int, monkeypatch: pytest.MonkeyPatch
