@@ -76,19 +76,7 @@ def measure_steps(scheduler: Any) -> None:
     schedule = scheduler.schedule
     update = scheduler.update_from_output
     make_stats = scheduler.make_stats
-    scheduler.dynamo_last_s = 0.0  # the end of the last step
-    # The composition of the step that was scheduled last.
-    scheduler.dynamo_composition = _NOTHING
-    scheduler.dynamo_sample = None  # a step that is not sent yet
-    scheduler.dynamo_latest_step = _BegunStep(0.0, _NOTHING)  # the one that was scheduled last
-    scheduler.dynamo_output_s = 0.0  # when the output of the last step was taken
-    scheduler.dynamo_output_gap = None  # the last `OutputGap` with prompt tokens
-    # The time between two outputs in which the latest step was launched.
-    scheduler.dynamo_launch_s = 0.0
-    # Prompt tokens that the next step may have; 0: there is no limit.
-    scheduler.dynamo_planned_tokens = 0
-    scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
-    scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
+    _set_initial_state(scheduler)
 
     @functools.wraps(schedule)
     def measured_schedule(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -118,6 +106,23 @@ def measure_steps(scheduler: Any) -> None:
     scheduler.schedule = measured_schedule
     scheduler.update_from_output = measured_update
     scheduler.make_stats = stats_with_step
+
+
+def _set_initial_state(scheduler: Any) -> None:
+    """Give a scheduler class the attributes in which its steps are measured."""
+    scheduler.dynamo_last_s = 0.0  # the end of the last step
+    # The composition of the step that was scheduled last.
+    scheduler.dynamo_composition = _NOTHING
+    scheduler.dynamo_sample = None  # a step that is not sent yet
+    scheduler.dynamo_latest_step = _BegunStep(0.0, _NOTHING)  # the one that was scheduled last
+    scheduler.dynamo_output_s = 0.0  # when the output of the last step was taken
+    scheduler.dynamo_output_gap = None  # the last `OutputGap` with prompt tokens
+    # The time between two outputs in which the latest step was launched.
+    scheduler.dynamo_launch_s = 0.0
+    # Prompt tokens that the next step may have; 0: there is no limit.
+    scheduler.dynamo_planned_tokens = 0
+    scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
+    scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
 
 
 def _note_end(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> None:
