@@ -232,7 +232,7 @@ class Comparison:
             "versions": machine.versions(),
             "setup": plan.setup(),
             "load": f"Poisson arrivals, {args.segment_s:g} s of each, token ids, temperature 1",
-            "early_first_token": args.early_first_token,
+            "early_token_pause_ms": args.early_token_pause_ms,
             "starts": [],
             "cells": [],
             "share_changes": {},
@@ -271,7 +271,9 @@ class Comparison:
         args = self._args
         is_elastic = any(worker["disaggregation_mode"] == ELASTIC for worker in workers)
         mode = "slo" if is_elastic else args.router_mode
-        settings = {"router-mode": mode, "early-first-token": args.early_first_token}
+        settings: dict[str, Any] = {"router-mode": mode}
+        if args.early_token_pause_ms is not None:
+            settings["early-token-pause-ms"] = args.early_token_pause_ms
         if mode == "slo":
             settings |= {"slo-ttft-ms": args.slo_ttft_ms, "slo-itl-ms": args.slo_itl_ms}
         return settings
@@ -485,10 +487,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of topologies without elastic workers (default: round-robin)",
     )
     add(
-        "--early-first-token",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="send first tokens when prefill workers answer, in all topologies (default: on)",
+        "--early-token-pause-ms",
+        type=float,
+        help="the setting of the frontend, in all topologies (default: that of the frontend)",
     )
     add("--timeout-s", default=60.0, type=float, help="longest time of a request (default: 60)")
     add("--budget-s", default=570.0, type=float, help="begin no topology that would end later")

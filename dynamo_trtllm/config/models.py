@@ -458,13 +458,13 @@ class FrontendConfig(RoutingConfig):
         aliases=("--hold-for-roles",),
         help="Maximum seconds that a request waits for a role that has no worker, before 503.",
     )
-    early_first_token: bool = option(
+    early_token_pause_ms: NonNegativeFloat | None = option(
         "HTTP and routing",
-        True,
-        help="Send the first token of a request when its prefill worker answers. The client then"
-        " waits for the KV transfer after the first token, and not before it. An error after it is"
-        " an event of the stream. With --router-mode slo, this is done where the pause is predicted"
-        " to take at most half of the limit between tokens.",
+        None,
+        help="Send the first token of a request when its prefill worker answers, if the decode"
+        " worker lately answered within these milliseconds. The client then waits for the KV after"
+        " its first token, and not before it; an error after it is an event of the stream. 0:"
+        " never. Default: half of --slo-itl-ms, and 50 without it.",
     )
     decode_fallback: bool = option(
         "HTTP and routing",

@@ -266,16 +266,11 @@ class SimulatedCluster:
         )
         self._plane.client.add(service)
         if self._router.placement is not None or self._deployment.planner is not None:
-            # A real worker learns its whole cost model. Here, the arguments of the mock engine say
-            # all but `kv_transfer`: for how many steps a decode call waits. So only this fit is
-            # learned.
-            prior = CostFit(info.cost_prior).model
+            # The arguments of the mock engine say what a real worker learns.
+            cost = CostFit(info.cost_prior).model
 
             def load() -> LoadReport:
-                report = service.load_report_with_cost()
-                learned = prior if report.cost is None else report.cost
-                cost = msgspec.structs.replace(prior, kv_transfer=learned.kv_transfer)
-                return msgspec.structs.replace(report, cost=cost)
+                return msgspec.structs.replace(service.load_report(), cost=cost)
 
             broadcast = partial(self._plane.try_publish, load_subject(namespace))
             loads = broadcast_load(load, service.called, broadcast)

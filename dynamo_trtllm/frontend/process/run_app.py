@@ -275,13 +275,23 @@ async def follow_loads(
         await unsubscribe()
 
 
+# The default of `--early-token-pause-ms`: clients hardly notice such a pause.
+_PAUSE_MS = 50.0
+_PAUSE_PART = 0.5  # the same with `--slo-itl-ms`, as a part of that limit
+
+
 def _options(config: FrontendConfig) -> RouterOptions:
+    pause_ms = config.early_token_pause_ms
+    if pause_ms is None:
+        itl_ms = config.slo_itl_ms
+        pause_ms = _PAUSE_MS if itl_ms is None else _PAUSE_PART * itl_ms
     return RouterOptions(
         retries=config.retry_limit,
         migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
         selects_at_random=config.router_mode == "random",
-        early_first_token=config.early_first_token,
+        early_token_pause_s=pause_ms / 1000,
+        early_token_part=_PAUSE_PART if pause_ms > 0 else 0.0,
         decode_fallback=config.decode_fallback,
         has_probes=config.probe_interval_s > 0,
     )
@@ -333,7 +343,6 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
             config.slo_itl_ms / 1000,
             prefixes,
             rejects=config.slo_policy == "reject",
-            early_first_token=config.early_first_token,
             overlap_credit=config.router_kv_overlap_score_credit,
             seed=seed,
         )

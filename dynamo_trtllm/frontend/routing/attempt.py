@@ -34,7 +34,6 @@ class Attempt:
     # With this many tokens, the call shows that it does not crash its worker: it has settled (see
     # `suspects`). 0: it has settled, or the request is no suspect.
     tokens_to_settle: int
-    sends_first_token_early: bool  # when the prefill call has answered
     reservation_id: str | None = None  # names the decode slot, which may not be reserved yet
     params: KvTransferParams | None = None  # describe KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer

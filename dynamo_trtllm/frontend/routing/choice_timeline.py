@@ -54,6 +54,7 @@ class ChoiceTimeline:
     num_spans_of_ttft: int | None = field(default=None, compare=False)
     first_s: float | None = None  # when the first tokens arrived
     last_s: float = 0.0  # when the newest ones arrived
+    called_s: float | None = field(default=None, compare=False)  # when a worker was called last
     suspicion: Suspicion = field(default_factory=Suspicion, compare=False)
     # The place in the start window; None: the choice is a probe, which does not count.
     place: StartPlace | None = field(default=None, compare=False)
@@ -191,6 +192,7 @@ class ChoiceTimeline:
             self.place.called(worker, request.phase)
         phase = request.phase
         self._called_role = _role_of_call(worker, phase)
+        self.called_s = self.clock()
         self._enter("prefill" if phase is Phase.PREFILL else "first_token", self._called_role)
         RECORDER.record(request.request_id, RecordedEvent.CALL_SENT, worker.id, reason=phase)
 

@@ -78,6 +78,9 @@ class FlowDriver(Protocol):
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         """Start a call."""
 
+    def is_pause_short(self, decode: Instance) -> bool:
+        """Return whether the client may get the first token before it is called."""
+
     def cancel_call(self) -> None:
         """Cancel the current call, whose answer is of no use. No event of it follows."""
 
@@ -138,8 +141,11 @@ class RouterOptions:
     hold_s: float = 0.0  # longest wait for a role that has no instance
     # If there is no cost placement: select at random instead of round robin.
     selects_at_random: bool = False
-    # Send the first token when the prefill worker answers: see `early_token`.
-    early_first_token: bool = False
+    # Send the first token when the prefill worker answers, if the pause after it is at most this
+    # long: see `early_token`. 0: never.
+    early_token_pause_s: float = 0.0
+    # The same as a part of a request's own limit between tokens, if it has one.
+    early_token_part: float = 0.0
     # Without a prefill worker, decode workers run aggregated requests.
     decode_fallback: bool = False
     # True: probes test new and quarantined pairs. False: requests test new pairs, and quarantined

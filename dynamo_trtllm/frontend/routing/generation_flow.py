@@ -266,11 +266,6 @@ class GenerationFlow:
             tried=frozenset([decode.id]),
             num_sent_before=len(self._sent_ids),
             tokens_to_settle=self._timeline.suspicion.tokens_to_settle(),
-            sends_first_token_early=(
-                self._options.early_first_token
-                and selection.allows_early_token
-                and not self._is_probe
-            ),
         )
         self._attempt = attempt
         self._passes_tokens = False
@@ -372,7 +367,7 @@ class GenerationFlow:
             reservation_id=attempt.reservation_id,
         )
         early = None
-        if attempt.sends_first_token_early:
+        if not self._is_probe and self._driver.is_pause_short(attempt.decode):
             early = early_chunk(attempt.request.sampling, chunk.kv_params)
         if early is not None:
             attempt.sent_early = early.token_ids

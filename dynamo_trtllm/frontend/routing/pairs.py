@@ -40,8 +40,6 @@ class WorkerSelection(msgspec.Struct, frozen=True):
 
     prefill: Instance | None
     decode: Instance
-    # As far as is known, the pause after an early first token keeps the limits of the request.
-    allows_early_token: bool = True
 
     def aggregated(self, instance: Instance) -> Self:
         """Return the selection in which one instance runs the whole request."""

@@ -59,8 +59,6 @@ class SloLimits(NamedTuple):
     itl_s: float  # time between two tokens of the request
     # The same for requests that already run. A looser limit of this request does not loosen theirs.
     others_itl_s: float
-    # The longest pause after a first token that is sent early (see `early_token`). None: it is not.
-    pause_s: float | None = None
 
 
 class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of a named tuple
@@ -73,7 +71,6 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     ttft_s: float
     gap_s: float  # the longest one of this request and of those that run on its workers
     num_missed: int  # requests that miss a limit: this one, and those that it delays
-    sends_first_token_early: bool  # when the prefill worker answers: see `early_token`
     pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
 
     @property
@@ -272,15 +269,7 @@ def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
 def _pair_path(
     prefill: _PathPart, decode: _PathPart, limits: SloLimits, waited_s: float
 ) -> ChosenPath:
-    ttft_s = waited_s + prefill.first_token_s
-    own_gap_s = decode.gap_s
-    # The client waits for the KV before its first token or after it.
-    transfer_s = decode.worker.transfer_s()
-    sends_early = limits.pause_s is not None and transfer_s <= limits.pause_s
-    if sends_early:
-        own_gap_s = max(own_gap_s, transfer_s)
-    else:
-        ttft_s += transfer_s
+    ttft_s = waited_s + prefill.first_token_s + decode.worker.transfer_s()
     misses = decode.misses or ttft_s > _TTFT_PART * limits.ttft_s
     return ChosenPath(
         path=Path.PREFILL_DECODE,
@@ -288,13 +277,11 @@ def _pair_path(
         decode=decode.worker.instance,
         cached_tokens=prefill.worker.cached_tokens,
         ttft_s=ttft_s,
-        gap_s=max(prefill.gap_s, own_gap_s),
+        gap_s=max(prefill.gap_s, decode.gap_s),
         num_missed=misses + prefill.num_delayed + decode.num_delayed,
-        sends_first_token_early=sends_early,
         pressure=max(
             ttft_s / limits.ttft_s,
             prefill.gap_s / limits.others_itl_s,
-            # The pause does not count: it is made only where it keeps the limit.
             decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
     )
@@ -353,7 +340,6 @@ def _aggregated_paths(
             ttft_s=ttft_s,
             gap_s=gap_s,
             num_missed=misses + num_delayed,
-            sends_first_token_early=False,
             pressure=max(
                 ttft_s / limits.ttft_s,
                 decode_gap_s / limits.itl_s,

@@ -20,6 +20,7 @@ from dynamo_trtllm.cluster.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.early_token import DecodePauses
 from dynamo_trtllm.frontend.routing.generation_events import (
     FlowEvent,
     RouterOptions,
@@ -119,6 +120,7 @@ class RequestRouter:
         self.failure_lines = LineLimit(
             _MAX_FAILURE_LINES, _FAILURE_LINES_PERIOD_S, report=_log_failures_left_out
         )
+        self.pauses = DecodePauses()
         self.background_control = BackgroundControl(self.plane.client)
         self.kv_collector = KvCollector(
             self.plane.client, self.background_control, self.on_kv_collected
@@ -361,6 +363,14 @@ class RoutedRequest(Stream):
         self._router.suspects.begin(self._tracked_call, worker.id, kv_holder)
         self._call = self._router.plane.client.generate(worker.subject, request, on_event)
 
+    def is_pause_short(self, decode: Instance) -> bool:
+        options = self._router.options
+        limit_s = options.early_token_pause_s
+        slo = self._flow.request.slo
+        if slo is not None and slo.itl_s is not None:
+            limit_s = options.early_token_part * slo.itl_s
+        return self._router.pauses.is_short(decode.id, limit_s)
+
     def cancel_call(self) -> None:
         if self._call is not None:
             self._call.cancel()
@@ -378,10 +388,18 @@ class RoutedRequest(Stream):
         if error is None:
             # The first chunk of the decode call has shown that the KV arrived.
             self._router.suspects.kv_arrived(self._tracked_call)
+            self._note_pause(pair)
             self._timeline.decode_began()
             if self._placed is not None:
                 self._placed.on_prefill_done()
         self._router.health.record_transfer(pair, error, self._router.clocks.monotonic())
+
+    def _note_pause(self, pair: Pair) -> None:
+        """Note how long the decode worker took to answer."""
+        prefill_id, decode_id = pair
+        called_s = self._timeline.called_s
+        if prefill_id is not None and called_s is not None:
+            self._router.pauses.note(decode_id, self._timeline.clock() - called_s)
 
     def record_death(self, worker: Instance) -> QueryOfDeath | None:
         router = self._router

@@ -15,7 +15,6 @@ import msgspec
 
 from dynamo_trtllm.frontend.routing.cluster_view import ModelView, PairGroup, excluding
 from dynamo_trtllm.frontend.routing.cost_placement import PlacedSelection, Placement
-from dynamo_trtllm.frontend.routing.early_token import can_send_early
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.path_selection import (
     ChosenPath,
@@ -45,17 +44,13 @@ log = logging.getLogger(__name__)
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
-# A first token is sent early if the pause after it is predicted to take at most this part of the
-# limit between tokens. On H200, the 99th percentile of pauses was 1.3 to 1.6 times their median. In
-# simulations with changing loads, 0.7 made 1.6 % of the requests miss their limit, and 0.5 0.9 %.
-_PAUSE_PART: Final = 0.5
 # A rejected request may be sent again after the time by which it would be late, within these
 # bounds.
 _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
 
-class PathSelection(PlacedSelection, frozen=True, kw_only=True):
+class PathSelection(PlacedSelection, frozen=True):
     """A selection by predicted times."""
 
     chosen: ChosenPath
@@ -76,7 +71,6 @@ class SloPlacement(Placement):
         ttft_s: limit of the time to first token of requests that name none.
         itl_s: the same for the time between two tokens.
         rejects: reject a request that no path can serve within the limits.
-        early_first_token: see `RouterOptions.early_first_token`.
         prefixes: see `Placement`.
         overlap_credit: see `Placement`.
         seed: see `Placement`.
@@ -89,14 +83,12 @@ class SloPlacement(Placement):
         prefixes: ClusterPrefixes | None = None,
         *,
         rejects: bool = False,
-        early_first_token: bool = False,
         overlap_credit: float = 1.0,
         seed: int | None = None,
     ) -> None:
         super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
         self._default = SloLimits(ttft_s, itl_s, itl_s)
         self._rejects = rejects
-        self._early_first_token = early_first_token
         self._unpredicted: set[str] = set()  # models whose times are not known, which were logged
 
     def select(
@@ -128,23 +120,18 @@ class SloPlacement(Placement):
             SloUnreachable: no path is predicted to keep the limits, and such requests are rejected.
         """
         request = prompt.request
+        if request.dp_rank is not None or request.prefill_dp_rank is not None:
+            return super().select(view, prompt, breakers, now, avoid=avoid)
         limits = self._limits(request)
-        chosen = None
-        if request.dp_rank is None and request.prefill_dp_rank is None:
-            chosen = self._choose(view, prompt, limits, breakers, now, avoid, waited_s)
-            if chosen is None:
-                self._log_unpredicted(request.model)
+        chosen = self._choose(view, prompt, limits, breakers, now, avoid, waited_s)
         if chosen is None:
-            selection = super().select(view, prompt, breakers, now, avoid=avoid)
-            if selection is None:
-                return None
-            return msgspec.structs.replace(selection, allows_early_token=False)
+            self._log_unpredicted(request.model)
+            return super().select(view, prompt, breakers, now, avoid=avoid)
         if self._rejects and may_reject and not chosen.meets_slo:
             raise _unreachable(chosen, limits)
         return PathSelection(
             prefill=chosen.prefill,
             decode=chosen.decode,
-            allows_early_token=chosen.sends_first_token_early,
             prompt=prompt,
             overlap_tokens=chosen.cached_tokens,
             chosen=chosen,
@@ -152,17 +139,15 @@ class SloPlacement(Placement):
 
     def _limits(self, request: GenerateRequest) -> SloLimits:
         """Return the limits of a request: its own, else those of the frontend."""
-        limits = self._default
+        default = self._default
         own = request.slo
-        if own is not None:
-            limits = SloLimits(
-                ttft_s=limits.ttft_s if own.ttft_s is None else own.ttft_s,
-                itl_s=limits.itl_s if own.itl_s is None else own.itl_s,
-                others_itl_s=limits.itl_s,
-            )
-        if self._early_first_token and can_send_early(request.sampling):
-            limits = limits._replace(pause_s=_PAUSE_PART * limits.itl_s)
-        return limits
+        if own is None:
+            return default
+        return SloLimits(
+            ttft_s=default.ttft_s if own.ttft_s is None else own.ttft_s,
+            itl_s=default.itl_s if own.itl_s is None else own.itl_s,
+            others_itl_s=default.itl_s,
+        )
 
     def _choose(
         self,

@@ -236,7 +236,9 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
 async def test_phases_of_retried_requests_add_up(
     mock_frontend: FakeFrontend, cluster: Cluster, early_first_token: bool
 ) -> None:
-    cluster.router.options = RouterOptions(early_first_token=early_first_token)
+    cluster.router.options = RouterOptions(early_token_pause_s=60.0 if early_first_token else 0.0)
+    for decode_id in (3, 4):
+        cluster.router.pauses.note(decode_id, 0.001)
     app = asgi(mock_frontend.app)
 
     async def ask(number: int) -> tuple[float, httpx.Response]:

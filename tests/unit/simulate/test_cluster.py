@@ -56,27 +56,26 @@ def test_aggregated_request_takes_its_steps() -> None:
     assert request.output_tokens == 11
 
 
-@pytest.mark.parametrize("early_first_token", [False, True])
-def test_pair_takes_prefill_transfer_and_decode(early_first_token: bool) -> None:
+@pytest.mark.parametrize("pause_ms", [0.0, 60.0])
+def test_pair_takes_prefill_transfer_and_decode(pause_ms: float) -> None:
     times = {"kv_transfer_s": 0.02, "kv_transfer_block_s": 1e-3, "kv_block_size": 100}
-    (request,) = simulate(
-        deployment(*pair(**times), frontend_s=0.003, early_first_token=early_first_token),
-        arrivals_at(Shape(500, 11), [1.0]),
+    # The pause is not known before the first request.
+    _, request = simulate(
+        deployment(*pair(**times), frontend_s=0.003, early_token_pause_ms=pause_ms),
+        arrivals_at(Shape(500, 11), [1.0, 3.0]),
     ).requests
     prefill_s = STEP_S + 500 * 1e-4
     transfer_s = 0.02 + 5 * 1e-3
-    assert request.ttft_s == pytest.approx(
-        0.003 + prefill_s + (0.0 if early_first_token else transfer_s)
-    )
+    assert request.ttft_s == pytest.approx(0.003 + prefill_s + (0.0 if pause_ms else transfer_s))
     # The second token waits for the KV, and then for its step.
-    pause_s = transfer_s if early_first_token else 0.0
+    pause_s = transfer_s if pause_ms else 0.0
     assert request.worst_gap_s == pytest.approx(pause_s + STEP_S)
     assert request.mean_gap_s == pytest.approx(STEP_S + pause_s / 10)
 
 
 def test_recomputed_token_waits_for_a_step() -> None:
     (request,) = simulate(
-        deployment(*pair(recompute_last_token=True), early_first_token=False),
+        deployment(*pair(recompute_last_token=True)),
         arrivals_at(Shape(500, 11), [1.0]),
     ).requests
     assert request.ttft_s == pytest.approx(STEP_S + 500 * 1e-4 + STEP_S)
@@ -149,7 +148,9 @@ def test_posting_a_transfer_pauses_other_streams() -> None:
     # The second request is prefilled while the first one decodes.
     arrivals = arrivals_at(Shape(500, 50), [1.0, 1.1])
     times = {"kv_post_block_s": 0.01, "kv_block_size": 100, "kv_transfer_s": 0.004}
-    first, second = simulate(deployment(*pair(**times), early_first_token=False), arrivals).requests
+    first, second = simulate(
+        deployment(*pair(**times), early_token_pause_ms=0.0), arrivals
+    ).requests
     assert first.worst_gap_s == pytest.approx(STEP_S + 0.05)
     # Its first token comes within a step, and its second one at the end of the next step.
     assert second.worst_gap_s == pytest.approx(STEP_S + 0.006)

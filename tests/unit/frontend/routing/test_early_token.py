@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
-from dynamo_trtllm.frontend.routing.early_token import early_chunk, without_repeated
+from dynamo_trtllm.frontend.routing.early_token import (
+    DecodePauses,
+    early_chunk,
+    without_repeated,
+)
 from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
-from dynamo_trtllm.frontend.routing.request_router import RequestRouter
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter, RoutedRequest
 from dynamo_trtllm.protocol.errors import (
     Disconnected,
     Draining,
@@ -23,6 +28,7 @@ from dynamo_trtllm.protocol.messages import (
     Chunk,
     FinishReason,
     OutputFormat,
+    RequestSlo,
     Role,
     Sampling,
     StructuredOutput,
@@ -31,7 +37,7 @@ from dynamo_trtllm.protocol.messages import (
 )
 from tests.kit.cases import each_case
 from tests.kit.generator_streams import routed_stream
-from tests.kit.instances import make_transfer_params
+from tests.kit.instances import make_instance, make_transfer_params
 from tests.kit.routing import FINISHED, HANG, Cluster, kv_chunk, request
 
 PARAMS = make_transfer_params("t")  # with the first token 10
@@ -40,10 +46,18 @@ LOGPROB = TokenLogprob(token_id=10, logprob=-1.0)
 
 @pytest.fixture
 def cluster(cluster: Cluster) -> Cluster:
-    cluster.router = RequestRouter(
-        cluster.view, cluster.plane, RouterOptions(early_first_token=True)
-    )
+    cluster.router = eager_router(cluster)
     return cluster
+
+
+def eager_router(cluster: Cluster, **options: Any) -> RequestRouter:
+    """Return a router that sends first tokens early, because decode workers answer at once."""
+    router = RequestRouter(
+        cluster.view, cluster.plane, RouterOptions(early_token_pause_s=60.0, **options)
+    )
+    for decode_id in (2, 3):
+        router.pauses.note(decode_id, 0.001)
+    return router
 
 
 @each_case(
@@ -100,12 +114,78 @@ def test_repeated_tokens_are_dropped_in_any_chunks(
     ],
 )
 def test_call_that_does_not_repeat_the_token_is_an_error(chunk: Chunk) -> None:
-    with pytest.raises(StreamIncomplete, match="--no-early-first-token"):
+    with pytest.raises(StreamIncomplete, match="--early-token-pause-ms 0"):
         without_repeated(chunk, token_ids([10]))
 
 
 # The phases before the first token stay.
 RETRIED = ["select", "prefill", "retry", "select", "prefill", "first_token", "decode"]
+
+
+@each_case(
+    ("pauses", "is_short"),
+    [
+        ([], False),  # not known
+        ([0.02], True),
+        ([0.03], False),  # one does not say how much they vary
+        ([0.03] * 10, True),
+        ([0.03] * 10 + [0.2], False),
+        ([0.03] * 10 + [0.2] + [0.03] * 20, True),
+        ([0.01, 0.06] * 20, False),
+        ([0.2] * 10 + [0.01] * 30, True),
+        ([30.0] + [0.01] * 60, True),  # it counts as one second
+    ],
+)
+def test_pause_is_short_if_nearly_all_are(pauses: list[float], is_short: bool) -> None:
+    known = DecodePauses()
+    for seconds in pauses:
+        known.note(2, seconds)
+    assert known.is_short(2, 0.05) is is_short
+    assert not known.is_short(3, 0.05)
+
+
+def test_pauses_of_workers_that_left_are_forgotten() -> None:
+    known = DecodePauses()
+    for decode_id in range(10_000):
+        known.note(decode_id, 0.01)
+    assert [known.is_short(decode_id, 1.0) for decode_id in (0, 9_999)] == [False, True]
+
+
+@each_case(
+    ("limit_s", "slo", "is_early"),
+    [
+        (60.0, None, True),
+        (0.0, None, False),
+        (60.0, RequestSlo(ttft_s=1.0), True),
+        (60.0, RequestSlo(itl_s=60.0), True),
+        (60.0, RequestSlo(itl_s=0.001), False),
+    ],
+)
+def test_limit_of_the_pause_follows_that_between_tokens(
+    limit_s: float, slo: RequestSlo | None, is_early: bool
+) -> None:
+    router = SimpleNamespace(
+        options=RouterOptions(early_token_pause_s=limit_s, early_token_part=0.5),
+        pauses=DecodePauses(),
+    )
+    router.pauses.note(2, 0.01)
+    asked = msgspec.structs.replace(request(), slo=slo)
+    routed: Any = SimpleNamespace(_router=router, _flow=SimpleNamespace(request=asked))
+    assert RoutedRequest.is_pause_short(routed, make_instance(2, role=Role.DECODE)) is is_early
+
+
+async def test_pauses_are_measured_without_early_tokens(cluster: Cluster) -> None:
+    cluster.router = RequestRouter(
+        cluster.view, cluster.plane, RouterOptions(early_token_pause_s=60.0)
+    )
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")], [kv_chunk("u")])
+    await cluster.add(2, Role.DECODE, FINISHED, FINISHED)
+    spans = []
+    for _ in range(2):
+        timeline = ChoiceTimeline()
+        await cluster.tokens(timeline)
+        spans.append(timeline.num_spans_of_ttft)
+    assert spans == [3, 2]
 
 
 async def chunks_of(cluster: Cluster, timeline: ChoiceTimeline) -> AsyncIterator[Chunk]:
@@ -166,9 +246,7 @@ async def test_stream_continues_after_its_early_token(
 
 
 async def test_full_decode_workers_end_no_stream_that_has_begun(cluster: Cluster) -> None:
-    cluster.router = RequestRouter(
-        cluster.view, cluster.plane, RouterOptions(early_first_token=True, hold_s=0.05)
-    )
+    cluster.router = eager_router(cluster, hold_s=0.05)
     params = msgspec.structs.replace(make_transfer_params("u"), first_token_ids=token_ids([11]))
     resumed = msgspec.structs.replace(kv_chunk("u"), kv_params=params)
     await cluster.add(1, Role.PREFILL, [kv_chunk("t")], [resumed])

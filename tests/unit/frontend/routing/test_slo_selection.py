@@ -34,7 +34,6 @@ from dynamo_trtllm.protocol.messages import (
     token_ids,
 )
 from dynamo_trtllm.protocol.shares import Shares
-from tests.kit.cases import each_case
 from tests.kit.instances import make_instance, model_view
 
 PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED = 1, 2, 11, 12, 13, 21
@@ -87,11 +86,10 @@ def placement_of(
     *,
     cost: CostModel | None = COST,
     rejects: bool = False,
-    early: bool = False,
     seed: int = 1,
 ) -> SloPlacement:
     """Return a placement that knows all workers. `loads`: what those report that are not idle."""
-    placement = SloPlacement(TTFT_S, ITL_S, rejects=rejects, early_first_token=early, seed=seed)
+    placement = SloPlacement(TTFT_S, ITL_S, rejects=rejects, seed=seed)
     for id_ in (PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, THIRD_DECODE, AGGREGATED):
         idle = LoadReport(id_, 1, 0, 0, 0, 0, 1000, 0, cost)
         placement.loads.on_report(msgspec.structs.replace(idle, **(loads or {}).get(id_, {})), 0.0)
@@ -136,45 +134,6 @@ def test_prompt_goes_to_a_pair_while_both_workers_have_time() -> None:
     # A step with 500 tokens and the transfer; then steps of 21 streams.
     assert found.ttft_s == pytest.approx(0.06 + 0.005)
     assert found.gap_s == pytest.approx(0.031)
-
-
-@each_case(
-    ("itl_s", "sampling", "ttft_s", "gap_s"),
-    [
-        (None, Sampling(max_tokens=9), 0.06, 0.031),
-        (0.032, Sampling(max_tokens=9), 0.06, 0.031),
-        # The limit is shorter than the transfer, or the token may be sampled again.
-        (0.005, Sampling(max_tokens=9), 0.065, 0.031),
-        (None, Sampling(max_tokens=9, presence_penalty=1.0), 0.065, 0.031),
-    ],
-)
-def test_early_first_token_does_not_wait_for_a_short_transfer(
-    itl_s: float | None, sampling: Sampling, ttft_s: float, gap_s: float
-) -> None:
-    asked = msgspec.structs.replace(
-        request(slo=None if itl_s is None else RequestSlo(itl_s=itl_s)), sampling=sampling
-    )
-    selection = select(placement_of(decoding(20), early=True), PAIRS_ONLY, asked)
-    assert isinstance(selection, PathSelection)
-    assert selection.allows_early_token == (ttft_s < 0.065)
-    assert selection.chosen.ttft_s == pytest.approx(ttft_s)
-    assert selection.chosen.gap_s == pytest.approx(gap_s)
-
-
-@pytest.mark.parametrize("asked", [request(), request(dp_rank=0)])
-def test_token_is_not_sent_early_if_the_pause_is_not_known(asked: GenerateRequest) -> None:
-    cost = COST if asked.dp_rank is not None else None
-    selection = select(placement_of(cost=cost, early=True), PAIRS_ONLY, asked)
-    assert selection is not None
-    assert selection.prefill is not None
-    assert not selection.allows_early_token
-
-
-def test_pause_after_an_early_token_is_a_gap() -> None:
-    cost = msgspec.structs.replace(COST, kv_transfer=prior_fit((0.05, 0.0)))
-    selection = select(placement_of(cost=cost, early=True), PAIRS_ONLY)
-    assert isinstance(selection, PathSelection)
-    assert selection.chosen.gap_s == pytest.approx(0.05)
 
 
 def test_short_prompt_runs_on_decode_if_prefill_is_late() -> None:
