@@ -464,7 +464,7 @@ class FrontendConfig(RoutingConfig):
         help="Send the first token of a request when its prefill worker answers, if the decode"
         " worker lately answered within these milliseconds. The client then waits for the KV after"
         " its first token, and not before it; an error after it is an event of the stream. 0:"
-        " never. Default: half of --slo-itl-ms, and 50 without it.",
+        " never. Default: three quarters of --slo-itl-ms, and 75 without it.",
     )
     decode_fallback: bool = option(
         "HTTP and routing",
