@@ -80,7 +80,10 @@ def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process,
 
 
 def begin_stream(cluster: Cluster) -> threading.Thread:
-    """Begin a stream on a thread, and wait for its first line. Its frontend may be killed."""
+    """Begin a stream on a thread, and wait until its decode worker generates tokens.
+
+    The first token may come from the prefill worker. The frontend may be killed.
+    """
     started = threading.Event()
 
     def stream() -> None:
@@ -90,8 +93,10 @@ def begin_stream(cluster: Cluster) -> threading.Thread:
             cluster.client() as own,
             own.stream("POST", CHAT, json=body) as response,
         ):
-            for _ in response.iter_lines():
-                started.set()
+            lines = (line for line in response.iter_lines() if line)
+            for number, _ in enumerate(lines):
+                if number == 4:
+                    started.set()
 
     thread = threading.Thread(target=stream)
     thread.start()
