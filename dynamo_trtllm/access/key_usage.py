@@ -160,8 +160,6 @@ class UsageTable:
         """
         numbers = self.numbers
         newest = numbers[row + _NEWEST]
-        if newest == slot:
-            return numbers[row + sum_offset]
         if newest <= slot - _NUM_SLOTS:
             return 0
         total = numbers[row + sum_offset]
@@ -388,9 +386,13 @@ class KeyUsage:
         """
         others = self._table.others.total(self._id)
         total = others.requests if sum_offset == _REQUESTS else others.tokens
-        # A loop is faster than `sum` for one row or a few. This runs five times per request.
+        # This runs five times per request, mostly for one row that was counted in this slot.
+        numbers = self._numbers
         for row in self._rows():
-            total += self._table.minute(row, sum_offset, slot)
+            if numbers[row + _NEWEST] == slot:
+                total += numbers[row + sum_offset]
+            else:
+                total += self._table.minute(row, sum_offset, slot)
         return total
 
     def _running(self) -> int:
