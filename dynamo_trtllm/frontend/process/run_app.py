@@ -275,8 +275,8 @@ async def follow_loads(
         await unsubscribe()
 
 
-# The default of `--early-token-pause-ms`. Nearly all pauses are shorter then, and all were below 100
-# ms on H200. With 50 ms, prompts of 2,000 tokens were rarely sent early in simulations.
+# The default of `--early-token-pause-ms`. Nearly all pauses are shorter then, and on H200 all were
+# below 100 ms. With 50 ms, prompts of 2,000 tokens were rarely sent early in simulations.
 _PAUSE_MS = 75.0
 _PAUSE_PART = 0.75  # the same with `--slo-itl-ms`, as a part of that limit
 
