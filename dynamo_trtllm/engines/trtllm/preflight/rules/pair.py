@@ -412,8 +412,11 @@ def _windows(facts: RoleFacts) -> list[int] | None:
 def _shortest_period(windows: list[int]) -> list[int]:
     """Return the shortest list that is the same as these windows when both repeat."""
     count = len(windows)
-    sizes = (size for size in range(1, count + 1) if windows[:size] * (count // size) == windows)
-    return windows[: next(sizes)]
+    for size in range(1, count):
+        period = windows[:size]
+        if period * (count // size) == windows:
+            return period
+    return windows
 
 
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
