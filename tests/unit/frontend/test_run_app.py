@@ -14,6 +14,7 @@ from dynamo_trtllm.frontend.process.run_app import (
     follow_loads,
     placement_of,
     prune_breakers,
+    router_of,
     routing_work,
 )
 from dynamo_trtllm.frontend.routing import pair_probe
@@ -133,3 +134,24 @@ async def test_routing_work_updates_what_its_mode_reads(
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pause_s", "part"),
+    [
+        ({}, 0.075, 0.75),
+        ({"early_token_pause_ms": 20.0}, 0.02, 0.75),
+        ({"early_token_pause_ms": 0.0}, 0.0, 0.0),
+        ({"router_mode": "slo", "slo_ttft_ms": 1000.0, "slo_itl_ms": 40.0}, 0.03, 0.75),
+    ],
+)
+async def test_limit_of_the_pause_after_an_early_token(
+    settings: dict[str, Any], pause_s: float, part: float
+) -> None:
+    plane = InprocPlane()
+    config = FrontendConfig(**settings)
+    router = router_of(config, ClusterView(), plane, PairBreakers(), FrontendMetrics())
+    assert router.options.early_token_pause_s == pytest.approx(pause_s)
+    assert router.options.early_token_part == part
+    await router.aclose()
+    await plane.aclose()
