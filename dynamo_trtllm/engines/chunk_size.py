@@ -1,17 +1,19 @@
 """Choose how many prompt tokens a step of an elastic engine may have while streams run.
 
 A step with a long prompt is a gap in all streams of the engine, and one with few prompt tokens
-takes nearly as long: in a fit to vLLM 0.26 on an H200, a step with 341 takes 36 ms, one with 1,024
-takes 75, and one with 8,192 takes 171. So the best size depends on the engine and on its streams.
-It is steered by the measured times of such steps.
+takes nearly as long: with vLLM 0.26 on an H200 and 64 streams, a step with 128 takes 32 ms, one
+with 512 takes 41, one with 2,048 takes 81, and one with 8,000 takes 202. So the best size depends
+on the engine, on its streams and on their limits. It is steered by the measured times of such
+steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
-from dynamo_trtllm.protocol.cost_model import MIXED_STEP_S, least_chunk_tokens
+from dynamo_trtllm.protocol.cost_model import least_chunk_tokens, mixed_step_s
 
 # The first steps have this part of the tokens of a step without streams.
 _FIRST_DIVISOR: Final = 16
@@ -33,7 +35,22 @@ class ChunkSize:
     def __init__(self, max_tokens: int) -> None:
         self._least_tokens = least_chunk_tokens(max_tokens)
         self._max_tokens = max_tokens
+        self._target_s = mixed_step_s(None)
         self.tokens = max(self._least_tokens, max_tokens // _FIRST_DIVISOR)
+
+    def follow(self, limits_s: Iterable[float | None]) -> None:
+        """Set the target time of steps by the streams that run now.
+
+        Args:
+            limits_s: of their times between two tokens. None: the stream has no limit.
+        """
+        known_s = [limit_s for limit_s in limits_s if limit_s is not None]
+        target_s = mixed_step_s(min(known_s, default=None))
+        if target_s < self._target_s:
+            # Do not wait for a step that is too long.
+            tokens = math.ceil(self.tokens * target_s / self._target_s)
+            self.tokens = max(self._least_tokens, tokens)
+        self._target_s = target_s
 
     def measured(self, seconds: float, planned_tokens: int, *, is_full: bool) -> None:
         """Take the time of a step with streams.
@@ -46,7 +63,7 @@ class ChunkSize:
         """
         factor = _LARGEST_FACTOR
         if seconds > 0:
-            factor = max(_LEAST_FACTOR, min(_LARGEST_FACTOR, MIXED_STEP_S / seconds))
+            factor = max(_LEAST_FACTOR, min(_LARGEST_FACTOR, self._target_s / seconds))
         tokens = self.tokens
         if factor < 1:
             tokens = min(tokens, math.ceil(factor * planned_tokens))

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.protocol.cost_model import (
     CostModel,
     decode_step_s,
+    mixed_step_s,
     prefill_step_s,
 )
 
@@ -164,6 +165,8 @@ class Predictor:
                 f"a token takes {1000 * idle_token_s:.1f} ms on an idle worker, and the ITL limit"
                 f" is {1000 * limits.itl_s:g} ms"
             )
+        # That of the engines, which know the limit of their streams.
+        self._mixed_step_s = mixed_step_s(limits.itl_s)
         self._tokens_per_s = self._planned_tokens_per_s(groups)
 
     def predict(self, counts: RoleCounts) -> PredictedTimes:
@@ -259,7 +262,7 @@ class Predictor:
         if not streams:
             return self._cost.step_tokens
         context_tokens = streams * self._demand.context_of_stream
-        return self._cost.tokens_beside_streams(streams, context_tokens)
+        return self._cost.tokens_beside_streams(streams, context_tokens, self._mixed_step_s)
 
     def _prompt_step_s(self, tokens: float, streams: float) -> float:
         """Return the time of a step with some prompt tokens beside some streams."""

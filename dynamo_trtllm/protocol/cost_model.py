@@ -20,9 +20,12 @@ Features: TypeAlias = Sequence[float]
 MIXED_STEP_S: Final = 0.045
 """The target time of a step of an elastic engine that has prompt tokens and streams.
 
-A token may wait for two of these steps, because vLLM launches the next one before it sends the
-tokens of the last one. Two stay below 100 ms, the usual limit of gaps.
+It is the target for streams without a limit, and the shortest one: steps that are shorter still
+compute few prompt tokens for their time.
 """
+# The same as a part of the limit of the time between two tokens. Steps may take longer than their
+# target, and streams wait for a part of another step, too.
+_MIXED_STEP_PART: Final = 0.6
 # Between two knots, the time of a step is linear.
 _DECODE_KNOTS: Final = (0, 32, 128)  # requests
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 2048, 4096)  # prompt tokens
@@ -56,6 +59,18 @@ KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 # each: 1/_CHUNK_DIVISOR of those that a step without streams may have, and at least _LEAST_CHUNK.
 _CHUNK_DIVISOR: Final = 64
 _LEAST_CHUNK: Final = 32
+
+
+def mixed_step_s(itl_s: float | None) -> float:
+    """Return the target time of a step of an elastic engine that has prompt tokens and streams.
+
+    Args:
+        itl_s: the shortest limit of the time between two tokens of these streams. None: they have
+            no limit.
+    """
+    if itl_s is None:
+        return MIXED_STEP_S
+    return max(MIXED_STEP_S, _MIXED_STEP_PART * itl_s)
 
 
 def least_chunk_tokens(max_tokens: int) -> int:
@@ -285,7 +300,9 @@ class EngineWork(NamedTuple):
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
     queued_requests: int = 0  # requests whose prefill has not begun
-    is_elastic: bool = False  # steps have fewer prompt tokens while requests decode
+    # The target time of steps with prompt tokens while requests decode: see `mixed_step_s`. 0: the
+    # engine is not elastic, and has no target.
+    mixed_step_s: float = 0.0
 
 
 class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -433,25 +450,26 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def _max_step_tokens(self, work: EngineWork) -> int:
         """Return how many prompt tokens a step has at most. 0: not known."""
-        if work.is_elastic and work.decode_requests and self.step_tokens:
-            return self.tokens_beside_streams(work.decode_requests, work.context_tokens)
+        if work.mixed_step_s and work.decode_requests and self.step_tokens:
+            return self.tokens_beside_streams(
+                work.decode_requests, work.context_tokens, work.mixed_step_s
+            )
         return self.step_tokens
 
-    def tokens_beside_streams(self, requests: float, context_tokens: float) -> int:
+    def tokens_beside_streams(self, requests: float, context_tokens: float, step_s: float) -> int:
         """Return how many prompt tokens a step of an elastic engine may have while streams run.
-
-        Such a step takes about MIXED_STEP_S: see `engines.chunk_size`.
 
         Args:
             requests: the streams.
             context_tokens: of these.
+            step_s: the target time of the step: see `mixed_step_s`, and `engines.chunk_size`.
         """
         fit = self.prefill
         least = least_chunk_tokens(self.step_tokens)
         if fit is None:
             return least
         base_s = prefill_step_s(fit, requests, context_tokens, 0)
-        left_s = MIXED_STEP_S - base_s - self._unfitted_decode_s(fit, requests, context_tokens)
+        left_s = step_s - base_s - self._unfitted_decode_s(fit, requests, context_tokens)
         if left_s <= 0:
             return least
         slopes = fit.coefficients[PREFILL_SEGMENTS.start : PREFILL_SEGMENTS.stop]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork
+from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, mixed_step_s
 from dynamo_trtllm.protocol.errors import BadFrame
 from dynamo_trtllm.protocol.former_names import FORMER_AGGREGATED, FORMER_KV_TRANSFER
 from dynamo_trtllm.protocol.number_types import (
@@ -252,7 +252,8 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 class RequestSlo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The limits of the times of a request (service-level objective). None: those of the frontend.
 
-    Only frontends read them.
+    Frontends choose paths by them. Elastic engines read `itl_s`, which frontends add if the request
+    does not set it.
     """
 
     ttft_s: SloSeconds | None = None  # time to first token
@@ -453,13 +454,20 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     computed_prompts: Count = 0
     computed_tokens: Count = 0
 
-    def work(self, role: Role, *, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
+    def work(
+        self,
+        role: Role,
+        more_tokens: int = 0,
+        more_requests: int = 0,
+        slo: RequestSlo | None = None,
+    ) -> EngineWork:
         """Return what a new request finds at the worker.
 
         Args:
             role: of the worker.
             more_tokens: prompt tokens that came since the report.
             more_requests: requests that came since the report.
+            slo: the limits of the new request, which those that run are assumed to have, too.
         """
         running = self.running
         context = self.context_tokens
@@ -471,7 +479,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
             context,
             self.queued_prefill_tokens + more_tokens,
             self.waiting + more_requests,
-            is_elastic=role is _ELASTIC,
+            mixed_step_s(None if slo is None else slo.itl_s) if role is _ELASTIC else 0.0,
         )
 
 

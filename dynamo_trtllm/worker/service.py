@@ -434,7 +434,7 @@ class WorkerService:
             stats = self.engine.stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
-                stream.work = self._work(prompt_tokens)
+                stream.work = self._work(request)
             RECORDER.follow(stream)
             stream.source = context.run(self.engine.generate, request, stream.emit)
         except DynamoError as exc:
@@ -523,19 +523,15 @@ class WorkerService:
         self.metrics.set_cost(cost)
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
-    def _work(self, prompt_tokens: int) -> EngineWork:
+    def _work(self, request: GenerateRequest) -> EngineWork:
         """Return what the engine has to do when a prompt arrives, without this prompt.
 
         Then count the prompt: it is part of the work for the next one.
         """
         # A new report sets the two counts to zero, so it comes first.
         load = self.load_report()
-        work = load.work(
-            self.instance.role,
-            more_tokens=self._new_tokens,
-            more_requests=self._new_requests,
-        )
-        self._new_tokens += prompt_tokens
+        work = load.work(self.instance.role, self._new_tokens, self._new_requests, request.slo)
+        self._new_tokens += len(request.token_ids)
         self._new_requests += 1
         return work
 

@@ -89,8 +89,11 @@ class MockArgs(BaseModel):
     )
     prefill_launch_s: NonNegativeFloat = Field(
         0.0,
-        description="seconds for which the engine launches a step with more than 1,024 prompt"
-        " tokens, which no CUDA graph has: meanwhile it sends no results of the step before",
+        description="seconds for which the engine launches a step with more prompt tokens than"
+        " `max_graph_tokens`: meanwhile it sends no results of the step before",
+    )
+    max_graph_tokens: _Count = Field(
+        1024, description="most tokens of a step for which there is a CUDA graph"
     )
     kv_cache_blocks: _Count = Field(65536, description="number of KV blocks")
     kv_block_size: _Count = Field(32, description="tokens per KV block")

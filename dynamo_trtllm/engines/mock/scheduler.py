@@ -33,10 +33,6 @@ from dynamo_trtllm.protocol.number_types import ceil_div
 from dynamo_trtllm.protocol.phases import QueueWaits
 from dynamo_trtllm.protocol.streams import TOKEN_CHUNKS
 
-# Steps with more prompt tokens are launched kernel by kernel: the largest CUDA graph that vLLM
-# captures with 256 requests in a step.
-_MAX_GRAPH_TOKENS = 1024
-
 
 class _Post(NamedTuple):
     """A KV transfer that waits to begin. It begins between two steps, and delays the second one."""
@@ -309,7 +305,8 @@ class MockScheduler:
             prompts: the tokens of prompts that the step computes.
             end_s: when the step ends.
         """
-        if self._args.prefill_launch_s and sum(prompts.values()) > _MAX_GRAPH_TOKENS:
+        has_graph = sum(prompts.values()) <= self._args.max_graph_tokens
+        if self._args.prefill_launch_s and not has_graph:
             self._next_unplanned = self._step_number + 1
             launched_s = self._sent_s + self._args.prefill_launch_s
             await asyncio.sleep(min(launched_s, end_s) - self._clock())
@@ -320,7 +317,8 @@ class MockScheduler:
     def _plan_prompts(self) -> dict[MockStream, int]:
         """Return how many tokens of which prompts the next step computes."""
         max_tokens = self._args.prefill_tokens_per_step
-        if self._limits_prompts and self._prompts and self._decoding():
+        if self._limits_prompts and self._prompts and (decoding := self._decoding()):
+            self._chunk_size.follow(stream.itl_limit_s for stream in decoding)
             max_tokens = min(max_tokens, self._chunk_size.tokens + self._num_decoding)
         planned: dict[MockStream, int] = {}
         num_planned = self._num_decoding  # tokens of the step
@@ -528,7 +526,7 @@ class MockScheduler:
         num_tokens = sum(stream.prefill_left for stream in self._prompts)
         if self._waiting and self._waiting[0].first_step <= self._step_number + 1:
             num_tokens += self._waiting[0].prefill_left
-        return num_tokens > _MAX_GRAPH_TOKENS
+        return num_tokens > self._args.max_graph_tokens
 
     def _hold(self, stream: MockStream, chunk: Chunk) -> None:
         self._held.append(partial(stream.emit, chunk))

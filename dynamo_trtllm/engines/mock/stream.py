@@ -44,6 +44,8 @@ class MockStream(TaskStream):
         super().__init__(on_event, tasks, kv_holder)
         self._retire = retire
         self.request = request
+        # Limit of the time between two tokens; None: there is none.
+        self.itl_limit_s = None if request.slo is None else request.slo.itl_s
         # Tokens that an earlier worker generated follow the client's prompt.
         self.prompt_tokens = len(request.token_ids)
         prompt = request.token_ids[: self.prompt_tokens - request.num_resumed_output_tokens]

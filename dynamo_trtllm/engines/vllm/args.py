@@ -38,6 +38,9 @@ _KV_ROLES: Final = {
     Role.DECODE: "kv_consumer",
     Role.ELASTIC: "kv_both",
 }
+# Of vLLM's arguments, those that say which CUDA graphs are captured.
+CAPTURE_SIZES: Final = "compilation_config.cudagraph_capture_sizes"
+_CAPTURE_KEYS: Final = frozenset({CAPTURE_SIZES, "compilation_config.max_cudagraph_capture_size"})
 # Arguments whose product is the number of ranks over which vLLM distributes experts.
 _EXPERT_RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
@@ -66,7 +69,7 @@ def vllm_args(config: WorkerConfig, release: ApiManifest) -> arguments.LibraryAr
     for source in given:
         _check_supported(source)
         unchecked += arguments.check_source(source, release)
-    merged = layers.merge([_adapter_arguments(config), *_defaults(config), *given])
+    merged = layers.merge([_adapter_arguments(config), *_defaults(config, given), *given])
     _check_kv_events(config, merged.leaves)
     experts = _experts(config, merged.leaves)
     if experts is not None:
@@ -114,15 +117,42 @@ def _adapter_arguments(config: WorkerConfig) -> Source:
     return Source(values, _ADAPTER)
 
 
-def _defaults(config: WorkerConfig) -> list[Source]:
+def _defaults(config: WorkerConfig, given: Sequence[Source]) -> list[Source]:
     """Return this project's own defaults, which any setting of the user overrides.
 
     Their source says the reason.
+
+    Args:
+        config: the settings of the worker.
+        given: what the user sets.
     """
-    if config.disaggregation_mode is Role.AGGREGATED:
-        return []
-    reason = f"{_ADAPTER}, so that KV is transferred in large pieces"
-    return [Source({"block_size": TRANSFER_BLOCK_TOKENS}, reason)]
+    defaults = []
+    role = config.disaggregation_mode
+    if role is not Role.AGGREGATED:
+        reason = f"{_ADAPTER}, so that KV is transferred in large pieces"
+        defaults.append(Source({"block_size": TRANSFER_BLOCK_TOKENS}, reason))
+    # Prefill and decode engines have few steps with both prompts and streams, and compile the same
+    # code, whose key has the sizes.
+    has_streams_and_prompts = role in (Role.AGGREGATED, Role.ELASTIC)
+    if has_streams_and_prompts and not layers.merge(given).leaves.keys() & _CAPTURE_KEYS:
+        reason = f"{_ADAPTER}, so that streams do not wait for the launch of steps with prompts"
+        defaults.append(Source({CAPTURE_SIZES: captured_sizes()}, reason))
+    return defaults
+
+
+def captured_sizes() -> list[int]:
+    """Return the numbers of tokens of a step for which vLLM captures CUDA graphs.
+
+    Without a graph, the launch of a step takes longer than its computation, up to about 4,096
+    tokens: with vLLM 0.26 on an H200, gpt-oss-120b and 64 streams, a step with 1,024 prompt tokens
+    takes 115 ms without a graph and 54 ms with one, and one with 2,048 takes 99 and 81. vLLM's own
+    sizes end at 1,024 for gpt-oss and at 512 for others. A step is padded to the next size, so the
+    distance grows with them.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16)]
+    for end in (1024, 2048, 4096):
+        sizes += range(end // 2, end, end // 16)
+    return [*sizes, 4096]
 
 
 def _check_supported(source: Source) -> None:

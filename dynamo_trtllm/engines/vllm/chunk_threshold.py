@@ -20,6 +20,8 @@ from dynamo_trtllm.engines.vllm.steps import OutputGap
 
 # In `kv_connector_extra_config`: whether the engine is elastic.
 IS_ELASTIC: Final = "dynamo_is_elastic"
+# In a request's `extra_args`: its limit of the time between two tokens, in seconds.
+ITL_LIMIT_S: Final = "dynamo_itl_limit_s"
 
 
 def follow_streams(scheduler: Any) -> None:
@@ -84,6 +86,7 @@ class _StepLimits:
             decode_calls: the decode calls that do not run yet.
         """
         stream_tokens = sum(map(_tokens_of_stream, streams))
+        self._chunk_size.follow(map(_limit_s, (*streams, *decode_calls)))
         beginning = [call for call in decode_calls if self._may_begin(call)]
         planned_tokens = self._chunk_size.tokens
         # The first prompt may take the whole chunk: if prompts shared it, all would end late.
@@ -163,6 +166,12 @@ def _limits_of(scheduler: Any) -> _StepLimits | None:
         scheduler.dynamo_step_limits = _StepLimits(scheduler) if has_limits else None
     limits: _StepLimits | None = scheduler.dynamo_step_limits
     return limits
+
+
+def _limit_s(stream: Any) -> float | None:
+    """Return the limit of a stream's time between two tokens. None: it has no limit."""
+    extra: dict[str, Any] = stream.sampling_params.extra_args or {}
+    return extra.get(ITL_LIMIT_S)
 
 
 def _is_prompt(request: Any) -> bool:

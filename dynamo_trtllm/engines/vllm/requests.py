@@ -17,6 +17,7 @@ from dynamo_trtllm.engines.engine_interface import (
     stop_token_ids,
 )
 from dynamo_trtllm.engines.external.library import guided_params, queue_priority
+from dynamo_trtllm.engines.vllm.chunk_threshold import ITL_LIMIT_S
 from dynamo_trtllm.protocol.errors import RequestRejected
 from dynamo_trtllm.protocol.messages import GenerateRequest, Phase, Role, Sampling
 
@@ -117,8 +118,19 @@ class VllmRequest:
         )
         if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
             self.sampling["prompt_logprobs"] = sampling.prompt_logprobs
-        if transfer is not None:
-            self.sampling["extra_args"] = {"kv_transfer_params": dict(transfer)}
+        extra = _extra_args(request, transfer)
+        if extra:
+            self.sampling["extra_args"] = extra
+
+
+def _extra_args(request: GenerateRequest, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what vLLM's scheduler and its connector read."""
+    extra: dict[str, Any] = {}
+    if transfer is not None:
+        extra["kv_transfer_params"] = dict(transfer)
+    if request.slo is not None and request.slo.itl_s is not None:
+        extra[ITL_LIMIT_S] = request.slo.itl_s
+    return extra
 
 
 def resamples_first_token(request: GenerateRequest) -> bool:

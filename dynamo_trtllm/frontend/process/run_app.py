@@ -293,6 +293,7 @@ def _options(config: FrontendConfig) -> RouterOptions:
         selects_at_random=config.router_mode == "random",
         early_token_pause_s=pause_ms / 1000,
         early_token_part=_PAUSE_PART if pause_ms > 0 else 0.0,
+        itl_s=None if config.slo_itl_ms is None else config.slo_itl_ms / 1000,
         decode_fallback=config.decode_fallback,
         has_probes=config.probe_interval_s > 0,
     )

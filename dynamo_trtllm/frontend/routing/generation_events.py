@@ -146,6 +146,9 @@ class RouterOptions:
     early_token_pause_s: float = 0.0
     # The same as a part of a request's own limit between tokens, if it has one.
     early_token_part: float = 0.0
+    # The limit between tokens of requests that set none. Elastic workers get it with each call.
+    # None: there is no limit.
+    itl_s: float | None = None
     # Without a prefill worker, decode workers run aggregated requests.
     decode_fallback: bool = False
     # True: probes test new and quarantined pairs. False: requests test new pairs, and quarantined

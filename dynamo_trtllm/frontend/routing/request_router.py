@@ -53,7 +53,9 @@ from dynamo_trtllm.protocol.messages import (
     ReissueKvParams,
     ReleaseKv,
     ReleaseSlot,
+    RequestSlo,
     ReserveSlot,
+    Role,
     decode,
 )
 from dynamo_trtllm.protocol.streams import (
@@ -353,6 +355,8 @@ class RoutedRequest(Stream):
         place = self._timeline.place
         if place is not None:
             request = _among_clients(request, place)
+        if worker.role is Role.ELASTIC:
+            request = _with_itl_limit(request, self._router.options.itl_s)
         self._timeline.calling(request, worker)
         if self._placed is not None:
             self._placed.on_sent(worker.id, phase, self._router.clocks.monotonic())
@@ -507,6 +511,18 @@ async def _wait(changed: asyncio.Event, limit_s: float) -> Signal:
     except TimeoutError:
         return Signal.WAIT_TIMED_OUT
     return Signal.WORKERS_CHANGED
+
+
+def _with_itl_limit(request: GenerateRequest, itl_s: float | None) -> GenerateRequest:
+    """Return a call with the limit between tokens of the frontend, if the request sets none.
+
+    The steps of an elastic engine follow the limits of its streams.
+    """
+    own = request.slo
+    if itl_s is None or (own is not None and own.itl_s is not None):
+        return request
+    slo = RequestSlo(ttft_s=None if own is None else own.ttft_s, itl_s=itl_s)
+    return msgspec.structs.replace(request, slo=slo)
 
 
 def _among_clients(request: GenerateRequest, place: StartPlace) -> GenerateRequest:

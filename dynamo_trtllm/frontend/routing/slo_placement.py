@@ -236,6 +236,7 @@ class SloPlacement(Placement):
                         prompt_tokens,
                         credited_tokens,
                         role=role,
+                        itl_s=self._default.itl_s,
                         share=view.share(instance, role),
                         takes_streams=view.share(instance, Role.DECODE) > 0,
                         takes_prompts=view.share(instance, Role.PREFILL) > 0,

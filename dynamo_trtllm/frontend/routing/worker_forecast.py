@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from dynamo_trtllm.frontend.routing.worker_load import STALE_S, InstanceLoad
-from dynamo_trtllm.protocol.cost_model import CostModel, EngineWork, decode_step_s, prior_fit
+from dynamo_trtllm.protocol.cost_model import (
+    CostModel,
+    EngineWork,
+    decode_step_s,
+    mixed_step_s,
+    prior_fit,
+)
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 # Python 3.11 looks up a member of an enum in 150 ns.
@@ -34,6 +40,7 @@ class WorkerForecast:
         cached_tokens: those of them that the instance has in its prefix cache.
         role: in which an elastic instance would run the request. None: that of the instance.
         share: the instance's share of the work of this role.
+        itl_s: the limit of the time between two tokens of the requests there. None: there is none.
         takes_streams: whether the instance has a share of decode calls, or its role is fixed.
         takes_prompts: the same for prefill calls.
     """
@@ -60,6 +67,7 @@ class WorkerForecast:
         cached_tokens: int,
         *,
         role: Role | None = None,
+        itl_s: float | None = None,
         share: float = 1.0,
         takes_streams: bool = True,
         takes_prompts: bool = True,
@@ -91,7 +99,7 @@ class WorkerForecast:
             context,
             report.queued_prefill_tokens + load.unseen_prefill_tokens,
             report.waiting + load.unseen_requests,
-            is_elastic=instance.role is _ELASTIC,
+            mixed_step_s=mixed_step_s(itl_s) if instance.role is _ELASTIC else 0.0,
         )
 
     @property
@@ -102,7 +110,7 @@ class WorkerForecast:
     @property
     def is_slowed_by_streams(self) -> bool:
         """Return whether the worker computes prompts, in smaller steps while it has streams."""
-        return self._work.is_elastic and self.takes_prompts
+        return self.instance.role is _ELASTIC and self.takes_prompts
 
     def first_token_s(self) -> float:
         """Return the time until the first token, if the instance computes the prompt."""
@@ -135,7 +143,7 @@ class WorkerForecast:
         if self._role is _PREFILL:
             tokens = _PROMPTS_OF_STEP * self._prompt_tokens
             gap_s = max(gap_s, self._cost.longest_step_s(tokens, 0, with_request))
-        elif work.is_elastic and work.queued_tokens:
+        elif work.mixed_step_s and work.queued_tokens:
             gap_s = max(gap_s, self._cost.longest_step_s(0, 0, with_request))
         return gap_s
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dynamo_trtllm.engines.chunk_size import ChunkSize
 from dynamo_trtllm.protocol.cost_model import MIXED_STEP_S, least_chunk_tokens
 
@@ -20,6 +22,28 @@ def test_full_steps_come_to_take_their_time() -> None:
     for base_s, token_s in ((0.02, 1e-4), (0.0, 1e-5), (0.045, 1e-5), (0.02, 1e-4)):
         tokens = after(chunk, base_s, token_s)
         assert abs(base_s + token_s * tokens - MIXED_STEP_S) < 0.1 * MIXED_STEP_S
+
+
+def test_target_is_a_part_of_the_shortest_limit() -> None:
+    chunk = ChunkSize(MAX_TOKENS)
+    chunk.follow([None, 0.2, 0.1])
+    assert after(chunk, 0.01, 1e-5) == pytest.approx(5000, rel=0.1)
+    # Shorter steps than MIXED_STEP_S would compute few prompt tokens for their time.
+    chunk.follow([0.01])
+    assert after(chunk, 0.01, 1e-5) == pytest.approx(3500, rel=0.1)
+    chunk.follow([None])
+    assert after(chunk, 0.01, 1e-5) == pytest.approx(3500, rel=0.1)
+
+
+def test_shorter_limit_counts_for_the_next_step() -> None:
+    chunk = ChunkSize(MAX_TOKENS)
+    chunk.follow([0.2])
+    before = after(chunk, 0.01, 1e-5)
+    chunk.follow([0.1])
+    assert chunk.tokens == before / 2
+    # A longer one does not: a larger step has to be measured.
+    chunk.follow([0.2])
+    assert chunk.tokens == before / 2
 
 
 def test_prompts_go_on_however_long_steps_take() -> None:

@@ -16,6 +16,7 @@ from dynamo_trtllm.protocol.cost_model import (
     decode_step_s,
     linear_decode_fit,
     linear_prefill_fit,
+    mixed_step_s,
     prefill_features,
     prefill_step_s,
     prior_fit,
@@ -53,23 +54,42 @@ def test_longest_step_adds_decode_steps_that_were_never_mixed() -> None:
     assert cost.longest_step_s(100, 0, EngineWork()) == pytest.approx(0.02 + 0.01)
 
 
+@pytest.mark.parametrize(
+    ("itl_s", "step_s"), [(None, 0.045), (0.01, 0.045), (0.1, 0.06), (1.0, 0.6)]
+)
+def test_target_of_steps_is_a_part_of_the_limit(itl_s: float | None, step_s: float) -> None:
+    assert mixed_step_s(itl_s) == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("step_s", [MIXED_STEP_S, 0.1])
 @pytest.mark.parametrize("requests", [0, 5, 30])
 @pytest.mark.parametrize("token_s", [1e-6, 3e-5, 2e-4])
-def test_steps_beside_streams_take_their_time(token_s: float, requests: int) -> None:
+def test_steps_beside_streams_take_their_time(token_s: float, requests: int, step_s: float) -> None:
     prefill = linear_prefill_fit(0.005, token_s, 0.001)
     cost = CostModel(prefill=prefill, step_tokens=2048)
-    tokens = cost.tokens_beside_streams(requests, 0)
+    tokens = cost.tokens_beside_streams(requests, 0, step_s)
     seconds = prefill_step_s(prefill, requests, 0, tokens)
-    assert seconds <= MIXED_STEP_S + 1e-9
-    assert tokens == 2048 or seconds > MIXED_STEP_S - token_s
+    assert seconds <= step_s + 1e-9
+    assert tokens == 2048 or seconds >= step_s - token_s - 1e-9
+
+
+def test_prompts_of_elastic_engines_are_divided_while_streams_run() -> None:
+    """One with a longer target needs fewer steps for a prompt, which take longer."""
+    prefill = linear_prefill_fit(0.02, 1e-5)
+    cost = CostModel(prefill=prefill, first_token=FIRST_TOKEN, step_tokens=8192)
+    for target_s, num_steps, step_s in ((0.0, 1, 0.1), (0.0601, 2, 0.06), (0.0401, 4, 0.04)):
+        work = EngineWork(5, mixed_step_s=target_s)
+        expected_s = num_steps * 0.02 + 8000e-5
+        assert cost.first_token_s(8000, 0, work) == pytest.approx(expected_s)
+        assert cost.longest_step_s(8000, 0, work) == pytest.approx(step_s, rel=0.01)
 
 
 def test_steps_beside_streams_have_some_prompt_tokens() -> None:
     slow = CostModel(prefill=linear_prefill_fit(0.06, 1e-4), step_tokens=8192)
-    assert slow.tokens_beside_streams(3, 0) == 128
-    assert CostModel(step_tokens=8192).tokens_beside_streams(3, 0) == 128
+    assert slow.tokens_beside_streams(3, 0, MIXED_STEP_S) == 128
+    assert CostModel(step_tokens=8192).tokens_beside_streams(3, 0, MIXED_STEP_S) == 128
     free = CostModel(prefill=linear_prefill_fit(0.0, 0.0), step_tokens=8192)
-    assert free.tokens_beside_streams(3, 0) == 8192
+    assert free.tokens_beside_streams(3, 0, MIXED_STEP_S) == 8192
 
 
 def test_unknown_times_are_infinite() -> None:

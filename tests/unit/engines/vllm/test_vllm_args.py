@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import argument_schema as schema
 from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.args import CAPTURE_SIZES, vllm_args
 from dynamo_trtllm.protocol.errors import ConfigError
 from dynamo_trtllm.worker.main import table
 from tests.kit.cases import each_case
@@ -229,6 +230,43 @@ def test_blocks_default_to_large_ones_with_reason(mode: str) -> None:
     value, source = args.leaves["block_size"]
     assert value == 128
     assert "so that KV is transferred in large pieces" in source
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_ours"),
+    [("prefill_and_decode", True), ("elastic", True), ("prefill", False), ("decode", False)],
+)
+def test_large_steps_beside_streams_have_graphs(mode: str, is_ours: bool) -> None:
+    args = merged(f"--disaggregation-mode {mode}")
+    found = args.leaves.get(CAPTURE_SIZES)
+    assert (found is not None) is is_ours
+    if found is None:
+        return
+    sizes = found.value
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, 4096)
+    # A step is padded by an eighth at most, once it has more than a few tokens.
+    assert all(after <= 1.125 * before for before, after in pairwise(sizes) if before >= 64)
+    assert "launch of steps with prompts" in found.source
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {CAPTURE_SIZES: [8]},
+        {"compilation_config": {"cudagraph_capture_sizes": [8]}},
+        {"compilation_config": {"max_cudagraph_capture_size": 8}},
+    ],
+)
+def test_graphs_that_the_user_sizes_are_unchanged(settings: dict[str, Any]) -> None:
+    command = "--disaggregation-mode elastic"
+    args = merged(command, override_engine_args=settings)
+    [name] = [key for key in args.leaves if "capture_size" in key]
+    assert args.leaves[name].value in (8, [8])
+    # Other keys of the same mapping change nothing.
+    other = merged(command, override_engine_args={"compilation_config": {"mode": "none"}})
+    assert other.values["compilation_config"]["mode"] == "none"
+    assert other.leaves[CAPTURE_SIZES].value[-1] == 4096
 
 
 @pytest.mark.parametrize(

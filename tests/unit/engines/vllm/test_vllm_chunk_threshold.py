@@ -6,7 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines.vllm.chunk_threshold import IS_ELASTIC, follow_streams
+from dynamo_trtllm.engines.vllm.chunk_threshold import IS_ELASTIC, ITL_LIMIT_S, follow_streams
 from dynamo_trtllm.engines.vllm.steps import OutputGap
 
 MAX_TOKENS = 16384
@@ -43,9 +43,25 @@ class Scheduler:
         return Limits(threshold, self.max_num_scheduled_tokens)
 
     def add(
-        self, name: str, computed: int, tokens: int, status: str = "WAITING", **params: Any
+        self,
+        name: str,
+        computed: int,
+        tokens: int,
+        status: str = "WAITING",
+        itl_s: float | None = None,
+        **params: Any,
     ) -> None:
-        """Add a request that waits. `tokens`: of its prompt, and of its output so far."""
+        """Add a request that waits.
+
+        Args:
+            name: its id.
+            computed: the tokens that are computed.
+            tokens: of its prompt, and of its output so far.
+            status: of the request.
+            itl_s: its limit of the time between two tokens.
+            params: its KV transfer parameters.
+        """
+        extra = None if itl_s is None else {ITL_LIMIT_S: itl_s}
         request = SimpleNamespace(
             request_id=name,
             status=SimpleNamespace(name=status),
@@ -54,6 +70,7 @@ class Scheduler:
             num_tokens_with_spec=tokens,
             num_output_placeholders=0,
             kv_transfer_params=params or None,
+            sampling_params=SimpleNamespace(extra_args=extra),
         )
         self.requests[name] = request
         if status == "WAITING":
@@ -110,6 +127,30 @@ def test_chunk_is_steered_by_the_times_of_steps() -> None:
                 scheduler.measured(base_s + token_s * tokens, tokens)
                 scheduler.schedule()
             assert abs(scheduler.dynamo_planned_tokens - wanted) <= 0.1 * wanted
+
+
+def test_chunk_follows_the_shortest_limit_of_the_streams() -> None:
+    """Of streams that run and of decode calls that wait; prompts have no say."""
+    scheduler = elastic()
+    scheduler.run("prompt", 0, 900_000, itl_s=0.001)
+    scheduler.run("stream", 100, 101, itl_s=0.2)
+
+    def chunk_after(num_steps: int) -> int:
+        for _ in range(num_steps):
+            scheduler.schedule()
+            tokens = scheduler.dynamo_planned_tokens
+            scheduler.measured(0.01 + 1e-5 * tokens, tokens)
+        return scheduler.dynamo_planned_tokens
+
+    assert abs(chunk_after(60) - 11_000) <= 1100
+    scheduler.add("call", 100, 101, itl_s=0.1, do_remote_prefill=True)
+    # The next step is smaller already.
+    assert chunk_after(1) <= 0.6 * 11_000
+    assert abs(chunk_after(60) - 5000) <= 500
+    # A stream without a limit has the usual target.
+    scheduler.requests.pop("call")
+    del scheduler.running[0].sampling_params.extra_args[ITL_LIMIT_S]
+    assert abs(chunk_after(60) - 3500) <= 350
 
 
 def test_one_gap_counts_once() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.vllm.chunk_threshold import ITL_LIMIT_S
 from dynamo_trtllm.engines.vllm.patches.last_token import num_remote_tokens
 from dynamo_trtllm.engines.vllm.requests import (
     FetchedKv,
@@ -24,6 +25,7 @@ from dynamo_trtllm.protocol.messages import (
     GenerateRequest,
     OutputFormat,
     Phase,
+    RequestSlo,
     Role,
     Sampling,
     StructuredOutput,
@@ -151,6 +153,16 @@ def test_first_token_is_made_again_where_its_side_matters(
     assert call.sampling["max_tokens"] == 8 - len(own)
     assert call.sampling["min_tokens"] == max(0, asked.sampling.min_tokens - len(own))
     assert call.sampling["extra_args"] == {"kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize("kv_params", [None, TRANSFER_PARAMS])
+def test_scheduler_gets_the_limit_between_tokens(kv_params: FetchedKv | None) -> None:
+    phase = Phase.AGGREGATED if kv_params is None else Phase.DECODE
+    for slo, wanted in ((None, None), (RequestSlo(ttft_s=1.0), None), (RequestSlo(itl_s=0.1), 0.1)):
+        asked = msgspec.structs.replace(request(phase=phase), slo=slo)
+        extra = VllmRequest(asked, RULES, kv_params).sampling.get("extra_args", {})
+        assert extra.get(ITL_LIMIT_S) == wanted
+        assert ("kv_transfer_params" in extra) is (kv_params is not None)
 
 
 def test_seed_of_random_first_token_is_that_of_prefill() -> None:

@@ -9,12 +9,15 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.cost_placement import Placement
+from dynamo_trtllm.frontend.routing.generation_events import RouterOptions
 from dynamo_trtllm.frontend.routing.pair_breakers import FleetHealth, PairBreakers
 from dynamo_trtllm.frontend.routing.pair_probe import random_prompt
 from dynamo_trtllm.frontend.routing.pairs import Pair, WorkerSelection
 from dynamo_trtllm.frontend.routing.probe_schedule import is_probed, pairs_of
+from dynamo_trtllm.frontend.routing.request_router import RequestRouter
 from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement
 from dynamo_trtllm.frontend.routing.worker_selection import WorkerSelector
 from dynamo_trtllm.protocol.errors import NoInstances
@@ -23,13 +26,15 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     Limits,
     LoadReport,
+    RequestSlo,
     Role,
     token_ids,
 )
 from dynamo_trtllm.protocol.shares import Shares
 from tests.kit.cases import each_case
+from tests.kit.generator_streams import routed_stream
 from tests.kit.instances import elastic_instance, make_instance
-from tests.kit.routing import request
+from tests.kit.routing import FINISHED, Cluster, kv_chunk, request
 
 PREFILLS = Shares(1.0, 0.0)
 DECODES = Shares(0.0, 1.0)
@@ -293,3 +298,27 @@ def test_probe_fits_what_elastic_workers_transfer() -> None:
         for number in (1, 2)
     )
     assert len(random_prompt(WorkerSelection(one, other))) == 64
+
+
+@each_case(
+    ("itl_s", "own", "wanted"),
+    [
+        (None, None, None),
+        (0.1, None, RequestSlo(itl_s=0.1)),
+        (0.1, RequestSlo(ttft_s=2.0), RequestSlo(ttft_s=2.0, itl_s=0.1)),
+        (0.1, RequestSlo(itl_s=0.3), RequestSlo(itl_s=0.3)),
+    ],
+)
+async def test_elastic_workers_get_the_limit_between_tokens(
+    itl_s: float | None, own: RequestSlo | None, wanted: RequestSlo | None
+) -> None:
+    """The steps of their engines follow it. Workers of fixed roles have no use for it."""
+    cluster = Cluster()
+    cluster.router = RequestRouter(cluster.view, cluster.plane, RouterOptions(itl_s=itl_s))
+    fixed = await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
+    elastic = await cluster.add_instance(elastic_instance(2, DECODES), FINISHED)
+    asked = msgspec.structs.replace(request(), slo=own)
+    async for _ in routed_stream(cluster.router, asked, ChoiceTimeline()):
+        pass
+    assert [call.slo for call in fixed.requests] == [own]
+    assert [call.slo for call in elastic.requests] == [wanted]

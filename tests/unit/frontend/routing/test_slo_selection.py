@@ -210,18 +210,18 @@ def test_long_prompt_has_small_steps_beside_elastic_streams() -> None:
     found = chosen(loads, elastic_view(), request(2000))
     assert found.path is Path.ON_DECODE
     assert found.meets_slo
-    # 13 steps of 45 ms with 150 prompt tokens and 20 streams, and one with 50 prompt tokens, after
-    # half of a step with these streams.
-    assert found.ttft_s == pytest.approx(13 * 0.045 + 0.035 + 0.03 / 2)
-    assert found.gap_s == pytest.approx(0.045)
+    # Six steps of 60 ms, a part of the limit, with 300 prompt tokens and 20 streams, and one with
+    # 200 prompt tokens, after half of a step with these streams.
+    assert found.ttft_s == pytest.approx(6 * 0.06 + 0.05 + 0.03 / 2)
+    assert found.gap_s == pytest.approx(0.06)
 
 
 def test_prompts_that_wait_delay_the_tokens_of_an_elastic_worker() -> None:
     loads = {DECODE: {"num_generating": 20, "queued_prefill_tokens": 500}}
     found = chosen(loads, elastic_view(can_aggregate=False))
     assert found.path is Path.PREFILL_DECODE
-    # A step with 140 prompt tokens and 21 streams.
-    assert found.gap_s == pytest.approx(0.045)
+    # A step with 290 prompt tokens and 21 streams.
+    assert found.gap_s == pytest.approx(0.06, rel=0.01)
 
 
 def test_elastic_prefill_worker_generates_only_if_no_other_does() -> None:
