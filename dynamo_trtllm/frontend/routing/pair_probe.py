@@ -9,6 +9,7 @@ so that no user's request waits for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
@@ -82,6 +83,14 @@ class _ProbeAnswer(NamedTuple):
     logprobs: list[TokenLogprob]  # empty if they were not requested
 
 
+class _Difference(NamedTuple):
+    """A prompt to which a pair and its decode worker alone gave different answers."""
+
+    prompt: TokenIds
+    expected: list[int]  # the tokens of the decode worker alone
+    tokens: list[int]  # those of the pair
+
+
 class _ProbeResult(NamedTuple):
     """The outcome of a probe."""
 
@@ -120,6 +129,8 @@ class PairProbes:
             partial(asyncio.Semaphore, _MAX_CONCURRENT)
         )
         self._all_slots = asyncio.Semaphore(_MAX_ALL)
+        # Held while a pair whose answers differed is compared again.
+        self._comparing_again = asyncio.Lock()
         self._probed = asyncio.Event()
 
     async def run(self) -> None:
@@ -274,30 +285,20 @@ class PairProbes:
     async def _compare(self, selection: WorkerSelection, timeline: ChoiceTimeline) -> _ProbeResult:
         """Compare the pair's answer to a prompt with that of its decode worker alone.
 
-        An aggregated instance, and a pair whose decode worker can't run aggregated requests, only
-        have to answer.
+        If they differ, compare the answers to further prompts.
         """
-        alone = WorkerSelection(None, selection.decode)
         are_near = True  # rounding may have changed all answers
-        for _ in range(_MAX_PROMPTS):
-            prompt = random_prompt(selection)
-            expected: list[int] | None = None
-            if selection.prefill is not None and selection.decode.can_aggregate:
-                expected = (await self._ask(timeline, alone, prompt)).token_ids
-            tokens = (await self._ask(timeline, selection, prompt)).token_ids
-            for answer in (tokens, expected):
-                if answer is not None and len(answer) != ANSWER_TOKENS:
-                    text = f"a probe of {ANSWER_TOKENS} tokens returned {len(answer)}"
-                    return _ProbeResult("failed", text)
-            if selection.prefill is None:
-                return _ProbeResult(_PASSED)
-            if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
-                text = "the decode worker answered a probe without reading the prefill worker's KV"
-                return _ProbeResult("failed", text)
-            if expected is None or tokens == expected:
-                return _ProbeResult(_PASSED)
-            # One answer that rounding can't explain is enough.
-            are_near = are_near and await self._is_near(timeline, alone, prompt, expected, tokens)
+        for number in range(_MAX_PROMPTS):
+            # What an engine computes in the same steps may change its rounding, as the probes of
+            # other pairs do. So further prompts are compared for one pair at a time.
+            is_first = number == 0
+            async with contextlib.nullcontext() if is_first else self._comparing_again:
+                found = await self._compare_one(selection, timeline)
+                if isinstance(found, _ProbeResult):
+                    return found
+                # One answer that rounding can't explain is enough.
+                if not is_first:
+                    are_near = are_near and await self._is_near(selection, timeline, found)
         if are_near:
             log.info(
                 "worker %x: with the KV of another worker, it answers %d probes with other tokens"
@@ -314,24 +315,47 @@ class PairProbes:
         )
         return _ProbeResult("mismatch", text)
 
+    async def _compare_one(
+        self, selection: WorkerSelection, timeline: ChoiceTimeline
+    ) -> _ProbeResult | _Difference:
+        """Compare the answers to one prompt.
+
+        An aggregated instance, and a pair whose decode worker can't run aggregated requests, only
+        have to answer.
+        """
+        prompt = random_prompt(selection)
+        expected: list[int] | None = None
+        if selection.prefill is not None and selection.decode.can_aggregate:
+            alone = WorkerSelection(None, selection.decode)
+            expected = (await self._ask(timeline, alone, prompt)).token_ids
+        tokens = (await self._ask(timeline, selection, prompt)).token_ids
+        for answer in (tokens, expected):
+            if answer is not None and len(answer) != ANSWER_TOKENS:
+                text = f"a probe of {ANSWER_TOKENS} tokens returned {len(answer)}"
+                return _ProbeResult("failed", text)
+        if selection.prefill is None:
+            return _ProbeResult(_PASSED)
+        if not (timeline.decode_stats and timeline.decode_stats.kv_bytes):
+            text = "the decode worker answered a probe without reading the prefill worker's KV"
+            return _ProbeResult("failed", text)
+        if expected is None or tokens == expected:
+            return _ProbeResult(_PASSED)
+        return _Difference(prompt, expected, tokens)
+
     async def _is_near(
-        self,
-        timeline: ChoiceTimeline,
-        alone: WorkerSelection,
-        prompt: TokenIds,
-        expected: list[int],
-        tokens: list[int],
+        self, selection: WorkerSelection, timeline: ChoiceTimeline, found: _Difference
     ) -> bool:
-        """Return whether rounding may explain why an answer differs from the expected one.
+        """Return whether rounding may explain a difference.
 
         The first token that differs is then about as likely as the likeliest one at the decode
         worker, after the prompt and the tokens that are equal. False if this is not known.
         """
+        prompt, expected, tokens = found
         num_equal = next(at for at, token in enumerate(tokens) if token != expected[at])
         try:
             answer = await self._ask(
                 timeline,
-                alone,
+                WorkerSelection(None, selection.decode),
                 prompt + token_ids(expected[:num_equal]),
                 max_tokens=1,
                 logprobs=_NEAR_TOKENS,

@@ -365,6 +365,32 @@ async def test_run_answers_that_rounding_explains_are_right(
     assert {len(request.token_ids) for request in scored} == {NUM_PROMPT + ANSWER_TOKENS - 1}
 
 
+async def test_run_compares_pairs_again_one_at_a_time() -> None:
+    """The answers of an engine depend on the probes that it computes at the same time."""
+
+    class Batching(Worker):
+        async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            prompt = request.token_ids[:NUM_PROMPT].tobytes()
+            running.append(prompt)
+            # The other pair's probe comes meanwhile, if it may.
+            await asyncio.sleep(0.02)
+            is_disturbed = len(set(running)) > 1
+            running.remove(prompt)
+            async for chunk in super().chunks(request):
+                if is_disturbed and request.phase is Phase.DECODE:
+                    chunk = msgspec.structs.replace(chunk, token_ids=token_ids([7] * ANSWER_TOKENS))
+                yield chunk
+
+    running: list[bytes] = []
+    bench = Bench()
+    async with bench.running():
+        for number in (1, 3):
+            await bench.add_worker(number, Role.PREFILL, Batching(right))
+        await bench.add_worker(2, Role.DECODE, Batching(right))
+        await bench.until(lambda: bench.codes.total() == 2)
+    assert bench.codes == {"ok": 2}
+
+
 async def test_run_compares_equal_prompts_with_own_salts() -> None:
     bench = Bench()
     async with bench.running():
