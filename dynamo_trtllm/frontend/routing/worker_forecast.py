@@ -150,7 +150,9 @@ class WorkerForecast:
     def num_delayed(self, gap_s: float, limit_s: float) -> int:
         """Return how many streams there would have gaps above a limit because of the request.
 
-        Streams that already have such gaps are not among them.
+        Streams that already have such gaps are not among them. Prompts sent since the last report
+        do not count for these gaps, because the report may include them, too: counted twice, a
+        prompt seems to have delayed the streams already, and the next ones really would.
 
         Args:
             gap_s: the gaps with the request.
@@ -161,8 +163,11 @@ class WorkerForecast:
             return 0
         assert self._cost.decode is not None
         present_gap_s = decode_step_s(self._cost.decode, work.decode_requests, work.context_tokens)
-        if work.queued_tokens:
-            present_gap_s = max(present_gap_s, self._cost.longest_step_s(0, 0, work))
+        report = self._load.report
+        assert report is not None
+        if report.queued_prefill_tokens:
+            reported = work._replace(queued_tokens=report.queued_prefill_tokens)
+            present_gap_s = max(present_gap_s, self._cost.longest_step_s(0, 0, reported))
         return work.decode_requests if present_gap_s <= limit_s else 0
 
     def transfer_s(self) -> float:

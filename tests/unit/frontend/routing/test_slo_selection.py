@@ -28,6 +28,7 @@ from dynamo_trtllm.protocol.messages import (
     Instance,
     Limits,
     LoadReport,
+    Phase,
     RequestSlo,
     Role,
     Sampling,
@@ -196,6 +197,26 @@ def test_streams_that_are_late_anyway_do_not_count() -> None:
     assert found.prefill is not None
     assert found.prefill.id == PREFILL
     assert found.num_missed == 0
+
+
+def test_prompt_that_may_be_counted_twice_does_not_make_streams_late() -> None:
+    """Otherwise each further prompt goes there as well, and then the streams are really late."""
+    placement = placement_of(BUSY_PREFILLS | decoding(20))
+    view = model_view(
+        prefill=[instance(PREFILL, Role.PREFILL)], decode=[instance(DECODE, Role.DECODE)]
+    )
+    first = select(placement, view)
+    assert first is not None
+    assert first.prefill is None
+    placed = placement.start(first, request(), 0.0)
+    placed.on_sent(DECODE, Phase.AGGREGATED, 0.0)
+    # The next report includes the prompt, but the frontend can't know this yet.
+    busy = LoadReport(DECODE, 2, 20, 0, 500, 0, 1000, 0, COST)
+    placement.loads.on_report(busy, 0.01)
+    second = select(placement, view)
+    assert isinstance(second, PathSelection)
+    assert second.chosen.path is Path.PREFILL_DECODE
+    assert second.chosen.num_missed == 1
 
 
 def elastic_view(**fields: Any) -> ModelView:
