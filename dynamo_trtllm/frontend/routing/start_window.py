@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import Final
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
+from dynamo_trtllm.frontend.routing.first_token_times import FirstTokenTimes
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Phase, Role
 
@@ -64,31 +65,6 @@ class _LimitUsage:
         # By id of the worker. Workers without choices stay, because to remove them for each request
         # would take longer.
         self.by_worker: defaultdict[int, int] = defaultdict(int)
-
-
-class FirstTokenTimes:
-    """How long recent choices took from their beginning to their first token.
-
-    It is estimated as TCP estimates the time of round trips: by a mean and a mean deviation.
-    """
-
-    def __init__(self) -> None:
-        self._mean_s: float | None = None  # None: no choice was counted yet
-        self._deviation_s = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Count a choice."""
-        if self._mean_s is None:
-            self._mean_s = seconds
-            return
-        off_s = seconds - self._mean_s
-        self._mean_s += off_s / 8
-        self._deviation_s += (abs(off_s) - self._deviation_s) / 4
-
-    @property
-    def expected_s(self) -> float:
-        """Return the time within which most choices have their first token."""
-        return 0.0 if self._mean_s is None else self._mean_s + self._deviation_s
 
 
 class StartPlace:

@@ -1,0 +1,28 @@
+"""Measure how long choices take to their first token once they have begun."""
+
+from __future__ import annotations
+
+
+class FirstTokenTimes:
+    """How long recent choices took from their beginning to their first token.
+
+    It is estimated as TCP estimates the time of round trips: by a mean and a mean deviation.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None  # None: no choice was counted yet
+        self._deviation_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a choice."""
+        if self._mean_s is None:
+            self._mean_s = seconds
+            return
+        off_s = seconds - self._mean_s
+        self._mean_s += off_s / 8
+        self._deviation_s += (abs(off_s) - self._deviation_s) / 4
+
+    @property
+    def expected_s(self) -> float:
+        """Return the time within which most choices have their first token."""
+        return 0.0 if self._mean_s is None else self._mean_s + self._deviation_s
