@@ -19,7 +19,8 @@ from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody
 from dynamo_trtllm.frontend.requests.timeline import RequestFacts, RequestTimeline
 from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces, StartWindows
+from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces
+from dynamo_trtllm.frontend.routing.start_windows import StartWindows
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
 from dynamo_trtllm.support.background import MAX_THREADS
 from dynamo_trtllm.support.http_server.exchange import HttpRequest

@@ -15,7 +15,8 @@ from dynamo_trtllm.engines.waiting_requests import queue_order, step_limit
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.token_counters import BURST_TOKENS, Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartPlace, StartWindows
+from dynamo_trtllm.frontend.routing.start_window import RequestPlaces, StartPlace
+from dynamo_trtllm.frontend.routing.start_windows import StartWindows
 from dynamo_trtllm.protocol.messages import Limits, Phase, Role
 from dynamo_trtllm.testing.engine_requests import ask, prompt_of
 from tests.kit.admission import Clock, acquire, left, wait_until_loaded

@@ -19,8 +19,8 @@ from dynamo_trtllm.frontend.routing.start_window import (
     Stage,
     StartPlace,
     StartWindow,
-    StartWindows,
 )
+from dynamo_trtllm.frontend.routing.start_windows import StartWindows
 from dynamo_trtllm.protocol.errors import InternalError, Overloaded
 from dynamo_trtllm.protocol.messages import (
     ClientShare,
