@@ -18,7 +18,10 @@ import orjson
 
 _DATA = b"data: "
 _DONE = b"[DONE]"
-_HAS_TEXT = re.compile(rb'"(?:content|reasoning_content|arguments|text)":"[^"]').search
+# A token that is only a part of a UTF-8 character has no text, but an id if the request wants ids.
+_HAS_OUTPUT = re.compile(
+    rb'"(?:content|reasoning_content|arguments|text)":"[^"]|"token_ids":\[\d'
+).search
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -30,10 +33,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     status: int = 0  # HTTP; 0: no answer
     # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
     error: str = ""
-    first_s: float | None = None  # first event with text
+    first_s: float | None = None  # first event with output
     last_s: float | None = None
     end_s: float = 0.0
-    events: int = 0  # with text
+    events: int = 0  # with output
     output_tokens: int = 0  # as the server counts them
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -46,7 +49,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     phase_s: dict[str, float] = msgspec.field(default_factory=dict)
     ttft_phase_s: dict[str, float] = msgspec.field(default_factory=dict)
     server_ttft_s: float = 0.0  # as the frontend measures it, with `x-dynamo-stats`
-    # between reads with text
+    # between reads with output
     gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))
 
     @property
@@ -150,16 +153,16 @@ class StreamConnection(asyncio.Protocol):
             return
         now = time.perf_counter()
         *events, self._rest = (self._rest + body).split(b"\n\n")
-        with_text = sum(
+        with_output = sum(
             self._take(event[len(_DATA) :], record) for event in events if event.startswith(_DATA)
         )
-        if not with_text:
+        if not with_output:
             return
         if record.last_s is None:
             record.first_s = now
         else:
             record.gaps_s.append(now - record.last_s)
-        record.events += with_text
+        record.events += with_output
         record.last_s = now
 
     def on_message_complete(self) -> None:
@@ -176,7 +179,7 @@ class StreamConnection(asyncio.Protocol):
     # --- events -----------------------------------------------------------------------------------
 
     def _take(self, event: bytes, record: RequestRecord) -> bool:
-        """Read one event. Return whether it has text."""
+        """Read one event. Return whether it has output."""
         if event == _DONE:
             self._ended = True
             return False
@@ -184,7 +187,7 @@ class StreamConnection(asyncio.Protocol):
             self._take_end(orjson.loads(event), record)
         if self._keep_text or b'"finish_reason":"' in event:
             self._take_choices(orjson.loads(event), record)
-        return _HAS_TEXT(event) is not None
+        return _HAS_OUTPUT(event) is not None
 
     def _take_end(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:

@@ -53,7 +53,7 @@ from .plan import ELASTIC, MODEL_NAME, Plan, topology
 
 _POLL_S = 0.1  # between two looks at the shares that the frontend uses
 _DECISION = re.compile(r"(\S+Z) INFO \S+ planner\.decision_log: \S+ decided (change|drained): (.*)")
-_EXTRA: dict[str, Any] = {**tokens.SAMPLED, "nvext": {"extra_fields": ["worker_id"]}}
+_EXTRA: dict[str, Any] = {**tokens.SAMPLED_WITH_IDS, "nvext": {"extra_fields": ["worker_id"]}}
 
 
 class Segment(NamedTuple):

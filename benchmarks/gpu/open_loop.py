@@ -243,7 +243,7 @@ async def load(
         given,
         osl=shape[1],
         concurrency=1,
-        extra=tokens.SAMPLED,
+        extra=tokens.SAMPLED_WITH_IDS,
         rate=rate,
         seconds=seconds,
         seed=seed,

@@ -108,6 +108,18 @@ async def records_of(
             client.aclose()
 
 
+async def test_token_without_text_counts_by_its_id() -> None:
+    """A part of a UTF-8 character has no text, but is a token all the same."""
+    events = [
+        b'data: {"choices":[{"index":0,"text":"","token_ids":[7],"prompt_token_ids":[1]}]}\n\n',
+        b'data: {"choices":[{"index":0,"text":"\xc3\xa9","token_ids":[8]}]}\n\n',
+        b'data: {"choices":[{"index":0,"text":"","prompt_token_ids":[1]}]}\n\n',
+        *WHOLE[3:],
+    ]
+    [record] = await records_of(chunked(*events))
+    assert record.events == 2
+
+
 async def test_run_counts_events_tokens_and_text() -> None:
     records = await records_of(chunked(*WHOLE), requests=6, concurrency=2, keep_text=True)
     assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [
