@@ -47,6 +47,7 @@ _OF_ENGINE: Final = (
 )
 _OF_MODEL: Final = (
     "prefill_launch_s",
+    "max_graph_tokens",
     "kv_transfer_s",
     "kv_transfer_block_s",
     "kv_post_block_s",

@@ -49,8 +49,8 @@ _LONG: Final = (256, 256)
 # steps only decode; there are such levels with short and with long contexts.
 # Engines round the size of a batch up to 1, 2, 4, 8, 16, 24 ... requests (CUDA graphs). The numbers
 # of requests here are between these sizes, so that the fit is right on average.
-# No prompt has 1,024 tokens in a step of 8,192: vLLM's largest graph has this size, and the time
-# jumps there.
+# No prompt has 1,024 or 4,096 tokens in a step of 8,192: the largest graphs of vLLM's own sizes and
+# of this project's have them, and the time jumps there.
 _LEVELS: Final = (
     _Level(12, 252, (1 / 64, 1 / 32), _SHORT),
     _Level(9, 124, (1 / 64,), _LONG),
