@@ -35,6 +35,9 @@ DRAINING: Final = Shares(0.25, 0.0)
 # A change has to lower `largest_part`, the larger ratio of a predicted time to its limit, by this
 # fraction.
 MIN_GAIN: Final = 0.2
+_LACKS_PAIRS: Final = (
+    "frontends have quarantined all pairs of workers, so each request runs on one worker"
+)
 HOLD_S: Final = 2.0  # for how long a change has to be better before it is made
 MIN_INTERVAL_S: Final = 10.0  # between two changes
 # A growing number of streams is extrapolated to the time of the next possible change.
@@ -73,6 +76,7 @@ class Observation(NamedTuple):
     max_streams: int = 0  # of a worker; 0: not reported
     kv_tokens: int = 0  # in the KV cache of a worker; 0: not reported
     queue: FrontendQueue = FrontendQueue()  # requests that are at no worker yet
+    lacks_pairs: bool = False  # frontends have quarantined all pairs: no KV can be transferred
 
 
 class DecisionOutcome(StrEnum):
@@ -83,6 +87,7 @@ class DecisionOutcome(StrEnum):
     DRAINED = "drained"
     FITS = "fits"
     NOTHING_BETTER = "nothing_better"
+    LACKS_PAIRS = "lacks_pairs"
     WAITING = "waiting"
     NO_ELASTIC_WORKERS = "no_elastic_workers"
     ONE_WORKER = "one_worker"
@@ -138,7 +143,8 @@ def decide(
     * If that split misses a limit, and undivided workers would keep both limits with headroom, the
       elastic workers are not divided: all get both kinds of calls. This is the last resort: once
       all workers generate, a split comes back only as their streams end.
-    * Each kind of call has at least one worker.
+    * If frontends have quarantined all pairs, no KV can be transferred: the elastic workers are not
+      divided. Each kind of call has at least one worker.
     * A change has to lower `largest_part` by the fraction MIN_GAIN. It has to be better for HOLD_S,
       and comes MIN_INTERVAL_S after the last one. It is made at once if no worker has a share of
       prefill or of decode calls.
@@ -146,8 +152,7 @@ def decide(
       to decode. Shares only steer new calls: streams that run stay where they are. A worker that
       turns to prefill gets fewer prompts until its streams have ended, if another one computes
       prompts.
-    * Workers that have not reported lately keep their shares, and are not counted. Workers of fixed
-      roles are counted.
+    * Workers that have not reported lately keep their shares, and do not count; fixed roles do.
 
     Args:
         observation: what is known of the workers.
@@ -156,10 +161,10 @@ def decide(
         history: of the decision before; at the start `History()`.
 
     Returns:
-        The decision, and the history for the next one, if its changes are made.
+        The decision, and the history for the next one if its changes are made.
 
     Raises:
-        ConfigError: a limit is not a number above 0.
+        ConfigError: see `check_limits`.
     """
     check_limits(limits)
     undecided = _undecided(observation)
@@ -288,6 +293,24 @@ def _compare(
             unreachable=unreachable,
         )
 
+    def change(reason: str, counts: RoleCounts, after: PredictedTimes) -> Decision:
+        return Decision(
+            outcome=DecisionOutcome.CHANGE,
+            reason=reason,
+            changes=_changes(workers, counts),
+            present=present,
+            counts=counts,
+            before=before,
+            after=after,
+            wanted=wanted,
+            unreachable=unreachable,
+        )
+
+    if observation.lacks_pairs:
+        *_, counts = _candidates(workers)
+        if not _changes(workers, counts):
+            return stay(DecisionOutcome.LACKS_PAIRS, _LACKS_PAIRS)
+        return change(_LACKS_PAIRS, counts, predictor.predict(counts))
     if before is not None and before.largest_part <= MAX_PART:
         return stay(DecisionOutcome.FITS, f"the shares keep both limits: {before}")
     counts, after = _best(workers, predictor)
@@ -300,17 +323,7 @@ def _compare(
             DecisionOutcome.NOTHING_BETTER,
             f"no other shares are clearly better: {before}; {counts}: {after}",
         )
-    return Decision(
-        outcome=DecisionOutcome.CHANGE,
-        reason=_reason(present, before, counts, after),
-        changes=_changes(workers, counts),
-        present=present,
-        counts=counts,
-        before=before,
-        after=after,
-        wanted=wanted,
-        unreachable=unreachable,
-    )
+    return change(_reason(present, before, counts, after), counts, after)
 
 
 def _candidates(workers: Sequence[WorkerState]) -> Iterator[RoleCounts]:

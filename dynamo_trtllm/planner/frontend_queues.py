@@ -54,6 +54,11 @@ class FrontendQueues:
             waits_for_decode=at_decode > at_prefill,
         )
 
+    def lacks_pairs(self, model: str, now: float) -> bool:
+        """Return whether all processes that use a model have quarantined all pairs of it."""
+        usages = [report.models[model] for report in self._reports(now) if model in report.models]
+        return bool(usages) and all(usage.lacks_pairs for usage in usages)
+
     def _reports(self, now: float) -> Iterable[FrontendUsage]:
         """Return the reports of the processes that still report."""
         for process, received in list(self._received.items()):

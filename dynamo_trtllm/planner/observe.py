@@ -255,6 +255,7 @@ class Observer:
             prompts_per_s=arrived_prompts / seconds,
             prompt_tokens=prompt_tokens,
             queue=queue,
+            lacks_pairs=self._queues.lacks_pairs(key.model, now),
             max_streams=_least(instance.limits.max_batch_size for instance in instances),
             kv_tokens=block_tokens * _least(report.kv_blocks_total for report in reports if report),
         )

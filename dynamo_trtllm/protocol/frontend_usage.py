@@ -31,6 +31,8 @@ class ModelUsage(msgspec.Struct, frozen=True, array_like=True):
     queued_tokens: Number = 0
     # They wait for a place at decode workers. Otherwise they wait for prefill workers.
     waits_for_decode: bool = False
+    # The process sends no requests to any pair of workers of the model: all are quarantined.
+    lacks_pairs: bool = False
 
 
 class KeyTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -58,6 +58,7 @@ class UsageReports:
         limits: the limits of this process. Reports read from them what clients take here. Reports
             of others set in them which share of the workers this process may take.
         keys: usage of the API keys; None: no key has limits.
+        lacks_pairs: see `FleetHealth.lacks_pairs`.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -65,10 +66,12 @@ class UsageReports:
         self,
         limits: AdmissionLimits,
         keys: UsageTable | None = None,
+        lacks_pairs: Callable[[str], bool] = lambda model: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._keys = keys
+        self._lacks_pairs = lacks_pairs
         self._clock = clock
         self._id = secrets.randbits(62) + 1 if keys is None else keys.process_id
         self._frontend_id = self._id if keys is None else keys.frontend_id
@@ -116,7 +119,9 @@ class UsageReports:
         """Return what clients take here. Tokens are those since the last report."""
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
-            usage = model_usage(window, self._limits.choice_permits)
+            usage = model_usage(
+                window, self._limits.choice_permits, lacks_pairs=self._lacks_pairs(model)
+            )
             if usage.taken[-1] or usage.waiting or usage.tokens:
                 models[model] = usage
         keys = {} if self._keys is None else self._keys.totals()
@@ -156,7 +161,9 @@ class UsageReports:
             )
 
 
-def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
+def model_usage(
+    window: StartWindow, permits: ConcurrencyLimiter, *, lacks_pairs: bool = False
+) -> ModelUsage:
     """Return what clients take of the workers of a model. Tokens are those since the last call."""
     counters = permits.counters(window.model)
     counters.update()
@@ -173,6 +180,7 @@ def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
         queued_choices=queued.choices,
         queued_tokens=window.computed_tokens(queued.prompt_tokens),
         waits_for_decode=window.full_stage is Stage.RUN,
+        lacks_pairs=lacks_pairs,
     )
 
 

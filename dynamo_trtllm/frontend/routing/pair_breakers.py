@@ -396,6 +396,14 @@ class FleetHealth:
                 view = self.view.model(change.instance.card.name)
                 self.breakers.withhold(new_pairs(view, change))
 
+    def lacks_pairs(self, model: str) -> bool:
+        """Return whether a model has pairs of workers, and all of them are quarantined."""
+        quarantined = self.breakers.quarantined
+        if not quarantined:
+            return False
+        pairs = [pair for pair in pairs_of(self.view.model(model)) if pair[0] is not None]
+        return bool(pairs) and all(pair in quarantined for pair in pairs)
+
     def cooling_down(self, now: float) -> frozenset[int]:
         """Return the ids of the workers to avoid for a while, if there are others."""
         return self._cooldown.ids(now)

@@ -30,7 +30,7 @@ class Process:
 
     def __init__(self, clock: Clock, keys: UsageTable | None = None) -> None:
         self.limits = AdmissionLimits(FrontendConfig(max_inflight=1), ClusterView())
-        self.usage_reports = UsageReports(self.limits, keys, clock)
+        self.usage_reports = UsageReports(self.limits, keys, clock=clock)
         self.window = self.limits.start_windows.window(MODEL)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -256,3 +256,14 @@ async def test_client_is_not_behind_those_that_come_to_other_processes() -> None
     assert one.share_of("early") is ClientShare.EVEN
     assert one.value("late") >= 10 * BELOW_TOKENS  # what early got before it came counts for both
     await left(*one.tasks, *two.tasks)
+
+
+async def test_report_says_for_which_models_all_pairs_are_quarantined() -> None:
+    process = Process(Clock())
+    for client in "ab":
+        await process.send(client)
+    reports = [
+        UsageReports(process.limits, lacks_pairs=lacks_pairs).report()
+        for lacks_pairs in (lambda model: model == MODEL, lambda model: False)
+    ]
+    assert [report.models[MODEL].lacks_pairs for report in reports] == [True, False]

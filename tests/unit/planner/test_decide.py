@@ -94,6 +94,21 @@ def test_workers_turn_to_prefill_if_prompts_queue() -> None:
     assert "prefill is short" in decision.reason
 
 
+def test_workers_are_not_divided_if_no_pair_can_transfer_kv() -> None:
+    seen = observed(split(1, 3, 2, 100), prompts_per_s=0.5)
+    assert settled(seen).outcome is DecisionOutcome.FITS
+    decision = settled(seen._replace(lacks_pairs=True))
+    assert decision.outcome is DecisionOutcome.CHANGE
+    assert set(decision.changes.values()) == {ALL_WORK}
+    assert len(decision.changes) == 4
+    assert "quarantined" in decision.reason
+    # Undivided workers stay so, although a split would keep the limits.
+    both = observed([worker(number, ALL_WORK, 2) for number in range(4)], prompts_per_s=2.0)
+    assert settled(both).counts == RoleCounts(prefill=2, decode=2)
+    stays = settled(both._replace(lacks_pairs=True))
+    assert (stays.outcome, stays.changes) == (DecisionOutcome.LACKS_PAIRS, {})
+
+
 def test_prompts_that_wait_at_frontends_count() -> None:
     """Frontends keep what is more than a step for each worker."""
     seen = observed(split(1, 3, 2, 8_000), prompts_per_s=1.0)

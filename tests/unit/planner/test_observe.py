@@ -100,6 +100,18 @@ def test_full_decode_workers_let_choices_wait_at_frontends() -> None:
     assert not watched.at(10.0).queue.waits_for_decode
 
 
+def test_pairs_are_lacking_if_all_frontends_say_so() -> None:
+    watched = Watched()
+    assert not watched.at(10.0).lacks_pairs
+    watched.observer.on_usage(usage(1, lacks_pairs=True), 10.0)
+    assert watched.at(10.0).lacks_pairs
+    watched.observer.on_usage(usage(2), 10.0)
+    assert not watched.at(10.0).lacks_pairs
+    watched.observer.on_usage(usage(1, lacks_pairs=True), 12.0)
+    assert watched.at(13.5).lacks_pairs  # the second process has ended
+    assert not watched.at(16.0).lacks_pairs
+
+
 def test_prompts_that_wait_at_frontends_have_come_too() -> None:
     watched = Watched()
     watched.observer.on_report(report(1, 1), 0.0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
 from dynamo_trtllm.frontend.routing.pair_breakers import (
     MAX_STATUSES,
     BreakerLimits,
+    FleetHealth,
     PairBreakers,
     PairState,
 )
 from dynamo_trtllm.frontend.routing.pairs import format_pair
+from dynamo_trtllm.protocol.messages import Role
+from tests.kit.instances import CARD, elastic_instance, make_instance
 
 PAIR = (1, 2)
 LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
@@ -169,3 +173,20 @@ def test_failed_with_wrong_answers_needs_a_probe_to_close() -> None:
     assert breakers.record_success(PAIR, 14.0, is_probe=True)
     assert (breakers.is_open(PAIR), breakers.status(PAIR).reason) == (False, "")
     assert not breakers.record_success(PAIR, 15.0)
+
+
+def test_model_lacks_pairs_if_all_are_quarantined() -> None:
+    view = ClusterView()
+    for number in (1, 2):
+        view.add(elastic_instance(number))
+    view.add(make_instance(3, role=Role.AGGREGATED))
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    health = FleetHealth(view, breakers)
+    found = [health.lacks_pairs(CARD.name)]
+    for pair in ((1, 2), (2, 1)):
+        breakers.record_failure(pair, "x", 0.0)
+        found.append(health.lacks_pairs(CARD.name))
+    assert found == [False, False, True]
+    assert not health.lacks_pairs("another model")
+    breakers.record_success((1, 2), 40.0, is_probe=True)
+    assert not health.lacks_pairs(CARD.name)
