@@ -24,7 +24,7 @@ from dynamo_trtllm.cluster.request_plane.transport import load_subject
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.process.run_app import router_of, routing_work
-from dynamo_trtllm.frontend.requests.admission import path_room_of, start_windows_of
+from dynamo_trtllm.frontend.requests.admission import start_windows_of
 from dynamo_trtllm.frontend.requests.concurrency_limiter import ConcurrencyLimiter
 from dynamo_trtllm.frontend.requests.fair_queue import Claim
 from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client
@@ -162,11 +162,7 @@ class SimulatedCluster:
             config.max_inflight, config.max_queued, self._clocks.monotonic
         )
         self._windows = start_windows_of(
-            config,
-            self._view,
-            self._limiter.grant,
-            path_room_of(config, self._router),
-            self._clocks.monotonic,
+            config, self._view, self._limiter.grant, self._clocks.monotonic
         )
         self._tasks = BackgroundTasks()
         self._stack = AsyncExitStack()

@@ -19,9 +19,6 @@ from dynamo_trtllm.frontend.requests.request_body import BodyBudget, RequestBody
 from dynamo_trtllm.frontend.requests.timeline import RequestFacts, RequestTimeline
 from dynamo_trtllm.frontend.requests.token_counters import OUTPUT_COST, Client, CountedRequest
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.path_room import PathRoom
-from dynamo_trtllm.frontend.routing.request_router import RequestRouter
-from dynamo_trtllm.frontend.routing.slo_placement import SloPlacement
 from dynamo_trtllm.frontend.routing.start_window import GROUP, RequestPlaces
 from dynamo_trtllm.frontend.routing.start_windows import StartWindows
 from dynamo_trtllm.protocol.errors import DeadlineExceeded, InvalidRequest
@@ -46,16 +43,13 @@ class AdmissionLimits:
     Args:
         config: has the limits.
         view: the workers, which limit how many choices may begin.
-        room: see `start_windows_of`.
     """
 
-    def __init__(
-        self, config: FrontendConfig, view: ClusterView, room: PathRoom | None = None
-    ) -> None:
+    def __init__(self, config: FrontendConfig, view: ClusterView) -> None:
         self.config = config
         self.body_budget = BodyBudget(config.max_total_body_bytes)
         self.choice_permits = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-        self.start_windows = start_windows_of(config, view, self.choice_permits.grant, room)
+        self.start_windows = start_windows_of(config, view, self.choice_permits.grant)
         self.has_requests = asyncio.Event()  # set by each request
         self._large_bodies = asyncio.Semaphore(MAX_THREADS)
 
@@ -266,7 +260,6 @@ def start_windows_of(
     config: FrontendConfig,
     view: ClusterView,
     on_capacity: Callable[[], None],
-    room: PathRoom | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> StartWindows:
     """Return the start windows of a frontend.
@@ -278,34 +271,13 @@ def start_windows_of(
         config: of the frontend.
         view: see `StartWindow`.
         on_capacity: see `StartWindow`.
-        room: see `path_room_of`.
         clock: see `StartWindow`.
     """
     uses_slo = config.router_mode == "slo"
     ttft_s = math.inf
     if uses_slo and config.slo_policy == "best-effort" and config.slo_ttft_ms is not None:
         ttft_s = config.slo_ttft_ms / 1000
-    return StartWindows(
-        view,
-        on_capacity,
-        uses_all_paths=uses_slo,
-        ttft_s=ttft_s,
-        room=room,
-        clock=clock,
-    )
-
-
-def path_room_of(config: FrontendConfig, router: RequestRouter) -> PathRoom | None:
-    """Return the room of paths that a router selects by predicted times; None: it does not.
-
-    With the policy `reject`, no request waits here for its path: the router rejects it at once.
-    """
-    if config.router_mode != "slo" or config.slo_policy != "best-effort":
-        return None
-    placement = router.placement
-    if not isinstance(placement, SloPlacement):
-        return None
-    return PathRoom(placement, router.health, router.clocks.monotonic)
+    return StartWindows(view, on_capacity, uses_all_paths=uses_slo, ttft_s=ttft_s, clock=clock)
 
 
 class _WaitingTurn(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, LoopTurns, path_room_of
+from dynamo_trtllm.frontend.requests.admission import AdmissionLimits, LoopTurns
 from dynamo_trtllm.frontend.requests.answer import RunningAnswers
 from dynamo_trtllm.frontend.requests.output_budget import OutputBudget
 from dynamo_trtllm.frontend.requests.request_reports import (
@@ -34,7 +34,7 @@ class AppState:
         self.config = config
         self.models = models
         self.router = router
-        self.limits = AdmissionLimits(config, router.view, path_room_of(config, router))
+        self.limits = AdmissionLimits(config, router.view)
         self.turns = LoopTurns()
         self.output_budget = OutputBudget()
         self.running = RunningAnswers()

@@ -158,9 +158,6 @@ class ChoiceTimeline:
         shares: Mapping[int, Shares] = {},
     ) -> None:
         """Note that workers were selected for an attempt. `shares`: those of elastic workers."""
-        if self.place is not None:
-            # The call may have to wait for a slot of the decode worker.
-            self.place.called(selection.prefill or selection.decode, Phase.PREFILL)
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         decode_id = selection.decode.id
         packed = 0

@@ -72,7 +72,6 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     gap_s: float  # the longest one of this request and of those that run on its workers
     num_missed: int  # requests that miss a limit: this one, and those that it delays
     pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
-    has_space: bool  # `decode` can generate tokens of it at once
 
     @property
     def meets_slo(self) -> bool:
@@ -95,7 +94,6 @@ class _PathPart(msgspec.Struct, frozen=True):
     num_delayed: int  # requests there that miss a limit because of this one
     gap_s: float
     first_token_s: float = 0.0
-    has_space: bool = True  # for the tokens of this request
     is_last_resort: bool = False  # other workers are chosen before it
 
     @property
@@ -241,8 +239,7 @@ def _decode_part(
     """Return what a decode worker adds: the gaps of all its streams."""
     gap_s = worker.decode_gap_s()
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
-    has_space = worker.has_space()
-    misses = gap_s > limits.itl_s or not has_space
+    misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
     takes_further_streams = worker.has_streams and pressure <= _PACKED
     return _PathPart(
@@ -251,7 +248,6 @@ def _decode_part(
         weighted_pressure=_blurred(pressure, random) / worker.share,
         num_delayed=num_delayed,
         gap_s=gap_s,
-        has_space=has_space,
         is_last_resort=worker.is_slowed_by_streams and not takes_further_streams,
     )
 
@@ -288,7 +284,6 @@ def _pair_path(
             prefill.gap_s / limits.others_itl_s,
             decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
-        has_space=decode.has_space,
     )
 
 
@@ -335,8 +330,7 @@ def _aggregated_paths(
         # Streams there wait for the step with the prompt, and then for steps with one more request.
         gap_s = max(prompt_gap_s, decode_gap_s)
         is_late = ttft_s > _TTFT_PART * limits.ttft_s
-        has_space = worker.has_space()
-        misses = is_late or decode_gap_s > limits.itl_s or not has_space
+        misses = is_late or decode_gap_s > limits.itl_s or not worker.has_space()
         num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
         yield ChosenPath(
             path=path,
@@ -351,5 +345,4 @@ def _aggregated_paths(
                 decode_gap_s / limits.itl_s,
                 gap_s / limits.others_itl_s,
             ),
-            has_space=has_space,
         )

@@ -123,13 +123,7 @@ class SloPlacement(Placement):
         if request.dp_rank is not None or request.prefill_dp_rank is not None:
             return super().select(view, prompt, breakers, now, avoid=avoid)
         limits = self._limits(request)
-        overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
-        if overlaps is not None and not overlaps.matches:
-            overlaps = None
-        prompt_tokens = len(request.token_ids)
-        chosen = self._choose(
-            view, prompt_tokens, overlaps, limits, breakers, now, avoid=avoid, waited_s=waited_s
-        )
+        chosen = self._choose(view, prompt, limits, breakers, now, avoid, waited_s)
         if chosen is None:
             self._log_unpredicted(request.model)
             return super().select(view, prompt, breakers, now, avoid=avoid)
@@ -142,34 +136,6 @@ class SloPlacement(Placement):
             overlap_tokens=chosen.cached_tokens,
             chosen=chosen,
         )
-
-    def path_of_waiting(
-        self,
-        view: ModelView,
-        prompt_tokens: int,
-        ttft_s: float | None,
-        breakers: PairBreakers,
-        now: float,
-        *,
-        waited_s: float,
-    ) -> ChosenPath | None:
-        """Return the path that a request would get now, if nothing of its prompt were cached.
-
-        Args:
-            view: see `Placement.select`.
-            prompt_tokens: tokens of its prompt.
-            ttft_s: its own limit of the time to first token; None: that of the frontend.
-            breakers: see `Placement.select`.
-            now: see `Placement.select`.
-            waited_s: for how long it has waited since it arrived.
-
-        Returns:
-            None: the times of the workers are not known, or there are none.
-        """
-        limits = self._default
-        if ttft_s is not None:
-            limits = limits._replace(ttft_s=ttft_s)
-        return self._choose(view, prompt_tokens, None, limits, breakers, now, waited_s=waited_s)
 
     def _limits(self, request: GenerateRequest) -> SloLimits:
         """Return the limits of a request: its own, else those of the frontend."""
@@ -186,16 +152,17 @@ class SloPlacement(Placement):
     def _choose(
         self,
         view: ModelView,
-        prompt_tokens: int,
-        overlaps: PrefixOverlaps | None,
+        prompt: PromptHashes,
         limits: SloLimits,
         breakers: PairBreakers,
         now: float,
-        *,
-        avoid: int | None = None,
+        avoid: int | None,
         waited_s: float,
     ) -> ChosenPath | None:
         """Return the best path of all pairing keys; None: the times are not known."""
+        overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
+        if overlaps is not None and not overlaps.matches:
+            overlaps = None
         groups = list(view.groups.values()) or [PairGroup()]
         paths: list[ChosenPath] = []
         for group in groups:
@@ -208,7 +175,7 @@ class SloPlacement(Placement):
                     _ROLES, (prefills, group.decode, aggregated), strict=True
                 )
             ]
-            forecasts = self._forecasts(view, compared, prompt_tokens, overlaps, now)
+            forecasts = self._forecasts(view, compared, prompt, overlaps, now)
             if forecasts is None:
                 continue
             prefill_forecasts, decode_forecasts, aggregated_forecasts = forecasts
@@ -229,7 +196,7 @@ class SloPlacement(Placement):
         self,
         view: ModelView,
         compared: Sequence[Mapping[int, Instance]],
-        prompt_tokens: int,
+        prompt: PromptHashes,
         overlaps: PrefixOverlaps | None,
         now: float,
     ) -> list[list[WorkerForecast]] | None:
@@ -240,7 +207,7 @@ class SloPlacement(Placement):
         Args:
             view: the workers of the model.
             compared: prefill, decode and aggregated workers by id.
-            prompt_tokens: tokens of the prompt.
+            prompt: of the request.
             overlaps: what is cached of it.
             now: seconds of a monotonic clock.
 
@@ -252,6 +219,7 @@ class SloPlacement(Placement):
         shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
         if shared_cost is None:
             return None
+        prompt_tokens = len(prompt.request.token_ids)
         forecasts: list[list[WorkerForecast]] = []
         for role, by_id in zip(_ROLES, compared, strict=True):
             cached = [0] * len(by_id) if overlaps is None else overlaps.of(by_id)

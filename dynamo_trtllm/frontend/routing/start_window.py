@@ -11,9 +11,6 @@ has three limits:
 
 Limits 1 and 2 are twice as high for clients below their share, because their prompts go first.
 
-With `--router-mode slo`, a request also waits until the workers of the path that it would get have
-room for it: see `path_room`.
-
 The events of a choice let other ones start: no worker has to be asked.
 
 The module does no I/O.
@@ -31,7 +28,6 @@ from typing import Final
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView, ModelView
 from dynamo_trtllm.frontend.routing.first_token_times import FirstTokenTimes
-from dynamo_trtllm.frontend.routing.path_room import PathRoom, PromptsAtWorkers, WaitingRequest
 from dynamo_trtllm.frontend.routing.worker_capacity import FREE, WINDOW, ChoiceCosts, capacity
 from dynamo_trtllm.protocol.messages import ClientShare, Instance, Phase, Role
 
@@ -78,15 +74,7 @@ class StartPlace:
         request: the places of its request, where the choice counts already.
     """
 
-    __slots__ = (
-        "_begun_s",
-        "_has_begun",
-        "_has_token",
-        "_is_placed",
-        "_request",
-        "_stage",
-        "_worker_id",
-    )
+    __slots__ = ("_begun_s", "_has_begun", "_has_token", "_request", "_stage", "_worker_id")
 
     def __init__(self, request: RequestPlaces) -> None:
         self._request: RequestPlaces | None = request  # None: it has left
@@ -94,7 +82,6 @@ class StartPlace:
         self._worker_id: int | None = None  # of the worker that is called
         self._has_token = False
         self._has_begun = False  # a worker has generated tokens of it
-        self._is_placed = False  # its workers were selected, or it has ended
         self._begun_s = request.group_begun_s
 
     @property
@@ -149,10 +136,6 @@ class StartPlace:
         if request is None:
             return
         before = self._stage
-        request.move_prompt(
-            self._worker_id if before is Stage.PREFILL else None,
-            worker_id if stage is Stage.PREFILL else None,
-        )
         has_only_advanced = worker_id == self._worker_id and stage >= before
         if has_only_advanced:
             # It only stops counting for the limits of the stages that are over.
@@ -164,9 +147,6 @@ class StartPlace:
         self._worker_id = worker_id
         if stage > before:
             request.window.changed()
-        if not self._is_placed:
-            self._is_placed = True
-            request.window.placed(1)
 
 
 class RequestPlaces:
@@ -182,7 +162,6 @@ class RequestPlaces:
     Args:
         window: that of the model.
         costs: of one choice.
-        waiting: what decides on the path of the request.
         num_choices: of the request.
         rank: its priority among the requests of all clients.
         late_at_s: if it begins after this time, its first token is expected too late.
@@ -193,7 +172,6 @@ class RequestPlaces:
         "_num_left",
         "_num_reserved",
         "_places",
-        "_request",
         "_waiting",
         "costs",
         "group_begun_s",
@@ -207,7 +185,6 @@ class RequestPlaces:
         self,
         window: StartWindow,
         costs: ChoiceCosts,
-        waiting: WaitingRequest,
         num_choices: int,
         rank: int = 0,
         late_at_s: float = math.inf,
@@ -216,7 +193,6 @@ class RequestPlaces:
         self.late_at_s = late_at_s
         self.group_begun_s = 0.0  # when the last group could start
         self.costs = costs
-        self._request = waiting
         self.rank = rank
         self.share = ClientShare.EVEN  # known when the request begins
         self._num_left = num_choices  # choices without a place
@@ -239,9 +215,7 @@ class RequestPlaces:
         """
         if not self.window.has_capacity(self.costs, share):
             return False
-        if share is not ClientShare.BELOW and self.window.is_reserved():
-            return False
-        return self.window.path_has_room(self._request, share)
+        return share is ClientShare.BELOW or not self.window.is_reserved()
 
     def begin(self, share: ClientShare) -> None:
         """Reserve the places of the first group. `share`: as for `may_begin`."""
@@ -296,10 +270,8 @@ class RequestPlaces:
         self._places.clear()
         if self._num_reserved:
             self.count(-self._num_reserved, Stage.PREFILL, None)
-            num_unplaced = self._num_reserved
             self._num_reserved = 0
             self.window.changed()
-            self.window.placed(num_unplaced)
         self._end_starting()
 
     def count(
@@ -325,14 +297,6 @@ class RequestPlaces:
             if worker_id is not None:
                 usage.by_worker[worker_id] += cost
 
-    def move_prompt(self, from_id: int | None, to_id: int | None) -> None:
-        """Note that a choice waits for its prompt at another worker, or at none (None)."""
-        prompts = self.window.prompts
-        if from_id is not None:
-            prompts.remove(from_id, self._request.computed_tokens)
-        if to_id is not None:
-            prompts.add(to_id, self._request.computed_tokens)
-
     def _may_start_group(self) -> bool:
         return self.workers_have_capacity() and self.window.has_capacity(self.costs, self.share)
 
@@ -341,7 +305,6 @@ class RequestPlaces:
         group = min(GROUP, self._num_left)
         self._num_left -= group
         self._num_reserved += group
-        self.window.num_unplaced += group
         self.count(group, Stage.PREFILL, None)
 
     def _end_starting(self) -> None:
@@ -362,7 +325,6 @@ class StartWindow:
         on_capacity: called when further choices may start.
         uses_all_paths: see `capacity`.
         ttft_s: limit of the time to first token. Requests that can't keep it are late.
-        room: of the paths of requests. None: the choices at all workers together are limited.
         clock: returns seconds of a monotonic clock.
     """
 
@@ -374,7 +336,6 @@ class StartWindow:
         *,
         uses_all_paths: bool = False,
         ttft_s: float = math.inf,
-        room: PathRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -383,9 +344,6 @@ class StartWindow:
         self.first_tokens = FirstTokenTimes()
         self._ttft_s = ttft_s
         self._uses_all_paths = uses_all_paths
-        self._room = room
-        self.prompts = PromptsAtWorkers()
-        self.num_unplaced = 0  # choices that have begun, and whose workers are not selected yet
         # The requests that have groups to start, the oldest first. They are few: the next request
         # begins only when these have filled their workers.
         self.starting: list[RequestPlaces] = []
@@ -416,15 +374,13 @@ class StartWindow:
         view = self._view.model(self.model)
         worker_capacity = capacity(view, uses_all_paths=self._uses_all_paths)
         costs = FREE
-        computed_tokens = self.computed_tokens(prompt_tokens)
         if worker_capacity is not None:
-            costs = worker_capacity.costs(prompt_tokens, computed_tokens)
-        waiting = WaitingRequest(self.clock(), prompt_tokens, computed_tokens, ttft_s)
+            costs = worker_capacity.costs(prompt_tokens, self.computed_tokens(prompt_tokens))
         late_at_s = math.inf
         if self._ttft_s < math.inf:
             limit_s = self._ttft_s if ttft_s is None else ttft_s
             late_at_s = self.clock() + limit_s - self.first_tokens.expected_s
-        return RequestPlaces(self, costs, waiting, num_choices, rank, late_at_s)
+        return RequestPlaces(self, costs, num_choices, rank, late_at_s)
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         """Return how many tokens of prompts are probably in no prefix cache."""
@@ -478,43 +434,6 @@ class StartWindow:
                     self.full_stage = stage
                     return False
         self.full_stage = None
-        return True
-
-    def placed(self, num_choices: int) -> None:
-        """Note that the workers of choices which have begun are selected, or not needed."""
-        self.num_unplaced -= num_choices
-        if self._room is not None and not self.num_unplaced:
-            self.on_capacity()
-
-    def path_has_room(self, request: WaitingRequest, share: ClientShare) -> bool:
-        """Return whether the workers of the path that a request would get now have room for it.
-
-        Args:
-            request: the request.
-            share: what its client has got of the workers, compared with other clients.
-        """
-        room = self._room
-        if room is None:
-            return True
-        if self.num_unplaced:
-            # The path of this request depends on those of the ones before it.
-            self.full_stage = Stage.PREFILL
-            return False
-        path = room.path(self.model, request)
-        if path is None:
-            return True
-        prefill, _, run = self.usages
-        part = prefill.limit / WINDOW * (2 if share is ClientShare.BELOW else 1)
-        computing = path.prefill or path.decode
-        if not self.prompts.has_room(computing, request.computed_tokens, part):
-            self.full_stage = Stage.PREFILL
-            return False
-        # Without choices of this frontend there, the worker decides: it might never report enough
-        # space for this request.
-        if not path.has_space and run.by_worker.get(path.decode.id):
-            room.wait_for_space(path.decode.id)
-            self.full_stage = Stage.RUN
-            return False
         return True
 
     def is_reserved(self) -> bool:

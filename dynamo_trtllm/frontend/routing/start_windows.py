@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from dynamo_trtllm.frontend.routing.cluster_view import ClusterView
-from dynamo_trtllm.frontend.routing.path_room import PathRoom
 from dynamo_trtllm.frontend.routing.start_window import StartWindow
 
 
@@ -19,7 +18,6 @@ class StartWindows:
         on_capacity: called when requests may begin.
         uses_all_paths: see `capacity`.
         ttft_s: see `StartWindow`.
-        room: see `StartWindow`.
         clock: see `StartWindow`.
     """
 
@@ -30,16 +28,12 @@ class StartWindows:
         *,
         uses_all_paths: bool = False,
         ttft_s: float = math.inf,
-        room: PathRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._on_capacity = on_capacity
         self._uses_all_paths = uses_all_paths
         self._ttft_s = ttft_s
-        self._room = room
-        if room is not None:
-            room.notify(on_capacity)
         self._clock = clock
         self.by_model: dict[str, StartWindow] = {}
 
@@ -53,7 +47,6 @@ class StartWindows:
                 self._on_capacity,
                 uses_all_paths=self._uses_all_paths,
                 ttft_s=self._ttft_s,
-                room=self._room,
                 clock=self._clock,
             )
             self.by_model[model] = window

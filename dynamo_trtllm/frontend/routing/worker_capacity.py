@@ -113,9 +113,9 @@ def _new_capacity(view: ModelView, *, uses_all_paths: bool) -> WorkerCapacity | 
     if not prefill:
         return None
     # One step runs, and the choices of the next one wait.
-    in_prefill = 2 * sum(step_choices(worker) for worker in prefill)
+    in_prefill = 2 * sum(_step_choices(worker) for worker in prefill)
     # The KV of these choices is being transferred, or waits for a step.
-    in_transfer = sum(step_choices(worker) for worker in decode) if has_pairs else 0
+    in_transfer = sum(_step_choices(worker) for worker in decode) if has_pairs else 0
     # Two prompts of any length can wait at each worker: otherwise a worker would be idle after each
     # long one.
     num_prompts = 2 * len(prefill)
@@ -154,7 +154,7 @@ def _united(workers: Sequence[Instance], others: Sequence[Instance]) -> tuple[In
     return tuple(by_id.values())
 
 
-def step_choices(worker: Instance) -> int:
+def _step_choices(worker: Instance) -> int:
     """Return how many choices a step of a worker has at most."""
     return min(worker.limits.max_batch_size or _MAX_STEP_CHOICES, _MAX_STEP_CHOICES)
 

@@ -181,7 +181,7 @@ class WorkerForecast:
         report = load.report
         assert report is not None
         max_streams = self.instance.limits.max_batch_size  # 0: not reported
-        if 0 < max_streams <= self._work.decode_requests - load.ended_streams:
+        if 0 < max_streams <= self._work.decode_requests:
             return False
         block_tokens = self.instance.layout.block_tokens
         used_tokens = report.kv_blocks_used * block_tokens + load.unseen_kv_tokens

@@ -7,7 +7,7 @@ pass the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -69,8 +69,6 @@ class PlacedCall:
 
     def end(self) -> None:
         """Record that the instance does not run the call any more."""
-        if not self.is_unseen and not self.is_prefill:
-            self.load.ended_streams += 1
         self.on_reported()
         self.load.requests -= 1
 
@@ -84,9 +82,6 @@ class InstanceLoad:
     unseen_prefills: int = 0  # those of them of which the instance only computes the prompt
     unseen_prefill_tokens: int = 0  # prompt tokens of these requests that are not computed yet
     unseen_kv_tokens: int = 0  # tokens of the context of these requests
-    # Requests in the last report that have ended since. Those of which the instance only computed
-    # the prompt are not among them.
-    ended_streams: int = 0
     # The calls of this frontend that were sent, the oldest first.
     sent: dict[PlacedCall, None] = field(default_factory=dict)
     report: LoadReport | None = None
@@ -127,8 +122,6 @@ class ClusterLoad:
 
     def __init__(self) -> None:
         self._loads: dict[int, InstanceLoad] = {}
-        # Called with the id of an instance whose load was reported.
-        self.on_new_report: Callable[[int], None] = lambda instance_id: None
 
     def on_report(self, report: LoadReport, now: float) -> None:
         """Take a report. A broadcast one may arrive after a newer one, and is ignored then."""
@@ -144,8 +137,6 @@ class ClusterLoad:
         seen = [call for call in load.sent if call.sent_at < now - _SEEN_AFTER_S]
         for call in seen:
             call.on_reported()
-        load.ended_streams = 0
-        self.on_new_report(report.instance_id)
 
     def of(self, instance_id: int) -> InstanceLoad:
         """Return the load of an instance, without work if it is not known yet."""

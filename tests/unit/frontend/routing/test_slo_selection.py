@@ -315,28 +315,6 @@ def test_unreachable_limits_reject_the_first_attempt_only() -> None:
     assert select(placement, asked=request(), may_reject=True) is not None
 
 
-def test_slot_of_a_request_that_has_ended_is_free_before_it_is_reported() -> None:
-    view = model_view(
-        prefill=[instance(PREFILL, Role.PREFILL, can_aggregate=False)],
-        decode=[instance(DECODE, Role.DECODE, can_aggregate=False)],
-    )
-    placement = placement_of()
-    selection = select(placement, view)
-    assert selection is not None
-    placed = placement.start(selection, request(), 0.0)
-    placed.on_sent(DECODE, Phase.DECODE, 0.0)
-    full = LoadReport(DECODE, 2, MAX_STREAMS, 0, 0, 0, 1000, 0, COST)
-    placement.loads.on_report(full, 1.0)
-    found = [select(placement, view)]
-    placed.end(is_done=True)
-    found.append(select(placement, view))
-    # The next report counts what runs then.
-    placement.loads.on_report(msgspec.structs.replace(full, number=3), 2.0)
-    found.append(select(placement, view))
-    paths = [one.chosen for one in found if isinstance(one, PathSelection)]
-    assert [path.has_space for path in paths] == [False, True, False]
-
-
 def test_own_requests_count_before_they_are_reported() -> None:
     placement = placement_of()
     counts = Counter[int]()
