@@ -40,17 +40,19 @@ class ChunkSize:
         self.tokens = max(self._least_tokens, max_tokens // _FIRST_DIVISOR)
 
     def follow(self, limits_s: Iterable[float | None]) -> None:
-        """Set the target time of steps by the streams that run now.
+        """Set the target time of steps by the streams that run now: the shortest of their targets.
+
+        The size changes with the target at once. A stricter stream does not wait for a step that is
+        too long for it, and when it has ended, the size is as before.
 
         Args:
             limits_s: of their times between two tokens. None: the stream has no limit.
         """
-        known_s = [limit_s for limit_s in limits_s if limit_s is not None]
-        target_s = mixed_step_s(min(known_s, default=None))
-        if target_s < self._target_s:
-            # Do not wait for a step that is too long.
-            tokens = math.ceil(self.tokens * target_s / self._target_s)
-            self.tokens = max(self._least_tokens, tokens)
+        target_s = min(map(mixed_step_s, limits_s), default=mixed_step_s(None))
+        if target_s == self._target_s:
+            return
+        tokens = math.ceil(self.tokens * target_s / self._target_s)
+        self.tokens = max(self._least_tokens, min(self._max_tokens, tokens))
         self._target_s = target_s
 
     def measured(self, seconds: float, planned_tokens: int, *, is_full: bool) -> None:

@@ -372,6 +372,8 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[PrefillChunk]:
         """Return the number of tokens to compute of each prompt, at most `budget` together."""
         if self.is_elastic and self._decoding:
+            slos = [seq.request.slo for seq in self._decoding]
+            self._chunk_size.follow(None if slo is None else slo.itl_s for slo in slos)
             budget = min(budget, self._chunk_size.tokens)
         planned = []
         num_planned = 0

@@ -38,9 +38,18 @@ _KV_ROLES: Final = {
     Role.DECODE: "kv_consumer",
     Role.ELASTIC: "kv_both",
 }
-# Of vLLM's arguments, those that say which CUDA graphs are captured.
 CAPTURE_SIZES: Final = "compilation_config.cudagraph_capture_sizes"
-_CAPTURE_KEYS: Final = frozenset({CAPTURE_SIZES, "compilation_config.max_cudagraph_capture_size"})
+# Of vLLM's arguments, those that say which CUDA graphs are captured. vLLM has the first two also at
+# the top.
+_CAPTURE_KEYS: Final = frozenset(
+    {
+        CAPTURE_SIZES,
+        "compilation_config.max_cudagraph_capture_size",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "performance_mode",
+    }
+)
 # Arguments whose product is the number of ranks over which vLLM distributes experts.
 _EXPERT_RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
@@ -132,7 +141,11 @@ def _defaults(config: WorkerConfig, given: Sequence[Source]) -> list[Source]:
         defaults.append(Source({"block_size": TRANSFER_BLOCK_TOKENS}, reason))
     # The key of compiled code has the sizes. Those of all roles are equal, so that all use the same
     # code.
-    if not layers.merge(given).leaves.keys() & _CAPTURE_KEYS:
+    leaves = layers.merge(given).leaves
+    # Ranks of data parallelism step together: each step is padded to the largest one, if that has a
+    # graph. Then ranks with streams would compute as much as one with a prompt.
+    num_ranks = leaves["data_parallel_size"].value if "data_parallel_size" in leaves else 1
+    if num_ranks == 1 and not leaves.keys() & _CAPTURE_KEYS:
         reason = f"{_ADAPTER}, so that prompts and streams do not wait for the launch of steps"
         defaults.append(Source({CAPTURE_SIZES: captured_sizes()}, reason))
     return defaults

@@ -129,8 +129,8 @@ class PairProbes:
             partial(asyncio.Semaphore, _MAX_CONCURRENT)
         )
         self._all_slots = asyncio.Semaphore(_MAX_ALL)
-        # Held while a pair whose answers differed is compared again.
-        self._comparing_again = asyncio.Lock()
+        # One per worker, held while a pair of it whose answers differed is compared again.
+        self._comparing_again: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._probed = asyncio.Event()
 
     async def run(self) -> None:
@@ -218,6 +218,9 @@ class PairProbes:
         for decode in list(self._slots):
             if decode not in ids:
                 del self._slots[decode]
+        for worker in list(self._comparing_again):
+            if worker not in ids:
+                del self._comparing_again[worker]
 
     async def _probe_one(self, pair: Pair, model: str) -> None:
         _, decode_id = pair
@@ -290,9 +293,12 @@ class PairProbes:
         are_near = True  # rounding may have changed all answers
         for number in range(_MAX_PROMPTS):
             # What an engine computes in the same steps may change its rounding, as the probes of
-            # other pairs do. So further prompts are compared for one pair at a time.
+            # other pairs do. So further prompts are compared for one pair of a worker at a time.
             is_first = number == 0
-            async with contextlib.nullcontext() if is_first else self._comparing_again:
+            async with contextlib.AsyncExitStack() as stack:
+                if not is_first:
+                    for worker_id in _ids_in_order(selection):
+                        await stack.enter_async_context(self._comparing_again[worker_id])
                 found = await self._compare_one(selection, timeline)
                 if isinstance(found, _ProbeResult):
                     return found
@@ -427,6 +433,14 @@ class PairProbes:
     def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
             log.error("%s quarantined: %s", format_pair(pair), reason)
+
+
+def _ids_in_order(selection: WorkerSelection) -> list[int]:
+    """Return the ids of the workers. In this order, locks of several workers are no deadlock."""
+    workers = [selection.decode]
+    if selection.prefill is not None:
+        workers.append(selection.prefill)
+    return sorted(worker.id for worker in workers)
 
 
 def random_prompt(selection: WorkerSelection) -> TokenIds:

@@ -26,26 +26,36 @@ def test_full_steps_come_to_take_their_time() -> None:
         assert abs(base_s + token_s * tokens - MIXED_STEP_S) < 0.1 * MIXED_STEP_S
 
 
-def test_target_is_a_part_of_the_shortest_limit() -> None:
+@pytest.mark.parametrize(
+    ("limits_s", "wanted"),
+    [
+        ([0.1], 5000),
+        ([0.2, 0.1], 5000),
+        # Shorter steps than MIXED_STEP_S would compute few prompt tokens for their time.
+        ([0.1, 0.01], 3500),
+        ([None], 3500),
+        ([10.0, None], 3500),  # a stream without a limit has the usual target
+        ([], 3500),
+    ],
+)
+def test_target_is_the_shortest_of_all_streams(limits_s: list[float | None], wanted: int) -> None:
     chunk = ChunkSize(MAX_TOKENS)
-    chunk.follow([None, 0.2, 0.1])
-    assert after(chunk, 0.01, 1e-5) == pytest.approx(5000, rel=0.1)
-    # Shorter steps than MIXED_STEP_S would compute few prompt tokens for their time.
-    chunk.follow([0.01])
-    assert after(chunk, 0.01, 1e-5) == pytest.approx(3500, rel=0.1)
-    chunk.follow([None])
-    assert after(chunk, 0.01, 1e-5) == pytest.approx(3500, rel=0.1)
+    chunk.follow(limits_s)
+    assert after(chunk, 0.01, 1e-5) == pytest.approx(wanted, rel=0.1)
 
 
-def test_shorter_limit_counts_for_the_next_step() -> None:
+def test_other_target_counts_for_the_next_step() -> None:
     chunk = ChunkSize(MAX_TOKENS)
     chunk.follow([0.2])
-    before = after(chunk, 0.01, 1e-5)
-    chunk.follow([0.1])
-    assert chunk.tokens == before / 2
-    # A longer one does not: a larger step has to be measured.
-    chunk.follow([0.2])
-    assert chunk.tokens == before / 2
+    before = after(chunk, 0.01, 2e-5)
+    for _ in range(100):
+        chunk.follow([0.2, 0.1])
+        assert chunk.tokens == pytest.approx(before / 2, abs=1)
+        chunk.follow([0.2])
+        assert chunk.tokens == pytest.approx(before, abs=2)
+    # The size has bounds all the same.
+    chunk.follow([600.0])
+    assert chunk.tokens == MAX_TOKENS
 
 
 def test_prompts_go_on_however_long_steps_take() -> None:

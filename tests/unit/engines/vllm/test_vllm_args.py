@@ -244,11 +244,21 @@ def test_large_steps_have_graphs(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "settings", [{"data_parallel_size": 2}, {"performance_mode": "interactivity"}]
+)
+def test_vllm_sizes_graphs_where_others_would_harm(settings: dict[str, Any]) -> None:
+    args = merged("--disaggregation-mode decode", override_engine_args=settings)
+    assert CAPTURE_SIZES not in args.leaves
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {CAPTURE_SIZES: [8]},
         {"compilation_config": {"cudagraph_capture_sizes": [8]}},
         {"compilation_config": {"max_cudagraph_capture_size": 8}},
+        {"cudagraph_capture_sizes": [8]},
+        {"max_cudagraph_capture_size": 8},
     ],
 )
 def test_graphs_that_the_user_sizes_are_unchanged(settings: dict[str, Any]) -> None:

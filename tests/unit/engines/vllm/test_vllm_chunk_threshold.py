@@ -148,8 +148,7 @@ def test_chunk_follows_the_shortest_limit_of_the_streams() -> None:
     assert chunk_after(1) <= 0.6 * 11_000
     assert abs(chunk_after(60) - 5000) <= 500
     # A stream without a limit has the usual target.
-    scheduler.requests.pop("call")
-    del scheduler.running[0].sampling_params.extra_args[ITL_LIMIT_S]
+    scheduler.run("other", 100, 101)
     assert abs(chunk_after(60) - 3500) <= 350
 
 
