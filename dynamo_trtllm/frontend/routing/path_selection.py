@@ -6,8 +6,12 @@ whole request: a decode, prefill or aggregated worker.
 While an elastic worker generates tokens, its steps have few prompt tokens (`engines.chunk_size`).
 So its prompts take longer from its first stream on:
 
-* Streams go to elastic workers that have some already, while these have space and their gaps stay
-  below _PACKED of the limit. Workers that get no prompts share streams evenly.
+* Of the paths whose pressure is at most _SUFFICIENT, the one with the earliest first token is
+  taken. A whole request counts as if its worker had streams, because the next prompts there will
+  run beside its stream.
+* Streams of prefill workers go to elastic workers that have some already, while these have space
+  and their gaps stay below _SUFFICIENT of the limit. Workers that get no prompts share streams
+  evenly.
 * One without a share of decode calls runs a whole request only if there is no other path.
 """
 
@@ -25,7 +29,7 @@ import msgspec
 from dynamo_trtllm.frontend.routing.pair_breakers import PairBreakers
 from dynamo_trtllm.frontend.routing.pairs import pair_of
 from dynamo_trtllm.frontend.routing.worker_forecast import WorkerForecast
-from dynamo_trtllm.protocol.messages import Instance
+from dynamo_trtllm.protocol.messages import Instance, Role
 
 # Of two workers or paths whose pressures differ by less than this part, chance may choose either.
 # So frontends with the same reports do not all choose the same one.
@@ -36,8 +40,8 @@ _NEGLIGIBLE: Final = 0.01
 # of first tokens are predicted with errors of about a tenth.
 _TTFT_PART: Final = 0.9
 # An elastic worker that has streams takes further ones before a worker that has none, up to this
-# pressure.
-_PACKED: Final = 0.8
+# pressure. Paths with elastic workers are chosen by their first token, up to this pressure.
+_SUFFICIENT: Final = 0.8
 # Decode workers that are tried for a whole request: those with the shortest gaps.
 _MAX_DECODES_ALONE: Final = 2
 _cached_tokens = attrgetter("cached_tokens")
@@ -72,6 +76,9 @@ class ChosenPath(msgspec.Struct, frozen=True):  # made in a third of the time of
     gap_s: float  # the longest one of this request and of those that run on its workers
     num_missed: int  # requests that miss a limit: this one, and those that it delays
     pressure: float  # the largest ratio of a predicted time to its limit; above 1 it is missed
+    # Of sufficient paths with elastic workers, that with the shortest one of these times is taken.
+    # It is `ttft_s`, if the worker of a whole request had streams already.
+    lasting_ttft_s: float
 
     @property
     def meets_slo(self) -> bool:
@@ -120,9 +127,10 @@ def select_path(
 
     A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
     between two tokens exceeds its limit: neither of this request nor of those that run on its
-    workers. Of these paths, the one with the least pressure is chosen (see `ChosenPath`). A prefill
-    worker runs a whole request only if no other path meets the SLO, because its stream would delay
-    the prompts after it.
+    workers. Of these paths, the one with the least pressure is chosen (see `ChosenPath`), and with
+    elastic workers the one with the earliest first token, if it has at most _SUFFICIENT pressure. A
+    prefill worker runs a whole request only if no other path meets the SLO, because its stream
+    would delay the prompts after it.
 
     If no path meets the SLO, the one is chosen on which the fewest requests miss a limit, and of
     these the one with the least pressure, a whole request on a prefill worker last. Streams that
@@ -152,9 +160,7 @@ def select_path(
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)
-        if pair.num_missed == 0:
-            # The pair suffices. A stream at one of these workers would only slow its prompts.
-            decode_parts = [part for part in decode_parts if not part.is_last_resort]
+    has_elastic = any(worker.instance.role is Role.ELASTIC for worker in decodes)
     if breakers.any_open:
         prefills, decodes, aggregated = _able_alone(prefills, decodes, aggregated, breakers)
         decode_parts = [part for part in decode_parts if part.worker in decodes]
@@ -165,12 +171,17 @@ def select_path(
             # Workers without a share of decode calls are needed only if there is no other path.
             prefills = [worker for worker in prefills if worker.takes_streams]
         paths += _aggregated_paths(Path.ON_PREFILL, prefills, limits, waited_s)
-    return min(paths, key=partial(_order_of_path, random), default=None)
+    order = partial(_order_of_path, random, has_elastic)
+    return min(paths, key=order, default=None)
 
 
-def _order_of_path(random: Callable[[], float], path: ChosenPath) -> tuple[int, bool, float]:
+def _order_of_path(
+    random: Callable[[], float], has_elastic: bool, path: ChosenPath
+) -> tuple[int, bool, float, float]:
     is_last_resort = path.path is Path.ON_PREFILL
-    return path.num_missed, is_last_resort, _blurred(path.pressure, random)
+    if has_elastic and path.pressure <= _SUFFICIENT:
+        return path.num_missed, is_last_resort, 0.0, _blurred(path.lasting_ttft_s, random)
+    return path.num_missed, is_last_resort, _blurred(path.pressure, random), 0.0
 
 
 def _blurred(pressure: float, random: Callable[[], float]) -> float:
@@ -241,7 +252,7 @@ def _decode_part(
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
     misses = gap_s > limits.itl_s or not worker.has_space()
     pressure = gap_s / min(limits.itl_s, limits.others_itl_s)
-    takes_further_streams = worker.has_streams and pressure <= _PACKED
+    takes_further_streams = worker.has_streams and pressure <= _SUFFICIENT
     return _PathPart(
         worker,
         num_missed=num_delayed + misses,
@@ -284,6 +295,7 @@ def _pair_path(
             prefill.gap_s / limits.others_itl_s,
             decode.gap_s / min(limits.itl_s, limits.others_itl_s),
         ),
+        lasting_ttft_s=ttft_s,
     )
 
 
@@ -345,4 +357,5 @@ def _aggregated_paths(
                 decode_gap_s / limits.itl_s,
                 gap_s / limits.others_itl_s,
             ),
+            lasting_ttft_s=waited_s + worker.first_token_s(has_streams=True),
         )
