@@ -34,7 +34,7 @@ class MachineFacts:
     no_gpu_reason: str  # empty if there are GPUs
     cpus: int  # CPUs that this process may use
     memory_bytes: int  # memory of the host that is available now
-    engines: frozenset[str]  # installed
+    engines: frozenset[str]  # the engines that are installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ModelFacts:
     path: str  # value of --model-path
     name: str  # name that clients send
     weight_bytes: int | None  # size of the stored weights; None if it is not known
-    # Number of weights, for the torch engine, which does not compute with quantized ones.
+    # Number of weights, for the torch engine: it converts quantized weights before it computes.
     torch_values: int | None
     num_heads: int | None  # attention heads, of which each GPU gets an equal share
     is_gguf: bool = False
@@ -265,7 +265,7 @@ def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | N
 
 
 def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
-    """Return the number of workers by role, as the options ask for. None: they ask for none."""
+    """Return the number of workers by role that the options ask for; None if they do not say."""
     if options.elastic is not None:
         others = (options.prefill, options.decode, options.replicas)
         if any(count is not None for count in others):
