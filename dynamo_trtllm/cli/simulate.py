@@ -19,7 +19,7 @@ from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import QUANTILES, Outcome, Slo
 from dynamo_trtllm.simulate.workload import parse_shape, poisson_arrivals, read_trace
 
-_SHAPE_REQUESTS = 500  # of a shape, unless --requests sets another number
+_SHAPE_REQUESTS = 500  # requests of a shape, unless --requests sets another number
 
 
 @command(SimulateConfig, f"{CONSOLE} simulate")
