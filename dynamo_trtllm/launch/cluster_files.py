@@ -390,7 +390,7 @@ def compose_file(cluster: ClusterDeployment) -> str:
 
 def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
     """Return the service of worker `number` of the group."""
-    name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
+    name = worker.process_names[number]
     devices = devices_of(worker, number)
     # Without GPUs, the home folder is in memory. With GPUs, it is a volume (see below).
     home = "" if devices else ', "/home/dynamo:mode=1777"'
@@ -431,9 +431,10 @@ def _for_compose(word: str) -> str:
 def _compose_head(cluster: ClusterDeployment) -> list[str]:
     """Return the lines at the beginning of the file: its origin, and how to use it."""
     folders = [
-        f"deploy/compose/data/home/{worker.name}"
+        f"deploy/compose/data/home/{name}"
         for worker in cluster.deployment.workers
         if worker.devices != "cpu"
+        for name in worker.process_names
     ]
     lines = [
         *cluster.head,
