@@ -356,7 +356,8 @@ def compose_file(cluster: ClusterDeployment) -> str:
     volumes = ""
     if cluster.keys_file:
         access = "      DYN_TRTLLM_API_KEYS_FILE: /etc/api-keys/keys.jsonl"
-        volumes = f"      - {quoted(f'{cluster.keys_file}:/etc/api-keys/keys.jsonl:ro')}\n"
+        volume = _for_compose(f"{cluster.keys_file}:/etc/api-keys/keys.jsonl:ro")
+        volumes = f"      - {quoted(volume)}\n"
     words = cluster.frontend_words()
     if not any(word.startswith("--workers=") for word in words):
         words.append("--workers=1")
@@ -417,7 +418,7 @@ def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str
         args="".join(f"      - {quoted(_for_compose(word))}\n" for word in words),
         variables="".join(f'      {key}: "{value}"\n' for key, value in variables.items()),
         home=home,
-        volumes="".join(f"      - {quoted(volume)}\n" for volume in volumes),
+        volumes="".join(f"      - {quoted(_for_compose(volume))}\n" for volume in volumes),
         shm_gib=_SHM_GIB.get(cluster.engine, 1),
         gpus=gpus,
     )

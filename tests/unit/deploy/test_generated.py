@@ -202,6 +202,19 @@ def test_compose_head_when_a_role_has_two_workers_then_makes_both_homes(
         assert f"deploy/{folder.removeprefix('./')} " in command
 
 
+def test_compose_paths_when_they_have_a_dollar_sign_then_name_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys$x.jsonl").touch()
+    (tmp_path / "engine$x.yaml").write_text("max_num_seqs: 7")
+    words = ("--api-keys-file", "keys$x.jsonl", "--extra-engine-args", "engine$x.yaml")
+    _, made = compose_on_gpus(words, tmp_path, monkeypatch)
+    frontend = made["services"]["frontend"]["volumes"]
+    worker = made["services"]["decode"]["volumes"]
+    assert f"{tmp_path}/keys$$x.jsonl:/etc/api-keys/keys.jsonl:ro" in frontend
+    assert f"{tmp_path}/engine$$x.yaml:/etc/engine/engine.yaml:ro" in worker
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
