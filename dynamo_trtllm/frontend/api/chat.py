@@ -61,7 +61,7 @@ def part_texts(
     Args:
         value: what the client sent.
         types: the types that a part may have. An error proposes the first one.
-        fields: the names of a part's fields. Others are treated as unknown fields.
+        fields: the names of a part's fields. All other fields are treated as unknown fields.
         info: the info of the validator that calls this.
     """
     if isinstance(value, str):
@@ -197,12 +197,12 @@ class AssistantMessage(RequestModel):
 
     @model_validator(mode="after")
     def _has_one_reasoning(self) -> AssistantMessage:
-        _ = self.any_reasoning  # reading it rejects two different ones
+        _ = self.any_reasoning  # reading this property rejects two different texts
         return self
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, under either name. A validator rejects different ones."""
+        """The reasoning, under either name. A validator has rejected two different texts."""
         return single_value(
             {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
         )
