@@ -186,7 +186,7 @@ def compose_on_gpus(
     return text, yaml.safe_load(text)
 
 
-def test_compose_head_when_a_role_has_two_workers_then_makes_both_homes(
+def test_compose_head_when_two_workers_then_makes_both_homes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, made = compose_on_gpus(("--decode", "2"), tmp_path, monkeypatch)
@@ -202,7 +202,7 @@ def test_compose_head_when_a_role_has_two_workers_then_makes_both_homes(
         assert f"deploy/{folder.removeprefix('./')} " in command
 
 
-def test_compose_paths_when_they_have_a_dollar_sign_then_name_no_variable(
+def test_compose_paths_when_dollar_sign_then_name_no_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys$x.jsonl").touch()
