@@ -159,7 +159,7 @@ class ClusterDeployment:
 
     @property
     def keys_file(self) -> str:
-        """Return the file of API keys on this machine; "": there is none."""
+        """Return the file of API keys on this machine; "": there is no such file."""
         return str((self.deployment.frontend or {}).get("api_keys_file") or "")
 
     def frontend_words(self) -> list[str]:
@@ -200,7 +200,7 @@ class ClusterDeployment:
         return to_argv(WorkerConfig, values)
 
     def engine_file(self) -> str:
-        """Return the content of `--extra-engine-args`; "": there is none. Raises ConfigError."""
+        """Return the content of `--extra-engine-args`; "": it is not set. Raises ConfigError."""
         path = self.deployment.workers[0].flags.get("extra_engine_args")
         if not path:
             return ""

@@ -332,7 +332,7 @@ class EmbeddedDeployment:
     def _run_thread(self) -> None:
         try:
             uvloop.run(self._run())
-        except asyncio.CancelledError:  # by `_cancel`
+        except asyncio.CancelledError:  # `_cancel` was called
             if not self._started.done():
                 self._started.set_exception(Draining("the deployment was stopped; create another"))
         except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it

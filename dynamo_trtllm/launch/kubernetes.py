@@ -74,8 +74,9 @@ class WorkerPods:
         role: prefill, decode, or worker for aggregated workers.
         args: flags of `dynamo-trtllm worker`.
         variables: environment variables of the engine.
-        model_claim: volume claim of the weights; "": there is none.
-        engine_config_map: ConfigMap with the engine's arguments; "": there is none.
+        model_claim: volume claim of the weights; "": there is no claim.
+        engine_config_map: ConfigMap with the engine's arguments; "": there is no
+            ConfigMap.
         engine_digest: digest of that ConfigMap's content.
         node_rules: more expressions that select nodes with suitable GPUs.
         near_label: label of nodes, such as ONE_NODE; workers prefer nodes with the same value. "":

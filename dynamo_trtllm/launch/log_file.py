@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 from dynamo_trtllm.observability.output_relay import RelayedOutput, relay_line
 
-MAX_BYTES: Final = 8 << 20  # of one file
+MAX_BYTES: Final = 8 << 20  # the size at which a file is full
 _LAST_LINES_S: Final = 1.0  # the longest wait for the writer at the end
 _SEPARATOR: Final = " | "
 
@@ -40,7 +40,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
         OSError: the file can't be created.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    num_bytes = 0  # of the current file
+    num_bytes = 0  # bytes that were written to the current file
 
     def notice(count: int, reason: str) -> bytes:
         why = f" ({reason})" if reason else ""

@@ -44,7 +44,7 @@ _COMMON_NAMES = {
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
 }
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-_STOP_MARGIN_S = 5.0  # for the end of a worker after its drain
+_STOP_MARGIN_S = 5.0  # time for the end of a worker after its drain
 # Settings that are left out when a deployment gets another engine.
 _LOST_WITH_ENGINE = (
     "extra_engine_args",

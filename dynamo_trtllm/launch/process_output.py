@@ -37,7 +37,7 @@ _LOG_LINE = re.compile(
     r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ (?P<request>\S+ )?\S+:"
     r" (?P<message>.*)"
 )
-_MAX_TERMINAL_CHARS = 100  # of a line
+_MAX_TERMINAL_CHARS = 100  # longest INFO line on a terminal
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
@@ -86,7 +86,7 @@ class ProcessOutput:
 
     @contextmanager
     def keeping_lines(self, path: Path) -> Iterator[str]:
-        """Also write all lines to a file, hidden ones as well.
+        """Also write all lines to a file, including hidden lines.
 
         Yield the path. If the file can't be created, write a line that says so, and yield "".
         """

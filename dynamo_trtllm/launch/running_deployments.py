@@ -71,7 +71,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
-    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is none
+    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is no file
     server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Instance ids of workers that have ended, whose leases may not have expired yet.
@@ -174,7 +174,9 @@ def running_deployments() -> list[LaunchRecord]:
 
 
 def running_deployment(name: str | None, how: str) -> LaunchRecord | None:
-    """Return the deployment that a command without an address means. None: none runs here.
+    """Return the deployment that a command without an address means.
+
+    None: no deployment runs here.
 
     Args:
         name: the name of the deployment. Default: the only one that runs.

@@ -37,7 +37,7 @@ _HOST = "127.0.0.1"
 # How much of a log the error of a failed start shows.
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
-ONE_ANSWER_S = 5.0  # limit of one check
+ONE_ANSWER_S = 5.0  # longest time of one check
 # The pause between two checks, as a fraction of the time waited so far, and its limits.
 _PAUSE_FRACTION = 0.1
 _SHORTEST_PAUSE_S = 0.05

@@ -16,8 +16,10 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
 _GIB = 1 << 30
-_MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
-_MIN_FREE_FRACTION = 0.8  # of a GPU's memory; a GPU with less free memory is in use
+# The part of the memory that weights may take. The rest is for KV and activations.
+_MAX_WEIGHT_FRACTION = 0.8
+# The part of a GPU's memory that has to be free. A GPU with less free memory is in use.
+_MIN_FREE_FRACTION = 0.8
 _BY_PREFERENCE: tuple[str, ...] = ("trtllm", "vllm", "torch")
 # The least memory of a worker's process without weights. With the mock engine it takes 36 MB.
 _WORKER_BYTES = 32 << 20
