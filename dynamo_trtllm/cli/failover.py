@@ -49,7 +49,7 @@ _RECORDED_WITHIN_S: Final = 2.0  # the longest wait for the recording of the end
 _POLL_S: Final = 0.05  # between two looks at the recordings
 _TICK_S: Final = 0.1  # between two counts of the pause on a terminal
 _SHORTEST_PAUSE_S: Final = 0.1  # shorter gaps between two pieces of text are not shown
-_MAX_TOKENS: Final = 400  # of the answer
+_MAX_TOKENS: Final = 400  # the most tokens of the answer
 # More fields of the request, by model, for a long answer. The bundled model thinks longest with a
 # high effort.
 _FIELDS_FOR_LONG_ANSWERS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -177,7 +177,7 @@ def _kv_transfer(report: Report) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as lines. The first column is aligned left, the others right."""
+    """Format rows as lines. The first column is aligned left, all others are aligned right."""
     first_width, *other_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

@@ -28,7 +28,7 @@ from dynamo_trtllm.support.tls import client_context
 _TIMEOUT_S: Final = 10.0
 # How long to wait for what a worker learns from the last load: it learns once a second.
 _LEARNED_S: Final = 2.5
-_MIN_SAMPLES: Final = 100  # of each kind of step
+_MIN_SAMPLES: Final = 100  # the fewest samples of each kind of step
 _MAX_METRICS_BYTES: Final = 1 << 20
 _WORKER_METRIC: Final = "active_calls"  # a metric that only workers have
 # For each key of `step_costs` of the mock engine: the kind of these costs in metrics, and the terms

@@ -75,7 +75,7 @@ def with_other_machines(
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
-    """Return the recordings of this machine, and of the processes elsewhere that answer."""
+    """Return the recordings of this machine, and of other processes that answer."""
     async with asyncio.timeout(config.timeout_s), aclosing(EtcdStore(config)) as store:
         records = (await store.read_all(namespace_prefix(config.namespace))).records
     transport = NatsTransport(config.nats_server, access=NatsAccess.of(config))

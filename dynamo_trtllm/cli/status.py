@@ -238,7 +238,7 @@ def _launched(name: str | None) -> list[LaunchRecord]:
 class _StatusClient(NamedTuple):
     """How processes are asked for their status."""
 
-    deadline: float  # on the clock of the event loop
+    deadline: float  # a time of the event loop's clock
     api_key: str | None
     client_files: ClientTlsFiles | None  # the certificate of this client
 
@@ -356,7 +356,10 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 
 
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
-    """Add the problems of the frontend and the workers that only it knows, except `ended` ones."""
+    """Add the problems that a frontend reports, and the workers that only the frontend knows.
+
+    Workers in `ended` are left out.
+    """
     known = {process.instance_id: process for process in report.processes}
     for instance in health.instances:
         if instance.id in ended:

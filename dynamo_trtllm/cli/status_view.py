@@ -20,7 +20,7 @@ REGISTERED: Final = "registered"
 UNREACHABLE: Final = "unreachable"
 _HEAD: Final = ("process", "role", "state", "address", "load")
 _BAR_CHARS: Final = 10
-_MAX_STATE_CHARS: Final = 60  # of a cell; a longer reason is a line below the table
+_MAX_STATE_CHARS: Final = 60  # longest cell; a longer reason is a line below the table
 _COLORS: Final = {READY: "green", REGISTERED: "green", UNREACHABLE: "red"}
 
 

@@ -58,7 +58,7 @@ class ProcessProblem(NamedTuple):
     """A process that does not work or answer, or has a wrong date."""
 
     title: str
-    pid: int | None  # None: it has not answered
+    pid: int | None  # None: the process has not answered
     reason: str
     is_over: bool  # it has ended or was killed
 
