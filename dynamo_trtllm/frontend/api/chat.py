@@ -106,7 +106,7 @@ Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongTex
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
 # The name of who wrote a message, with the characters that OpenAI's API accepts.
 _Author = Annotated[str, Field(pattern=r"^[^\s<|\\/>]{1,64}$", max_length=64)]
-# The functions of gpt-oss's browser are the only ones with a dot.
+# Only the functions of gpt-oss's browser have a dot in their names.
 FunctionName = Annotated[
     str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)
 ]
@@ -226,7 +226,7 @@ Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
 class Function(RequestModel):
     name: FunctionName
     description: Description = ""
-    strict: bool = False  # before `parameters`, whose check depends on it
+    strict: bool = False  # declared before `parameters`, whose check reads it
     parameters: ToolSchema = Field(default_factory=dict)
 
 
@@ -330,7 +330,7 @@ class ToolChoice(RequestModel):
     # "none": the prompt contains no tools
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: Label = ""  # name of the function, if the mode is "named"
-    # The names of the functions that the prompt contains. None: it contains all.
+    # The names of the functions that the prompt contains. None: the prompt contains all.
     allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 

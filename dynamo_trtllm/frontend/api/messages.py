@@ -230,7 +230,7 @@ class MessageTool(RequestModel):
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$", max_length=128)
     description: chat.Description = ""
-    strict: bool = False  # before `input_schema`, whose check depends on it
+    strict: bool = False  # declared before `input_schema`, whose check reads it
     input_schema: ToolSchema
 
 

@@ -49,8 +49,8 @@ class WorkerIds(TypedDict, total=False):
 class NvTiming(TypedDict):
     """The times of a request, as Dynamo reports them."""
 
-    request_received_ms: Count  # since the epoch
-    # from the request until its first call to a worker
+    request_received_ms: Count  # when the request came, since the epoch
+    # from then to the first call to a worker
     prefill_wait_time_ms: NotRequired[Milliseconds]
     prefill_time_ms: NotRequired[Milliseconds]  # from that call to the first token
     ttft_ms: NotRequired[Milliseconds]

@@ -135,7 +135,8 @@ class RequestModel(BaseModel):
             return data
         accepted = {}
         listed = _listed_names(cls)
-        # Listed fields come first, so that their errors are reported before those of unknown ones.
+        # Listed fields come first, so that their errors are reported before errors of unknown
+        # fields.
         for name, value in data.items():
             if name not in listed or value is None or name in cls.hints:
                 continue
@@ -233,7 +234,7 @@ def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
 
 @functools.cache
 def _listed_names(model: type[RequestModel]) -> frozenset[str]:
-    """Return all names that a model says something about: accepted ones and unsupported ones."""
+    """Return all names that a model lists: the accepted names and the unsupported names."""
     return _accepted_names(model) | frozenset(model.unsupported)
 
 
@@ -302,7 +303,8 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Args:
         model: the class of the request.
         body: the bytes of the body.
-        ignored: gets the names of the unknown fields, which are ignored. None: they are rejected.
+        ignored: gets the names of the unknown fields, which are ignored. None: unknown fields are
+            rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
@@ -370,7 +372,7 @@ def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | No
     """Return the value, or reject it at its first wrong entry. Only validators call this.
 
     pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's
-    images have older ones.
+    images have older releases.
 
     Args:
         value: what the client sent.

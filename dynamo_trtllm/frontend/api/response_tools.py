@@ -55,7 +55,7 @@ class ResponsesFunctionTool(RequestModel):
     type: Literal["function"]
     name: chat.FunctionName
     description: chat.Description = ""
-    strict: bool = False  # before `parameters`, whose check depends on it
+    strict: bool = False  # declared before `parameters`, whose check reads it
     parameters: ToolSchema = Field(default_factory=dict)
 
 

@@ -241,7 +241,7 @@ class SamplingFields(RequestModel):
 
     @property
     def requested_priority(self) -> int | None:
-        """The priority that the request names; None: it names none. Lower values come first."""
+        """The priority of the request; None: it was not given. Lower values come first."""
         hints = self.nvext.agent_hints
         hint = None if hints is None or hints.priority is None else -hints.priority
         return single_value({"priority": self.priority, "nvext.agent_hints.priority": hint})

@@ -48,7 +48,7 @@ class IgnoredFields:
     def meant(self, name: str, known: frozenset[str]) -> str | None:
         """Return the known name that a misspelled one stands for.
 
-        None: the name is not misspelled, or misspelled names are ignored like other unknown ones.
+        None: the name is not misspelled, or misspelled names are ignored like all unknown names.
 
         Only the first unknown fields of a request are compared, so that its cost stays in
         proportion to its size.
@@ -94,8 +94,8 @@ def _plain(name: str) -> str:
 
 
 def _is_one_edit(one: str, other: str) -> bool:
-    """Return True if one character is missing, too many or another one, or two neighbors are
-    swapped.
+    """Return True if the names differ by one character that is missing, added or replaced, or by
+    two neighbors that are swapped.
     """
     begin = 0
     shortest = min(len(one), len(other))

@@ -62,7 +62,7 @@ class RequestActivity:
     # What was counted since the last sample:
     _num_ended: int = field(default=0, init=False)
     _codes: Counter[str] = field(default_factory=Counter, init=False)
-    _progress: dict[int, _StreamSums] = field(default_factory=dict, init=False)  # by worker
+    _progress: dict[int, _StreamSums] = field(default_factory=dict, init=False)  # sums by worker
     # For each running stream, how many of its tokens were counted, and when the last of them came.
     _counted: dict[Choice, tuple[int, float]] = field(default_factory=dict, init=False)
 

@@ -26,8 +26,8 @@ from dynamo_trtllm.protocol.messages import LoadReport, decode, encode
 
 log = logging.getLogger(__name__)
 
-SAMPLE_S: Final = 1.0  # between two samples
-MAX_READERS: Final = 32  # of one process
+SAMPLE_S: Final = 1.0  # the time between two samples
+MAX_READERS: Final = 32  # the most readers of one process
 # For how long this process sends samples after it got a sample of another process that has readers.
 # This is longer than three samples, so that a lost sample does not matter.
 _WANTED_S: Final = 3.5

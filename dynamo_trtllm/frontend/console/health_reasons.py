@@ -18,8 +18,9 @@ from dynamo_trtllm.frontend.console.snapshot import (
 from dynamo_trtllm.frontend.routing.model_registry import WorkerChange
 from dynamo_trtllm.frontend.routing.pair_breakers import PairState
 
-SILENT_S: Final = 5.0  # without a token of a running stream, or without a sample of a frontend
-_FULL_KV: Final = 0.95  # share of the KV blocks
+# A running stream without a token for this time is reported, and a frontend without a sample.
+SILENT_S: Final = 5.0
+_FULL_KV: Final = 0.95  # share of used KV blocks at which a KV cache is reported as full
 _BRIEF_S: Final = 5.0  # after this time of slowness, the reason says for how long a worker is slow
 _LEFT_S: Final = 600.0  # for how long the reasons name a worker that left
 _MAX_OF_A_KIND: Final = 5  # reasons of one kind

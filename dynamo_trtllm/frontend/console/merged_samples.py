@@ -78,7 +78,8 @@ class MergedSamples:
     _new_samples: list[FrontendSample] = field(default_factory=list, init=False)
     _loads: dict[int, LoadReport] = field(default_factory=dict, init=False)
     _times: RecentTimes = field(default_factory=RecentTimes, init=False)
-    _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)  # by worker
+    # When each slow worker began to be slow.
+    _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)
     _requests: deque[RequestRow] = field(init=False)
     _points: deque[ConsolePoint] = field(init=False)
     # Requests by outcome, of each point of the last minute.

@@ -51,7 +51,7 @@ class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
     # The worker's time, divided by the usual time of the others of its role. None: it is not slow.
     slow_ratio: float | None
     is_slow_at_prompts: bool  # the ratio is that of times per prompt token, not per output token
-    slow_s: float  # for how long it has been slow while a console was open
+    slow_s: float  # for how long the worker has been slow while a console was open
     silent_s: float  # for how long no token of a running stream came
     # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None

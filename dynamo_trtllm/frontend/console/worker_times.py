@@ -147,7 +147,7 @@ class RecentTimes:
 
 
 def slow_ratios(seconds: Mapping[int, float], least_s: float = _NOTICED_S) -> dict[int, float]:
-    """Return the workers that are slow, and how many times as slow as the others they are.
+    """Return the workers that are slow, each with its time divided by the median of the others.
 
     Args:
         seconds: the seconds per token by worker, for workers that do the same work.

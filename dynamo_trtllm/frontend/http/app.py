@@ -41,7 +41,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
-_ERROR_FORMS: Final = {_MESSAGES: messages_error}  # by the beginning of the path
+_ERROR_FORMS: Final = {_MESSAGES: messages_error}  # forms of errors by the beginning of the path
 _NOT_FOUND_HINT: Final = "; see /docs for the API"
 
 

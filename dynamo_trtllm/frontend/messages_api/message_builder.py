@@ -163,9 +163,9 @@ def _loaded(text: str) -> Any:
 
 
 class MessageBuilder:
-    """One message in progress. Pure.
+    """One message in progress.
 
-    It encodes the events of a streamed message, and aggregates any other message.
+    It encodes the events of a streamed message, and aggregates any other message. It does no I/O.
     """
 
     def __init__(self, meta: ResponseMeta, plan: GenerationPlan) -> None:

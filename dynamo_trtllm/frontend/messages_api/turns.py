@@ -1,4 +1,7 @@
-"""Convert content blocks of Anthropic's Messages API to a conversation and its options. Pure."""
+"""Convert content blocks of Anthropic's Messages API to a conversation and its options.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 

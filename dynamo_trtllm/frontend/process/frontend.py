@@ -60,8 +60,8 @@ _EARLY_ANSWERS = {
 class StartupGate:
     """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
 
-    Status requests are answered at once. All others need the models: without them, the answer would
-    be 404.
+    Status requests are answered at once. All other requests need the models: without the models,
+    the answer would be 404.
     """
 
     def __init__(self) -> None:

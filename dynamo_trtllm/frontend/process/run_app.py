@@ -75,9 +75,8 @@ async def run_app(
 
     Args:
         pipe: leads to the parent, if this process is one of several on the port.
-        stop: called after a background task has failed and `/ready` has reported it for a while.
-            The server then finishes running requests and cancels this function, which raises the
-            failure.
+        stop: called when a background task has failed, and `/ready` has reported it. The server
+            then finishes running requests and cancels this function, which raises the failure.
         hooks: middleware and routes of the program.
         access: decides which requests are served.
         certificate: the certificate of the server; None: the server has no TLS.

@@ -1,4 +1,6 @@
-"""Convert items of the Responses API to a conversation, and build output items from deltas. Pure.
+"""Convert items of the Responses API to a conversation, and build output items from deltas.
+
+The module does no I/O.
 
 A normalized item is the JSON object that `input_items` lists. Each change of the output gives one
 event: a JSON object without its sequence number. Events that occur per token are formatted from a
@@ -203,7 +205,7 @@ class TextDelta(NamedTuple):
 
 def _text_delta(event: Event) -> TextDelta:
     """Return the constant part of an item's text deltas."""
-    open_object = orjson.dumps(event)[:-1]  # without its last brace
+    open_object = orjson.dumps(event)[:-1]  # the object without its last brace
     return TextDelta(event, formatted_head(event) + open_object + b',"delta":')
 
 

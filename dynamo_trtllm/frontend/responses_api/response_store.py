@@ -30,7 +30,7 @@ from dynamo_trtllm.support.background import cancel_all
 
 log = logging.getLogger(__name__)
 
-_WRITE_S: Final = 30.0  # longest write of one response
+_WRITE_S: Final = 30.0  # longest time of one write
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
 

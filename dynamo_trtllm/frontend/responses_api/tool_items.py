@@ -1,6 +1,6 @@
 """Convert the calls of a client's tools between items of the Responses API and calls of functions.
 
-Pure.
+The functions are pure.
 
 The model sees a function for each tool (`frontend.api.response_tools`). The arguments of this
 function contain the text of a custom tool, or are the action of a shell.
