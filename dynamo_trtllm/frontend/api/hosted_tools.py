@@ -37,7 +37,7 @@ class HostedTool(RequestModel):
 def without_hosted(
     *served: str, default: str | None = None
 ) -> Callable[[Any, ValidationInfo], Any]:
-    """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
+    """Return a validator of one tool, which keeps only the type and the name of a hosted tool.
 
     A type that is not served is treated like an unknown field. With `--unknown-fields reject`, it
     is an error; otherwise, it is an error only if it is a misspelled type of `served`.

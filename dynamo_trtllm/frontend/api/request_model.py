@@ -189,8 +189,10 @@ def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place:
             return
     else:
         # The field is rejected in any case. The known name is only a hint.
-        near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _SHOWN else ()
-        meant = near[0] if near else None
+        meant = None
+        if len(name) <= _SHOWN:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            meant = near[0] if near else None
     hint = "leave it out" if meant is None else f"did you mean {meant!r}?"
     unsupported(f"{place}is not a known field; {hint}", field=field)
 
@@ -419,9 +421,14 @@ def without_pydantic_extras(schema: Any) -> Any:
     return {
         key: without_pydantic_extras(value)
         for key, value in schema.items()
-        if not (key == "title" and isinstance(value, str))
-        and not (key == "default" and (value is None or value == {}))
+        if not _is_pydantic_extra(key, value)
     }
+
+
+def _is_pydantic_extra(key: str, value: Any) -> bool:
+    if key == "title":
+        return isinstance(value, str)  # otherwise, it is the schema of a property named "title"
+    return key == "default" and (value is None or value == {})
 
 
 def kind_of(value: Any) -> str:

@@ -114,12 +114,12 @@ class RequestActivity:
                 self._note_stream(choice, now_s)
         workers = tuple(
             WorkerProgress(
-                instance_id,
-                progress.streams,
-                progress.tokens,
-                progress.gap_s,
-                progress.num_gaps,
-                progress.silent_s,
+                instance_id=instance_id,
+                streams=progress.streams,
+                tokens=progress.tokens,
+                gap_s=progress.gap_s,
+                num_gaps=progress.num_gaps,
+                silent_s=progress.silent_s,
             )
             for instance_id, progress in islice(self._progress.items(), MAX_SENT_WORKERS)
         )

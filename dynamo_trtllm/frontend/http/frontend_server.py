@@ -12,8 +12,8 @@ from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.support.tls import ServerCertificate
 
-# Connections beyond `max_connections`, for idle clients and for requests that get 429. This is four
-# times ACCEPTS_PER_TURN.
+# Connections beyond `max_connections`, for idle clients and for requests that get 429. Their number
+# is four times ACCEPTS_PER_TURN.
 RESERVED_CONNECTIONS = 256
 # Open files of the log, etcd, NATS and models, and of connections that are accepted or closed in
 # one turn of the event loop.

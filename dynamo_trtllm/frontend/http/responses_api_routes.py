@@ -113,7 +113,7 @@ def _check_query(request: HttpRequest, *known: str) -> None:
 def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
     """Return the page of items that the query selects. The default order is newest first."""
     order = last_value(request, "order", "desc")
-    limit = read_limit(request, DEFAULT_LIMIT, MAX_LIMIT)
+    limit = read_limit(request, default=DEFAULT_LIMIT, most=MAX_LIMIT)
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
     listed = list(items)

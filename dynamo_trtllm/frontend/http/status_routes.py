@@ -78,7 +78,7 @@ class StatusRoutes:
         Raises:
             InvalidRequest: `limit`, the most entries of a list, is out of range.
         """
-        limit = read_limit(request, LISTED, MAX_LISTED)
+        limit = read_limit(request, default=LISTED, most=MAX_LISTED)
         instances = self._models.instances()
         shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
         # One instance of each endpoint.

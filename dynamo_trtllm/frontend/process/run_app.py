@@ -322,13 +322,13 @@ def router_of(
     return RequestRouter(
         view,
         plane,
-        _options(config),
-        breakers,
-        placement_of(config, seed),
-        metrics.kv_collected,
-        suspects,
-        clocks,
-        seed,
+        options=_options(config),
+        breakers=breakers,
+        placement=placement_of(config, seed),
+        on_kv_collected=metrics.kv_collected,
+        suspects=suspects,
+        clocks=clocks,
+        seed=seed,
     )
 
 
@@ -346,9 +346,9 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
         )
     if config.slo_ttft_ms is not None and config.slo_itl_ms is not None:
         return SloPlacement(
-            config.slo_ttft_ms / 1000,
-            config.slo_itl_ms / 1000,
-            prefixes,
+            ttft_s=config.slo_ttft_ms / 1000,
+            itl_s=config.slo_itl_ms / 1000,
+            prefixes=prefixes,
             rejects=config.slo_policy == "reject",
             overlap_credit=config.router_kv_overlap_score_credit,
             seed=seed,

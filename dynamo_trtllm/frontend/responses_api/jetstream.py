@@ -188,7 +188,7 @@ async def _connected(
     *,
     stays_open: bool = False,
 ) -> AsyncIterator[tuple[Client, JetStreamContext]]:
-    """Connect a client. It is closed after the block, or if the block fails.
+    """Connect a client, which is closed after the block, or if the block fails.
 
     Args:
         url: address of the NATS server.

@@ -210,9 +210,12 @@ class _OutputReader:
             if marker:
                 self.at -= len(after)
                 # Skipped space and the marker are content only if no call follows.
-                is_shown = not (skips_space and before.isspace())
-                self.out.add(_CONTENT, before if is_shown else "")
-                self._withheld.append(TOOL_CALL if is_shown else before + TOOL_CALL)
+                is_skipped_space = skips_space and before.isspace()
+                if is_skipped_space:
+                    self._withheld.append(before + TOOL_CALL)
+                else:
+                    self.out.add(_CONTENT, before)
+                    self._withheld.append(TOOL_CALL)
                 return
             shown = text[: len(text) - _overlap(text, TOOL_CALL)]
             if skips_space and (not shown or shown.isspace()):

@@ -373,7 +373,7 @@ def _turn(
     calls = message.tool_calls
     match message.role:
         case "user":
-            yield HarmonyMessage(oh.Role.USER, message.content, message.name)
+            yield HarmonyMessage(oh.Role.USER, message.content, author=message.name)
         case "assistant":
             is_answer = _is_answer(message)
             if message.reasoning and keep_reasoning and not is_answer:

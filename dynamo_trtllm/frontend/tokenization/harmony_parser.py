@@ -290,8 +290,9 @@ class HarmonyParser:
         # There is at most one recipient. At most one content type follows `<|constrain|>`, and at
         # most one follows the channel.
         recipient = next(iter(recipients), "")
-        content_type = next(iter((*type_words, *bare_types)), "")
-        return Header(role, channel, recipient, content_type)
+        content_types = [*type_words, *bare_types]
+        content_type = content_types[0] if content_types else ""
+        return Header(role=role, channel=channel, recipient=recipient, content_type=content_type)
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the
