@@ -261,7 +261,7 @@ def _from_flags(config: PreflightConfig) -> tuple[list[CheckedWorker], str | Non
             words = shlex.split(flags or "")
         except ValueError as exc:
             raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
-        checked.append(CheckedWorker(role, path, words, path))
+        checked.append(CheckedWorker(role=role, file=path, words=words, where=path))
     return checked, config.model_path
 
 

@@ -39,11 +39,12 @@ def run(config: SimulateConfig) -> Outcome:
     Raises:
         ConfigError: the deployment, the trace or a value is wrong.
     """
+    frontend_s = None if config.frontend_ms is None else config.frontend_ms / 1000
     deployment = simulated_deployment(
         load_deployment(config.deployment, process_environment()),
         known_constants(config.constants),
         config.gpu,
-        None if config.frontend_ms is None else config.frontend_ms / 1000,
+        frontend_s,
     )
     tune_gc()
     if config.trace is not None:

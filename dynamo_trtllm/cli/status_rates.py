@@ -60,10 +60,10 @@ class RateMeter:
 
     def _measure(self, report: DeploymentReport, process: ProcessStatus, now_s: float) -> None:
         sample = _Counters(
-            now_s,
-            process.load.get("output_tokens_total", 0.0),
-            process.load.get("requests_total", 0.0),
-            process.ttft_buckets,
+            at_s=now_s,
+            tokens=process.load.get("output_tokens_total", 0.0),
+            requests=process.load.get("requests_total", 0.0),
+            ttft_buckets=process.ttft_buckets,
         )
         samples = self._samples[report.name or report.url, process.name]
         # If the frontend was started again, its counters began at 0.

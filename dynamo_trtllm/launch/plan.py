@@ -232,7 +232,7 @@ def planner_flags(deployment: DeploymentConfig) -> Flags | None:
     limits = {name: frontend[name] for name in _SLO_LIMITS if name in frontend}
     if deployment.planner is not None:
         return limits | deployment.planner
-    # The deployment says nothing about a planner. It gets one if a planner can do something: if
+    # The deployment says nothing about a planner. A planner runs only if it can do something: if
     # there are elastic workers, and the frontend has both limits.
     has_elastic = any(worker.disaggregation_mode is Role.ELASTIC for worker in deployment.workers)
     has_limits = len(limits) == len(_SLO_LIMITS)
