@@ -49,7 +49,7 @@ Ctrl-C stops an answer. Any other line is sent as a question.
 Ask = Callable[[Mapping[str, Any]], Generator[dict[str, Any], None, None]]
 _DONE: Final = "[DONE]"
 _DATA: Final = "data:"
-_PROVE: Final = (
+_AUTHENTICATION_HINT: Final = (
     f"set {ENV_PREFIX}API_KEY to an API key, or pass --tls-client-cert-file and"
     " --tls-client-key-file"
 )
@@ -103,23 +103,26 @@ class ChatServer(NamedTuple):
 
 
 def _converse(config: ChatConfig, server: ChatServer) -> int:
-    """Chat until the input ends. Return how many questions failed; 0 for those of a terminal."""
-    is_typed = sys.stdin.isatty()
-    is_shown = sys.stdout.isatty()
-    has_colors = is_typed and is_shown and not is_color_disabled()
+    """Chat until the input ends.
+
+    Return how many questions failed; 0 if the questions come from a terminal.
+    """
+    reads_terminal = sys.stdin.isatty()
+    writes_terminal = sys.stdout.isatty()
+    has_colors = reads_terminal and writes_terminal and not is_color_disabled()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     chat = Chat(
         config,
         partial(stream_chat, server),
-        LiveOutput(sys.stdout, has_colors=has_colors, shows_reasoning=is_shown),
+        LiveOutput(sys.stdout, has_colors=has_colors, shows_reasoning=writes_terminal),
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if config.question is not None:
         chat.run([config.question])
         return chat.num_failures
-    if not is_typed:
+    if not reads_terminal:
         chat.run(sys.stdin)
         return chat.num_failures
     address = mask_address(server.url)
@@ -146,7 +149,7 @@ def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
     """
 
     def say(text: str) -> None:
-        # A server may have written a part of the text.
+        # A part of the text may come from a server, so control characters are escaped.
         shown = "\n".join(map(escape_controls, text.split("\n")))
         if has_colors:
             shown = f"{_DIM}{shown}{_PLAIN}"
@@ -324,7 +327,7 @@ async def _response_lines(
                 text = (await response.read()).decode(errors="replace")
                 advice = ""
                 if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                    advice = f"; {_PROVE}"
+                    advice = f"; {_AUTHENTICATION_HINT}"
                 raise ChatFailed(f"{shown} answered {response.status}: {_error_of(text)}{advice}")
             async for line in response.lines():
                 yield line
@@ -333,7 +336,7 @@ async def _response_lines(
 
 
 def _iterate(lines: AsyncIterator[bytes]) -> Generator[bytes, None, None]:
-    """Yield lines as they arrive. Ctrl-C interrupts the wait for the next one."""
+    """Yield lines as they arrive. Ctrl-C interrupts the wait for the next line."""
 
     async def next_line() -> bytes | None:
         return await anext(lines, None)
@@ -430,7 +433,7 @@ class ChatTurn:
             seconds = self.last_s - self.first_s
         if self.num_tokens is not None:
             words.append(f"{self.num_tokens} tokens")
-            # The first token begins the time, so it is not counted.
+            # The time begins with the first token, so this token is not counted.
             if self.num_tokens > 1 and seconds > 0:
                 words.append(f"{(self.num_tokens - 1) / seconds:.1f} tokens/s")
         if self.finish not in (None, "stop"):

@@ -1,8 +1,8 @@
 """Show stale records of a deployment in etcd and JetStream, and remove them after confirmation.
 
-A worker that stops removes its record, and etcd removes that of a killed worker when its lease
-expires. This command removes records that are left nevertheless, and stored responses. It stops no
-process.
+A worker that stops removes its record. If a worker is killed, etcd removes its record when the
+lease of the record expires. This command removes records that are left nevertheless, and stored
+responses. It stops no process.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ async def clear(config: ClearNamespaceConfig) -> bool:
     """
     access = NatsAccess.of(config)
     async with aclosing(EtcdStore(config)) as store:
-        # An instance with a lease is live, or died less than one lease time ago.
-        instances = await store.leases(namespace_prefix(config.namespace))
+        # An instance whose record has a lease is live, or died less than one lease time ago.
+        leases = await store.leases(namespace_prefix(config.namespace))
         responses = await bucket_state(config.nats_server, config.namespace, access)
-        if not instances and responses is None:
+        if not leases and responses is None:
             _say(f"namespace {config.namespace} is clear")
             return True
         _say(f"namespace {config.namespace} has")
-        for key, lease in sorted(instances.items()):
+        for key, lease in sorted(leases.items()):
             state = "no lease" if lease is None else f"live, {lease.ttl_s} s left of its lease"
             _say(f"  etcd       {shown_key(key)} ({state})")
         if responses is not None:
             size = f"{responses.messages} messages, {responses.bytes} bytes of stored responses"
             _say(f"  JetStream  {bucket_of(config.namespace)} ({size})")
-        live = [key for key, lease in instances.items() if lease is not None]
+        live = [key for key, lease in leases.items() if lease is not None]
         if live and not config.force:
             _say(
                 f"Nothing removed: {_subject_and_verb(live)} live, or died less than a lease time"
@@ -75,9 +75,9 @@ async def clear(config: ClearNamespaceConfig) -> bool:
         if not config.yes and not _read_confirmation():
             _say("Nothing removed.")
             return False
-        for key, lease in instances.items():
-            # To revoke the lease also removes its keys. A live worker then registers again, with a
-            # new lease.
+        for key, lease in leases.items():
+            # Revoking a lease also removes its keys. A live worker then registers again, with a new
+            # lease.
             if lease is None:
                 await store.delete(key)
             else:
@@ -89,7 +89,7 @@ async def clear(config: ClearNamespaceConfig) -> bool:
 
 
 def _subject_and_verb(keys: Sequence[str]) -> str:
-    """Return what has these keys, with "is" or "are". The planner has a key while it leads."""
+    """Return the owners of these keys, with "is" or "are". The planner has a key while it leads."""
     num_instances = sum(not is_planner_key(key) for key in keys)
     parts = []
     if num_instances:

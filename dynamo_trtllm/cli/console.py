@@ -1,8 +1,8 @@
 """The console command `dynamo-trtllm`: a table of subcommands.
 
-Each subcommand is loaded only when it runs. It has one implementation, which `python -m` of its
-module also runs. The flags of a subcommand come from its settings, so that `--help` and the
-completion of a shell load no engine and no server.
+Each subcommand is loaded only when it runs. `python -m` of its module runs the same function. The
+flags of a subcommand come from its settings, so that `--help` and the completion of a shell load no
+engine and no server.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _BENCH = "bench."
 class Command(NamedTuple):
     """One subcommand.
 
-    Its settings are the class of `config.commands` that is named for it. A benchmark has a function
-    `parser` instead.
+    The class of its settings is in `config.commands`: its name is that of the subcommand, such as
+    `ServeConfig` for `serve`. A benchmark has a function `parser` instead.
     """
 
     name: str
     summary: str
-    # What runs it: MODULE or MODULE:FUNCTION in `dynamo_trtllm`. Without FUNCTION, it is `main`.
+    # The function that runs the subcommand: MODULE:FUNCTION in `dynamo_trtllm`, or only MODULE if
+    # the function is `main`.
     main: str
 
 

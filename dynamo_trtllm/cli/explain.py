@@ -87,7 +87,7 @@ def _deployment(config: ExplainConfig) -> LaunchRecord | None:
     """Return the deployment that was launched here, unless the settings name another one.
 
     Raises:
-        ConfigError: several run, and none is chosen.
+        ConfigError: several deployments run, and none is chosen.
     """
     addresses = ("namespace", "etcd_endpoints", "nats_server", "recorder_dir")
     if any(config.source_of(name) != DEFAULT_SOURCE for name in addresses):
@@ -103,7 +103,7 @@ def of_deployment(
     """Return the recordings of one deployment.
 
     Args:
-        recordings: those of all deployments of this machine, and of other machines.
+        recordings: the recordings of all deployments of this machine, and of other machines.
         record: the deployment.
         others: other deployments that run here, which may have the same namespace.
     """
@@ -115,7 +115,8 @@ def of_deployment(
         header = process.header
         if process.namespace != record.namespace or header.boot_id != boot_id():
             return False
-        # Processes start after their launcher. Earlier ones are of a deployment that has ended.
+        # Processes start after their launcher. Earlier processes belong to a deployment that has
+        # ended.
         is_later = header.start_ticks >= record.start_ticks
         return is_later and header.pid not in pids_of_others
 
@@ -146,7 +147,7 @@ def _read(config: ExplainConfig) -> Recordings:
         from dynamo_trtllm.cli.remote_recordings import with_other_machines
 
         recordings = with_other_machines(config, record, local)
-    # A request whose id is given may be one of a deployment that has ended.
+    # A request whose id is given may belong to a deployment that has ended, so all recordings stay.
     if record is not None and config.request is None:
         neighbors = [other for other in running_deployments() if other.pid != record.pid]
         recordings = of_deployment(recordings, record, neighbors)

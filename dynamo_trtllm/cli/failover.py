@@ -1,7 +1,8 @@
 """Show that a stream survives the loss of its decode worker (`dynamo-trtllm demo --failover`).
 
 The same request is sent twice, with greedy sampling. The decode worker of the second stream gets
-SIGKILL in the middle of the answer. Another worker continues it, and both texts must be equal.
+SIGKILL in the middle of the answer. Another worker continues the answer, and both texts must be
+equal.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ from dynamo_trtllm.support.subprocesses import RunFailed
 
 MAX_PAUSE_S: Final = 10.0  # a longer pause of the stream fails the demo
 _KILL_AFTER: Final = 0.4  # share of the characters of the answer
-_TIMEOUT_S: Final = 180.0  # for both streams
+_TIMEOUT_S: Final = 180.0  # the longest time for both streams
 _RECORDED_WITHIN_S: Final = 2.0  # the longest wait for the recording of the end
 _POLL_S: Final = 0.05  # between two looks at the recordings
 _TICK_S: Final = 0.1  # between two counts of the pause on a terminal
 _SHORTEST_PAUSE_S: Final = 0.1  # shorter gaps between two pieces of text are not shown
-_MAX_TOKENS: Final = 400  # of the answer
-# The bundled model thinks longest with a high effort.
-_LONGER: Final[Mapping[str, Mapping[str, Any]]] = {"tiny-gpt-oss": {"reasoning_effort": "high"}}
+_MAX_TOKENS: Final = 400  # the most tokens of the answer
+# More fields of the request, by model, for a long answer. The bundled model thinks longest with a
+# high effort.
+_FIELDS_FOR_LONG_ANSWERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tiny-gpt-oss": {"reasoning_effort": "high"}
+}
 _RECORDER_DIR: Final = f"{ENV_PREFIX}RECORDER_DIR"
 _DATA: Final = "data: "
 _DONE: Final = "[DONE]"
@@ -117,13 +121,13 @@ class StreamedAnswer:
     """An answer, as far as it has arrived. Times are in seconds on one clock."""
 
     id: str = ""
-    first_worker: str = ""  # instance id of the decode worker that has begun it
-    last_worker: str = ""  # of the one that has ended it
+    first_worker: str = ""  # instance id of the decode worker that has begun the answer
+    last_worker: str = ""  # instance id of the decode worker that has ended the answer
     text: str = ""  # reasoning and content
     began_s: float = field(default_factory=time.perf_counter)
     last_s: float = 0.0  # when the last text arrived
     is_interrupted: bool = False  # its decode worker was killed
-    longest_pause_s: float = 0.0  # between two pieces of text after that
+    longest_pause_s: float = 0.0  # the longest time between two pieces of text since then
     _has_content: bool = False
 
     def add(self, event: Mapping[str, Any]) -> str:
@@ -162,7 +166,7 @@ async def _events(
     """
     model = deployment.model
     body = sample_request(model) | {"stream": True, "max_tokens": _MAX_TOKENS}
-    body |= _LONGER.get(model, {})
+    body |= _FIELDS_FOR_LONG_ANSWERS.get(model, {})
     headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
     headers |= http_client.bearer(deployment.api_key)
     url = deployment.frontend.url + CHAT_PATH
@@ -187,7 +191,7 @@ async def _events(
 
 
 async def _undisturbed(deployment: ReadyDeployment) -> StreamedAnswer:
-    """Return the answer to the request."""
+    """Return the answer to the request. No worker is killed meanwhile."""
     answer = StreamedAnswer()
     async with aclosing(_events(deployment, answer)) as events:
         async for event in events:
@@ -198,7 +202,7 @@ async def _undisturbed(deployment: ReadyDeployment) -> StreamedAnswer:
 async def _interrupted(
     deployment: ReadyDeployment, reference: StreamedAnswer, screen: Screen
 ) -> StreamedAnswer:
-    """Return the answer to the same request, whose decode worker is killed on the way.
+    """Return the answer to the same request, whose decode worker is killed in the middle.
 
     Raises:
         OSError: the connection failed.
@@ -271,7 +275,7 @@ def show_verdict(
     Args:
         screen: where to write.
         reference: the undisturbed answer.
-        answer: the answer of which the decode worker was killed.
+        answer: the answer whose decode worker was killed.
         workers: names of the workers by instance id.
     """
     pause_s = answer.longest_pause_s
@@ -313,7 +317,7 @@ class Screen:
         self._output = output
         self._width = min(_terminal_columns(), _MAX_WIDTH)
         self._column = 0  # 0: at the beginning of a line
-        self._word = ""  # of the text, not written yet
+        self._word = ""  # the last word of the text, which is not written yet
         self._is_pausing = False
         self._has_count = False  # the line shows how long the pause is
 
@@ -337,7 +341,7 @@ class Screen:
         self.end_line()
 
     def end_line(self) -> None:
-        """Begin a line, unless one begins here."""
+        """Begin a new line, unless the current line is empty."""
         if self._column:
             self._output.write("\n")
             self._column = 0

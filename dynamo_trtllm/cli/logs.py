@@ -55,7 +55,9 @@ def main(config: LogsConfig) -> None:
 
 
 def _source(record: LaunchRecord, process: str | None) -> tuple[Path, Callable[[bytes], str]]:
-    """Return the file to read, and a function that formats its lines: "" for one to leave out.
+    """Return the file to read, and a function that formats its lines.
+
+    The function returns "" for a line that is left out.
 
     Raises:
         ConfigError: there is no such process.

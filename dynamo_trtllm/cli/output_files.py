@@ -13,11 +13,11 @@ def check_writable(path: Path, field: str) -> None:
     """Check that a file can be written, before the long work for it. The file stays unchanged.
 
     Args:
-        path: the file. A missing one is created and removed again.
-        field: the setting that names it.
+        path: the file. A missing file is created and removed again.
+        field: the setting that names the file.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the file can't be written.
     """
     is_new = not os.path.lexists(path)
     try:
@@ -33,11 +33,11 @@ def write_text(path: Path, text: str, field: str) -> None:
 
     Args:
         path: the file.
-        text: its content.
-        field: the setting that names it.
+        text: the content of the file.
+        field: the setting that names the file.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the file can't be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -50,10 +50,10 @@ def make_folder(path: Path, field: str) -> None:
 
     Args:
         path: the folder.
-        field: the setting that names it.
+        field: the setting that names the folder.
 
     Raises:
-        ConfigError: it can't be created or written.
+        ConfigError: the folder can't be created or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,8 @@ def _not_written(path: Path, field: str, exc: OSError) -> ConfigError:
 
     Args:
         path: a file or folder.
-        field: the setting that names it.
-        exc: says why.
+        field: the setting that names the path.
+        exc: the error of the system, which has the reason.
     """
     return ConfigError(
         f"{path} can't be written: {exc.strerror or exc}; pass another path", field=field

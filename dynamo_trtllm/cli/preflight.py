@@ -1,6 +1,6 @@
 """Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`).
 
-It loads no engine.
+The command loads no engine.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class CheckedWorker(NamedTuple):
     """A worker to check.
 
     Attributes:
-        role: its role.
-        file: file with its engine arguments; None: it has none.
-        words: its other flags.
-        where: the file that names it, for findings.
+        role: the role of the worker.
+        file: file with its engine arguments; None: there is no such file.
+        words: the other flags of the worker.
+        where: the file that names the worker, for findings.
     """
 
     role: Role
@@ -72,7 +72,7 @@ class Report:
 
     release: str
     gpu: str | None
-    # Each with its role, or "pair". Those of the pair are last.
+    # The findings, each with its role or "pair". The findings of the pair are last.
     findings: list[tuple[str, Finding]] = field(default_factory=list)
     roles: list[RoleFacts] = field(default_factory=list)
     memory: list[tuple[RoleFacts, MemoryTable]] = field(default_factory=list)
@@ -177,7 +177,7 @@ def _kv_transfer(report: Report) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as lines. The first column is aligned left, the others right."""
+    """Format rows as lines. The first column is aligned left, all others are aligned right."""
     first_width, *other_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -261,14 +261,14 @@ def _from_flags(config: PreflightConfig) -> tuple[list[CheckedWorker], str | Non
             words = shlex.split(flags or "")
         except ValueError as exc:
             raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
-        checked.append(CheckedWorker(role, path, words, path))
+        checked.append(CheckedWorker(role=role, file=path, words=words, where=path))
     return checked, config.model_path
 
 
 def _from_deployment(config: PreflightConfig) -> tuple[list[CheckedWorker], str | None]:
     """Return the workers of a deployment file, and the name of their model.
 
-    None: its files are not on this machine.
+    The name is None if the files of the model are not on this machine.
 
     Raises:
         ConfigError: the file is not valid, has workers of another engine, or several groups of
@@ -342,8 +342,8 @@ def _rejected(path: Path, error: ConfigError) -> Finding:
 def _check_engine_of(path: Path) -> None:
     """Raise ConfigError if the file seems to be for another engine.
 
-    It seems so if half of its arguments or more are unknown to TensorRT-LLM, and the other engine
-    knows one of these.
+    It seems so if TensorRT-LLM does not know at least half of its arguments, and the other engine
+    knows one of these unknown arguments.
     """
     try:
         given = read_yaml(find_file(path))
@@ -376,10 +376,12 @@ def _worker(checked: CheckedWorker, model_name: str | None) -> WorkerConfig:
     The environment of this process is not read.
 
     Raises:
-        ConfigError: the file does not exist, or a flag is wrong or sets what this command sets.
+        ConfigError: the file does not exist, a flag is wrong, or a flag changes a setting that this
+            command sets itself.
     """
     role, file, words, _ = checked
-    # What this command sets, by field: the value, and what to do instead of another one.
+    # The settings that this command sets itself, by field: the value, and what the user has to do
+    # instead of passing another value.
     fixed = {
         "model_path": (model_name or "model", "pass --model-path to this command"),
         "engine": ("trtllm", "only TensorRT-LLM is checked"),

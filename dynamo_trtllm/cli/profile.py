@@ -28,16 +28,17 @@ from dynamo_trtllm.support.tls import client_context
 _TIMEOUT_S: Final = 10.0
 # How long to wait for what a worker learns from the last load: it learns once a second.
 _LEARNED_S: Final = 2.5
-_MIN_SAMPLES: Final = 100  # of each kind of step
+_MIN_SAMPLES: Final = 100  # the fewest samples of each kind of step
 _MAX_METRICS_BYTES: Final = 1 << 20
 _WORKER_METRIC: Final = "active_calls"  # a metric that only workers have
-# By key of `step_costs` of the mock engine: the kind of the costs in metrics, and its terms.
+# For each key of `step_costs` of the mock engine: the kind of these costs in metrics, and the terms
+# of their formula.
 _KINDS: Final = {
     "decode": ("decode_step", DECODE_TERMS),
     "prefill": ("prefill_step", PREFILL_TERMS),
 }
-# Arguments of the mock engine that no worker learns. The first ones are the same for all models of
-# an engine, the others depend on the model and the GPU, too.
+# Arguments of the mock engine that no worker learns, and that are the same for all models of an
+# engine.
 _OF_ENGINE: Final = (
     "kv_block_size",
     "recompute_last_token",
@@ -45,6 +46,7 @@ _OF_ENGINE: Final = (
     "decodes_take_step_tokens",
     "splits_prompts",
 )
+# Arguments of the mock engine that no worker learns, and that depend on the model and the GPU, too.
 _OF_MODEL: Final = (
     "prefill_launch_s",
     "max_graph_tokens",
@@ -101,7 +103,7 @@ async def _metrics(url: str, config: ProfileConfig) -> str:
     """Return the metrics of a worker as text.
 
     Raises:
-        NotProfiled: it does not answer, or is no worker.
+        NotProfiled: the process does not answer, or is no worker.
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -136,7 +138,8 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
     Args:
         page: metrics of a worker as text.
         config: says which worker it is.
-        alone: requests that ran alone. What they took besides their step is the frontend's time.
+        alone: requests that ran alone. The time that they took besides their step is the frontend's
+            time.
 
     Raises:
         NotProfiled: the worker has learned too little.
@@ -164,12 +167,14 @@ def constants_of(page: str, config: ProfileConfig, alone: Alone | None = None) -
     source = f"learned by the worker at {config.url}"
     prior = _prior(config)
     if prior is not None:
-        names = [*_OF_ENGINE, *(_OF_MODEL if _is_same_model(prior, config) else ())]
+        names = [*_OF_ENGINE]
+        if _has_same_model_and_gpu(prior, config):
+            names += _OF_MODEL
         mock |= {name: prior.mock[name] for name in names if name in prior.mock}
         source += f"; what a worker does not learn is from: {prior.source}"
     kv_blocks = int(sum_samples(page, PREFIX).get("kv_blocks_total", 0))
     if kv_blocks:
-        # The prior may be that of workers that transfer KV, whose blocks are larger than those of
+        # The prior may come from workers that transfer KV. Their blocks are larger than those of
         # this aggregated worker.
         num_tokens = kv_blocks * config.kv_block_size
         mock["kv_cache_blocks"] = num_tokens // mock["kv_block_size"]
@@ -193,7 +198,7 @@ def _note(text: str) -> None:
 
 
 def _frontend_s(alone: Alone, prefill: list[float]) -> float:
-    """Return what requests that run alone take besides their only step."""
+    """Return the seconds that requests that run alone take besides their only step."""
     tokens = alone.prompt_tokens
     step_s = prior_fit(prefill).predict(prefill_features(0, 0, tokens, tokens * tokens / 2))
     return max(0.0, alone.seconds - step_s)
@@ -207,14 +212,15 @@ def _short(model: str) -> str:
 def _prior(config: ProfileConfig) -> Constants | None:
     """Return constants of the package for what a worker does not learn.
 
-    They are those of this engine, model and GPU, or else any of this engine. None: there are none.
+    Constants of this engine, model and GPU are preferred. Otherwise, the first constants of this
+    engine are returned. None: the package has no constants of this engine.
     """
     of_engine = [one for one in known_constants() if one.engine == config.engine]
-    of_model = [one for one in of_engine if _is_same_model(one, config)]
+    of_model = [one for one in of_engine if _has_same_model_and_gpu(one, config)]
     return next(iter(of_model + of_engine), None)
 
 
-def _is_same_model(constants: Constants, config: ProfileConfig) -> bool:
+def _has_same_model_and_gpu(constants: Constants, config: ProfileConfig) -> bool:
     return _short(config.model) in constants.models and constants.gpu == config.gpu.lower()
 
 

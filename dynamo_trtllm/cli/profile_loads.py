@@ -20,9 +20,9 @@ Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[None]]
 
 _IDS: Final = range(1000, 30_000)  # ordinary tokens of every vocabulary
 _SEED: Final = 1
-_NUM_ALONE: Final = 9  # requests that run alone, of which the median counts
-# The length of their prompts, as a fraction of a full step. It is the shortest length of the loads,
-# because the predicted time of a short step is off by little.
+_NUM_ALONE: Final = 9  # requests that run alone; the median of their times counts
+# The length of the prompts of requests that run alone, as a fraction of a full step. It is the
+# shortest length of the loads, because the predicted time of a short step is off by little.
 _PART_ALONE: Final = 1 / 64
 _TIMEOUT_S: Final = 120.0
 _MAX_BODY_BYTES: Final = 1 << 20
@@ -38,19 +38,20 @@ class _Level(NamedTuple):
     weight: float  # how long it takes, relative to the other levels
     concurrency: int
     parts: Sequence[float]  # lengths of the prompts, as fractions of a full step
-    output_tokens: tuple[int, int]  # the least and the most of a request
+    output_tokens: tuple[int, int]  # the least and the most output tokens of a request
 
 
 _ALL_PARTS: Final = (1 / 64, 1 / 16, 1 / 4, 1.0)
 _SHORT: Final = (16, 128)
 _LONG: Final = (256, 256)
-# Two kinds of levels separate what the time of a step depends on. With short answers, most steps
-# compute prompts. With long answers to prompts of one length, requests begin together, so that most
-# steps only decode; there are such levels with short and with long contexts.
+# Two kinds of levels separate what the time of a step depends on:
+# With short answers, most steps compute prompts.
+# With long answers to prompts of one length, requests begin together, so that most steps only
+# decode. There are such levels with short and with long contexts.
 # Engines round the size of a batch up to 1, 2, 4, 8, 16, 24 ... requests (CUDA graphs). The numbers
 # of requests here are between these sizes, so that the fit is right on average.
-# No prompt has 1,024 or 4,096 tokens in a step of 8,192: the largest graphs of vLLM's own sizes and
-# of this project's have them, and the time jumps there.
+# No prompt has 1,024 or 4,096 tokens in a step of 8,192. These are the sizes of the largest CUDA
+# graphs, by default in vLLM and in this project, and the time of a step jumps there.
 _LEVELS: Final = (
     _Level(12, 252, (1 / 64, 1 / 32), _SHORT),
     _Level(9, 124, (1 / 64,), _LONG),
@@ -160,9 +161,9 @@ class FrontendRequests:
         self._model = ""
 
     async def use_model(self, name: str) -> str:
-        """Send requests to the model of this name, or to the only one of the frontend.
+        """Send requests to the model of this name, or to the only model of the frontend.
 
-        Return its name.
+        Return the name of the chosen model.
 
         Raises:
             LoadFailed: the frontend has several models and none of this name, or no model.
@@ -189,7 +190,7 @@ class FrontendRequests:
         """Run a request until its end.
 
         Raises:
-            LoadFailed: it failed.
+            LoadFailed: the request failed.
         """
         body: dict[str, Any] = {
             "model": self._model,

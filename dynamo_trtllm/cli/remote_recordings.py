@@ -42,12 +42,12 @@ def with_other_machines(
 ) -> Recordings:
     """Return the recordings of this machine, and those that other machines and containers send.
 
-    If etcd or NATS can't be reached or rejects this process, the result has only those of this
-    machine, and a line that says so.
+    If etcd or NATS can't be reached or rejects this process, the result has only the recordings of
+    this machine, and a line that says so.
 
     Args:
         config: the settings.
-        record: the deployment to ask; None: that of the settings.
+        record: the deployment to ask; None: the deployment that the settings name.
         local: the recordings of this machine.
     """
     observe_logging.setup(config.log_level, "explain", config.log_format)
@@ -75,7 +75,7 @@ def with_other_machines(
 
 
 async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
-    """Return the recordings of this machine and of those that answer."""
+    """Return the recordings of this machine, and of other processes that answer."""
     async with asyncio.timeout(config.timeout_s), aclosing(EtcdStore(config)) as store:
         records = (await store.read_all(namespace_prefix(config.namespace))).records
     transport = NatsTransport(config.nats_server, access=NatsAccess.of(config))
@@ -90,16 +90,24 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         if config.request is not None:
             ids = RequestIds.parse(config.request)
         else:
-            ids = RequestIds(frozenset(), -1, 0)  # of no request
+            ids = RequestIds(keys=frozenset(), prefix=-1, client_id=0)  # ids of no request
         # Processes whose files were read here need not answer.
         known = [process.header.epoch_ns for process in local.processes]
-        query = RecordingQuery("", selection, sorted(ids.keys), ids.prefix, ids.client_id, known)
+        query = RecordingQuery(
+            inbox="",  # `ask` chooses it
+            selection=selection,
+            keys=sorted(ids.keys),
+            prefix=ids.prefix,
+            client_id=ids.client_id,
+            known=known,
+        )
         await queries.ask(query)
         named = _keys(query, [*local.processes, *queries.processes()])
-        # Ask all again, for what each knows of the requests that any process has named.
+        # Ask all processes again, for what each knows of the requests that any process has named.
         if selection is not Selection.ALL and named - ids.keys:
             asked = sorted(named)[:_MAX_KEYS]
-            await queries.ask(RecordingQuery("", Selection.GIVEN, asked, known=known))
+            again = RecordingQuery(inbox="", selection=Selection.GIVEN, keys=asked, known=known)
+            await queries.ask(again)
             if len(asked) < len(named):
                 queries.problems.append(
                     f"other machines were asked for {len(asked)} of {len(named)} requests"
@@ -136,7 +144,7 @@ def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Ins
     """Return the registered workers without a recording of this machine."""
     found = {}
     for key, record in records.items():
-        with suppress(BadRecord):  # `status` shows it
+        with suppress(BadRecord):  # `status` shows such a record
             instance = read_instance(key, record)
             if local.instance(instance.id) is None:
                 found[instance.id] = instance

@@ -19,7 +19,7 @@ from dynamo_trtllm.simulate.deployments import simulated_deployment
 from dynamo_trtllm.simulate.outcomes import QUANTILES, Outcome, Slo
 from dynamo_trtllm.simulate.workload import parse_shape, poisson_arrivals, read_trace
 
-_SHAPE_REQUESTS = 500  # of a shape, unless --requests sets another number
+_SHAPE_REQUESTS = 500  # requests of a shape, unless --requests sets another number
 
 
 @command(SimulateConfig, f"{CONSOLE} simulate")
@@ -39,11 +39,12 @@ def run(config: SimulateConfig) -> Outcome:
     Raises:
         ConfigError: the deployment, the trace or a value is wrong.
     """
+    frontend_s = None if config.frontend_ms is None else config.frontend_ms / 1000
     deployment = simulated_deployment(
         load_deployment(config.deployment, process_environment()),
         known_constants(config.constants),
         config.gpu,
-        None if config.frontend_ms is None else config.frontend_ms / 1000,
+        frontend_s,
     )
     tune_gc()
     if config.trace is not None:

@@ -63,7 +63,7 @@ _QUARANTINED = "quarantined"
 
 
 class _RequestRejected(OSError):
-    """A process answers, but not to this client. The message says why, and what to do."""
+    """A process rejected a request of this client. The message says why, and what to do."""
 
 
 class NothingRuns(Exception):
@@ -89,7 +89,7 @@ class _HealthInstance(msgspec.Struct):
     role: str
     model: str
     engine: str
-    # Of an elastic worker.
+    # Only elastic workers have these fields.
     prefill_share: float | None = None
     decode_share: float | None = None
     shares_since: str | None = None
@@ -116,8 +116,8 @@ class _HealthPair(msgspec.Struct):
 def main(config: StatusConfig) -> int:
     """Run the command.
 
-    Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad
-    command line.
+    Exit with status 0 if all processes are ready, 1 if a process is not ready or nothing runs, and
+    2 for a bad command line.
     """
     reports = asyncio.run(_show(config))
     return 0 if all(report.is_ready for report in reports) else 1
@@ -170,7 +170,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
 
     Raises:
         ConfigError: a setting can't be used.
-        NothingRuns: there is none.
+        NothingRuns: no deployment was found.
     """
     now = asyncio.get_running_loop().time()
     deadline = now + config.timeout_s
@@ -191,7 +191,8 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
     records = launched
     if has_namespace:
         records = [record for record in launched if record.namespace == config.namespace]
-    # An address of etcd that the user gives may be of another deployment than the launched ones.
+    # An address of etcd that the user gives may belong to another deployment than the launched
+    # ones.
     if records and not has_etcd:
         return list(await asyncio.gather(*(_of_launcher(record, client) for record in records)))
     reasons = []  # why no deployment was found
@@ -237,7 +238,7 @@ def _launched(name: str | None) -> list[LaunchRecord]:
 class _StatusClient(NamedTuple):
     """How processes are asked for their status."""
 
-    deadline: float  # on the clock of the event loop
+    deadline: float  # a time of the event loop's clock
     api_key: str | None
     client_files: ClientTlsFiles | None  # the certificate of this client
 
@@ -264,7 +265,7 @@ async def _of_launcher(record: LaunchRecord, client: _StatusClient) -> Deploymen
             _add_health(report, await health, ended=set(record.ended_instances))
         except _RequestRejected as exc:
             report.unknown = f"the health of the models: {exc}"
-        except OSError:  # it does not answer, which its row shows
+        except OSError:  # the frontend does not answer, which its row shows
             pass
     return report
 
@@ -355,7 +356,10 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
 
 
 def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
-    """Add the problems of the frontend and the workers that only it knows, except `ended` ones."""
+    """Add the problems that a frontend reports, and the workers that only the frontend knows.
+
+    Workers in `ended` are left out.
+    """
     known = {process.instance_id: process for process in report.processes}
     for instance in health.instances:
         if instance.id in ended:
@@ -394,7 +398,7 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
         if is_ready:  # a frontend that starts answers no other request yet
             status.reason = await _add_load(status, process, client)
     except ConnectionRefusedError as exc:
-        # A process that runs does not listen yet.
+        # If the process runs, it does not listen yet.
         if _runs(process.pid):
             status.state = _STARTING
             status.reason = ""
@@ -406,7 +410,7 @@ async def _of_process(process: ProcessRecord, client: _StatusClient) -> ProcessS
 
 
 async def _add_load(status: ProcessStatus, process: ProcessRecord, client: _StatusClient) -> str:
-    """Add the load of a ready process. Return why it is not known; "" if it is."""
+    """Add the load of a ready process. Return why the load is not known; "" if it is known."""
     try:
         _, body = await _get(process, "/metrics", client)
     except _RequestRejected as exc:
@@ -438,7 +442,7 @@ def _runs(pid: int) -> bool:
 async def _of_server(
     name: str, addresses: str, check: Callable[[str, int], Awaitable[None]], deadline: float
 ) -> ProcessStatus:
-    """Check the first address of etcd or NATS. One with TLS or without a port is not checked."""
+    """Check the first address of etcd or NATS, unless it has TLS or has no port."""
     status = ProcessStatus(name=name, role=name, state=REGISTERED, address=mask_address(addresses))
     first, _, _ = addresses.partition(",")
     first = first.strip()
@@ -467,7 +471,7 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
     """Return the status and the body of a response.
 
     Raises:
-        _RequestRejected: it needs another API key or a client certificate.
+        _RequestRejected: the process needs another API key or a client certificate.
         OSError: there is no answer.
     """
     async with asyncio.timeout_at(client.deadline):
@@ -487,7 +491,7 @@ async def _get(process: ProcessRecord, path: str, client: _StatusClient) -> tupl
 
 
 def _rejection(url: str, status: int, body: bytes, client: _StatusClient) -> str:
-    """Return who rejected a request, as whom, why, and what to do."""
+    """Return a text that says who rejected which client, why, and what to do."""
     sent = []
     if client.api_key:
         sent.append("an API key")

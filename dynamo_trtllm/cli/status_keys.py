@@ -19,9 +19,9 @@ class KeyStatus(msgspec.Struct, kw_only=True):
 
     name: str
     weight: float
-    tokens_last_minute: int  # as they count for shares
-    waiting: int  # requests
-    running: int  # choices
+    tokens_last_minute: int  # tokens, as they count for shares
+    waiting: int  # requests that wait
+    running: int  # choices that run
 
 
 def keys_of(page: str) -> list[KeyStatus]:
@@ -42,8 +42,8 @@ def keys_of(page: str) -> list[KeyStatus]:
 def key_rows(keys: Sequence[KeyStatus]) -> list[tuple[str, ...]]:
     """Return the rows of the API keys of a frontend.
 
-    The part of a key is how much of all tokens it got. Its share is how much it would get if all
-    keys had requests that wait.
+    The part of a key is how much of all tokens the key got. The share of a key is how much it would
+    get if all keys had requests that wait.
     """
     tokens = sum(key.tokens_last_minute for key in keys) or 1
     weights = sum(key.weight for key in keys)

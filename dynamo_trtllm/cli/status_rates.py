@@ -47,10 +47,10 @@ class RateMeter:
         self._samples: defaultdict[tuple[str, str], deque[_Counters]] = defaultdict(deque)
 
     def add(self, reports: Iterable[DeploymentReport], now_s: float) -> None:
-        """Take the counters of reports. From the second time on, set the rates of their frontends.
+        """Take the counters of reports. From the second call on, set the rates of their frontends.
 
         Args:
-            reports: the latest ones.
+            reports: the latest reports.
             now_s: the time in seconds on any clock.
         """
         for report in reports:
@@ -60,13 +60,13 @@ class RateMeter:
 
     def _measure(self, report: DeploymentReport, process: ProcessStatus, now_s: float) -> None:
         sample = _Counters(
-            now_s,
-            process.load.get("output_tokens_total", 0.0),
-            process.load.get("requests_total", 0.0),
-            process.ttft_buckets,
+            at_s=now_s,
+            tokens=process.load.get("output_tokens_total", 0.0),
+            requests=process.load.get("requests_total", 0.0),
+            ttft_buckets=process.ttft_buckets,
         )
         samples = self._samples[report.name or report.url, process.name]
-        # Counters of a frontend that was started again begin at 0.
+        # If the frontend was started again, its counters began at 0.
         if samples and _began_again(samples[-1], sample):
             samples.clear()
         while samples and samples[0].at_s < now_s - _WINDOW_S:
@@ -105,7 +105,8 @@ def percentile(buckets: Mapping[float, float], part: float) -> float | None:
         part: 0.99 for the 99th percentile.
 
     Returns:
-        The value; the largest finite limit if it is beyond; None without observations.
+        The percentile, or the largest finite limit if the percentile is higher. None: there are no
+        observations.
     """
     limits = sorted(buckets)
     total = buckets[limits[-1]] if limits else 0.0

@@ -20,7 +20,7 @@ REGISTERED: Final = "registered"
 UNREACHABLE: Final = "unreachable"
 _HEAD: Final = ("process", "role", "state", "address", "load")
 _BAR_CHARS: Final = 10
-_MAX_STATE_CHARS: Final = 60  # of a cell; a longer reason is a line below the table
+_MAX_STATE_CHARS: Final = 60  # longest cell; a longer reason is a line below the table
 _COLORS: Final = {READY: "green", REGISTERED: "green", UNREACHABLE: "red"}
 
 
@@ -28,8 +28,8 @@ class FrontendRates(msgspec.Struct, kw_only=True):
     """What a frontend did in the last seconds."""
 
     tokens_per_s: float
-    requests_per_s: float  # that ended
-    # Percentiles of the last minute. None: it had no first token.
+    requests_per_s: float  # requests that ended
+    # Percentiles of the last minute. None: no request had its first token in that minute.
     ttft_p50_s: float | None
     ttft_p99_s: float | None
 
@@ -49,15 +49,15 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None
     decode_share: float | None = None
-    # When these shares changed last. None: the worker registered with them.
+    # When these shares changed last. None: not since the worker registered.
     shares_since: str | None = None
     # Metrics by name, summed over labels.
     load: dict[str, float] = msgspec.field(default_factory=dict)
-    # Of a frontend, as `status_rates.ttft_buckets` returns them.
+    # The next three are set only for frontends.
+    # The histogram of the time to first token, as `status_rates.ttft_buckets` returns it.
     ttft_buckets: dict[float, float] = msgspec.field(default_factory=dict)
-    # Of a frontend, with --watch.
-    rates: FrontendRates | None = None
-    # Of a frontend: the API keys in use, those with the most tokens first.
+    rates: FrontendRates | None = None  # only with --watch
+    # The API keys in use, those with the most tokens first.
     keys: list[KeyStatus] = msgspec.field(default_factory=list)
 
 
@@ -65,8 +65,8 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
     """The processes of one deployment."""
 
     namespace: str
-    name: str = ""  # of a deployment that was launched on this machine
-    url: str = ""  # of its first frontend
+    name: str = ""  # the name of a deployment that was launched on this machine
+    url: str = ""  # the URL of its first frontend
     processes: list[ProcessStatus]
     # Why a model can't be served, as the frontend's `/health` and `/v1/models/NAME/ready` say; or
     # why a worker is not known.
@@ -87,7 +87,7 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
 
     @property
     def state(self) -> str:
-        """Whether it is ready, in words."""
+        """Whether the deployment is ready, in words."""
         if not self._lacks_nothing:
             return "NOT READY"
         return "its state is not known" if self.unknown else "ready"
@@ -219,7 +219,8 @@ def colored(reports: Iterable[DeploymentReport], clock: str = "") -> Group:
 
     Args:
         reports: the reports.
-        clock: with --watch, the time to show beside the reports. KV then has bars. "": without.
+        clock: with --watch, the time to show beside the reports. The use of KV then has bars. "":
+            the reports have no time and no bars.
     """
     from rich.console import Group
     from rich.table import Table

@@ -36,8 +36,8 @@ class StillRuns(Exception):
 def main(config: StopConfig) -> None:
     """Run the command.
 
-    Exit with status 0 if the deployment has ended, also if none runs; 1 if it still runs; 2 for a
-    bad command line or a name that does not run.
+    Exit with status 0 if the deployment has ended, or if no deployment runs; 1 if it still runs; 2
+    for a bad command line, or for a name that no running deployment has.
     """
     record = running_deployment(config.deployment_name, f"by its name: {CONSOLE} stop NAME")
     if record is None:

@@ -58,7 +58,7 @@ class ProcessProblem(NamedTuple):
     """A process that does not work or answer, or has a wrong date."""
 
     title: str
-    pid: int | None  # None: it has not answered
+    pid: int | None  # None: the process has not answered
     reason: str
     is_over: bool  # it has ended or was killed
 
@@ -144,7 +144,7 @@ class StuckReport:
 def process_problems(recordings: Recordings) -> list[ProcessProblem]:
     """Return the processes that do not work or answer, or have a wrong date.
 
-    One that was killed is among them for a short time.
+    A process that was killed is among them for a short time.
     """
     problems = []
     for process in recordings.processes:
@@ -265,8 +265,8 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
             recordings,
             frontend,
             last.instance_id,
-            [],
-            "it has not answered the reservation of a slot",
+            steps=[],
+            reason_without_steps="it has not answered the reservation of a slot",
         )
     if last.event == RecordedEvent.LAST_TOKEN:
         return Holder(
@@ -277,8 +277,10 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
         return Holder(frontend.title, _NO_CALL.get(last.event, "it has not sent a call"))
     call = calls[-1]
     worker = recordings.instance(call.instance_id)
-    since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
-    return _holder_in_worker(recordings, frontend, call.instance_id, since, None)
+    in_worker = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
+    return _holder_in_worker(
+        recordings, frontend, call.instance_id, steps=in_worker, reason_without_steps=None
+    )
 
 
 def _holder_before_placement(
@@ -305,6 +307,7 @@ def _holder_in_worker(
     recordings: Recordings,
     frontend: ProcessRecording,
     instance_id: int,
+    *,
     steps: list[Step],
     reason_without_steps: str | None,
 ) -> Holder:
@@ -312,9 +315,9 @@ def _holder_in_worker(
 
     Args:
         recordings: all recordings.
-        frontend: the caller.
+        frontend: the frontend that has sent the call.
         instance_id: the worker.
-        steps: the call's steps in the worker.
+        steps: the steps of the call in the worker.
         reason_without_steps: why the worker holds the request if there are no steps. None: the
             worker does not hold the request then, because the call has not arrived.
     """
@@ -366,10 +369,10 @@ def _holder_of_fetch(recordings: Recordings, worker: ProcessRecording, source_id
 
 
 def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
-    """Return, as text, how many calls are before a queued one, and the longest of them.
+    """Return, as text, how many calls are before a queued call, and the longest of them.
 
-    They came earlier and have no first token yet. The engine may run them already: the queued one
-    waits for them all the same. "": there are none.
+    These calls came earlier and have no first token yet. The engine may run them already: the
+    queued call waits for them all the same. "": there are no such calls.
     """
     prompts: dict[tuple[int, int], int] = {}  # tokens by call: (request, choice)
     own_call = (queued.key, queued.choice)
@@ -377,8 +380,8 @@ def _queue_ahead(worker: ProcessRecording, queued: Entry) -> str:
     for entry in worker.entries:
         call = (entry.key, entry.choice)
         if entry.event == RecordedEvent.CALL_RECEIVED:
-            # The time tells it from an earlier call of the same choice: an elastic worker may have
-            # run one.
+            # The time distinguishes the queued call from an earlier call of the same choice, which
+            # an elastic worker may have run.
             if call == own_call and entry.ns == queued.ns:
                 is_after_queued = True
             if not is_after_queued:

@@ -20,7 +20,7 @@ _ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)
 def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
     """Yield the parts of a Chrome trace (JSON).
 
-    It has a track per process and request, and in a track a slice from event to event.
+    The trace has a track per process and request, and in each track a slice from event to event.
     """
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     separator = ""
@@ -88,7 +88,7 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
 
     The fields are `timestamp` in ms since the first request, `input_length` and `output_length` in
     tokens, and `hash_ids`: equal numbers stand for equal blocks of 512 tokens after equal blocks.
-    Blocks of a prompt beyond those that were recorded count as unique.
+    Blocks of a prompt whose hashes were not recorded count as unique.
     """
     # The id of a block by the id of the block before it (-1: it is the first one) and its hash.
     block_ids: dict[tuple[int, int], int] = {}
@@ -142,7 +142,7 @@ def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
         for block_hash in hashes:
             if block_hash:  # 0: the prompt has no further block
                 yield block_hash
-    # Hashes are not negative, so these numbers are none of them. Each belongs to one block only.
+    # Hashes are not negative, so these numbers differ from all hashes. Each stands for one block.
     for number in itertools.count(1):
         yield -(request.key << 32 | choice << 20 | number)
 

@@ -1,8 +1,8 @@
 """Show the version of this package, and which engines, GPUs, libraries and servers are found
 (`dynamo-trtllm version`).
 
-A library that this package and an installed engine both use is shown with the requirement of the
-engine that it breaks. The command imports none of them: it reads package metadata, and runs
+If a library that this package uses breaks a requirement of an installed engine, it is shown with
+this requirement. The command imports no engine and no library: it reads package metadata, and runs
 `nvidia-smi`, `etcd` and `nats-server` for a moment.
 """
 
@@ -33,7 +33,8 @@ from dynamo_trtllm.protocol.errors import ConfigError
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
 _NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the first two contain UCX
-# For each engine, its module and the packages that it needs. The first package has its version.
+# For each engine, its module and the packages that it needs. The version of the first package is
+# shown as that of the engine.
 _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trtllm": ("tensorrt_llm", ("tensorrt-llm",)),
     "vllm": ("vllm", ("vllm",)),
@@ -74,7 +75,7 @@ def main(config: VersionConfig) -> None:
 
 
 def versions() -> dict[str, Any]:
-    """Return what is found, for JSON. A value is None if it is not installed or not there."""
+    """Return what is found, for JSON. A value is None if nothing was found."""
     engines = {name: _engine(module, packages) for name, (module, packages) in _ENGINES.items()}
     engines["mock"] = __version__
     for entry in engine_entry_points():

@@ -1,7 +1,7 @@
 """Write a deployment for Kubernetes or Docker Compose, from the choices of `dynamo-trtllm serve`.
 
-Images hold the engines, so the machine that writes a deployment needs none. A cluster has run none
-of these files yet.
+The engines are in the images, so the machine that writes a deployment needs no engine. No cluster
+has run one of these files yet.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ _ENGINE_FILE: Final = "engine.yaml"
 _SYSTEM_PORT: Final = 9090
 _DRAIN_S: Final = 120.0  # longer than KV is kept for a decode worker
 _CLOSE_S: Final = 60  # time to close the engine after the drain
-_PLATFORM_NAMESPACE: Final = "dynamo"  # for which NATS and etcd of deploy/ have users
-_NUM_GPUS: Final = 1024  # of a cluster: more than a deployment of `serve` takes
-_DEFAULT_GPU_GIB: Final = 80.0  # of a GPU of the cluster, if this machine has none
-_CPUS: Final = 4  # of a worker without GPU
-_ENOUGH_BYTES: Final = 1 << 50  # of memory: the nodes of a cluster are not known
-_MAX_NAME_CHARS: Final = 40  # Kubernetes allows 63 with what follows the name
-# /dev/shm of a worker. 80 GiB as in Dynamo's recipe.
+_PLATFORM_NAMESPACE: Final = "dynamo"  # NATS and etcd of deploy/ have users for this namespace
+_NUM_GPUS: Final = 1024  # GPUs of a cluster: more than a deployment of `serve` takes
+_DEFAULT_GPU_GIB: Final = 80.0  # memory of a GPU of the cluster, if this machine has no GPU
+_CPUS: Final = 4  # CPUs of a worker without GPU
+# Memory of a node. It is more than any model needs, because the nodes of a cluster are not known.
+_ENOUGH_BYTES: Final = 1 << 50
+_MAX_NAME_CHARS: Final = 40  # Kubernetes allows 63, with what is added to the name
+# Size of /dev/shm of a worker. 80 GiB as in Dynamo's recipe.
 _SHM_GIB: Final = {"trtllm": 80, "vllm": 16}
-# Variables of the recipes for gpt-oss-120b that are not for its weights alone.
+# The environment variables of Dynamo's recipes for gpt-oss-120b that also suit other models.
 _VARIABLES: Final = {
     "trtllm": {
         "TRTLLM_ENABLE_PDL": "1",
@@ -68,8 +69,9 @@ _VARIABLES: Final = {
 def cluster_facts(machine: MachineFacts, config: ServeConfig) -> MachineFacts:
     """Return what the machines of a deployment are assumed to have.
 
-    GPUs are those of this machine, in any number for Kubernetes. Without any here, a cluster has
-    GPUs of `--gpu-memory-gib`, unless the engine runs on CPUs.
+    Docker Compose uses the GPUs of this machine. A Kubernetes cluster has any number of GPUs with
+    `--gpu-memory-gib` each, by default as much as the smallest GPU of this machine. If this machine
+    has no GPU and the engine can run on CPUs, the cluster has no GPUs either.
     """
     # There is an image with vLLM, so it may be chosen without being installed here.
     machine = replace(machine, engines=machine.engines | {"vllm"})
@@ -100,7 +102,7 @@ class ClusterDeployment:
         config: settings of the command.
         deployment: the deployment as the launcher would run it on one machine.
         model: the model.
-        hub_model: the model on the Hub; None: it is not from there.
+        hub_model: the model on the Hub; None: the model is not from the Hub.
         head: lines for the beginning of the file.
     """
 
@@ -129,7 +131,7 @@ class ClusterDeployment:
 
     @property
     def model_folder(self) -> str:
-        """Return the model's folder in the containers; "": its name is enough."""
+        """Return the model's folder in the containers; "": the model is found by its name."""
         is_named = self.config.model in BUNDLED or not reads_model(self.engine)
         return "" if is_named else f"{_MODELS}/{self.name}"
 
@@ -138,7 +140,7 @@ class ClusterDeployment:
         """Return the image of the workers.
 
         Raises:
-            ConfigError: there is none for the engine.
+            ConfigError: there is no image for the engine.
         """
         if self.config.worker_image is not None:
             return self.config.worker_image
@@ -157,7 +159,7 @@ class ClusterDeployment:
 
     @property
     def keys_file(self) -> str:
-        """Return the file of API keys on this machine; "": there is none."""
+        """Return the file of API keys on this machine; "": there is no such file."""
         return str((self.deployment.frontend or {}).get("api_keys_file") or "")
 
     def frontend_words(self) -> list[str]:
@@ -198,7 +200,7 @@ class ClusterDeployment:
         return to_argv(WorkerConfig, values)
 
     def engine_file(self) -> str:
-        """Return the content of `--extra-engine-args`; "": there is none. Raises ConfigError."""
+        """Return the content of `--extra-engine-args`; "": it is not set. Raises ConfigError."""
         path = self.deployment.workers[0].flags.get("extra_engine_args")
         if not path:
             return ""
@@ -235,7 +237,7 @@ def kubernetes_file(cluster: ClusterDeployment) -> str:
     """Return the objects of a deployment for Kubernetes.
 
     Raises:
-        ConfigError: a setting can't be used there.
+        ConfigError: a setting can't be used on Kubernetes.
     """
     name = cluster.name
     content = cluster.engine_file()
@@ -251,7 +253,7 @@ def kubernetes_file(cluster: ClusterDeployment) -> str:
     )
     parts = []
     if cluster.model_folder:
-        # The weights, and as much again while a new revision is downloaded.
+        # While a new revision is downloaded, the volume has the weights twice.
         storage_gib = max(10, math.ceil(2 * cluster.size_gib()))
         parts.append(template("model.yaml", name=name, storage_gib=storage_gib))
     if cluster.hub_model is not None:
@@ -279,7 +281,7 @@ def _pods(cluster: ClusterDeployment, worker: WorkerSpec, engine_file: str) -> W
     words = cluster.worker_words(worker)
     drain_s = float(worker.flags.get("drain_timeout_s", _DRAIN_S))
     variables = _VARIABLES.get(cluster.engine, {})
-    # The weights pass through the memory of the host.
+    # The weights pass through the memory of the host, so the pods need memory for them.
     if gpus:
         cpus = max(8, 4 * gpus)
         memory_gib = size_gib + 16 * gpus
@@ -344,7 +346,7 @@ def compose_file(cluster: ClusterDeployment) -> str:
     """Return the services of a deployment for Docker Compose, beside etcd and NATS of deploy/.
 
     Raises:
-        ConfigError: a setting can't be used there.
+        ConfigError: a setting can't be used with Docker Compose.
     """
     if cluster.config.source_of("gpu_memory_gib") != DEFAULT_SOURCE:
         raise ConfigError("--gpu-memory-gib needs --format kubernetes; remove it")
@@ -354,7 +356,8 @@ def compose_file(cluster: ClusterDeployment) -> str:
     volumes = ""
     if cluster.keys_file:
         access = "      DYN_TRTLLM_API_KEYS_FILE: /etc/api-keys/keys.jsonl"
-        volumes = f"      - {quoted(f'{cluster.keys_file}:/etc/api-keys/keys.jsonl:ro')}\n"
+        volume = _for_compose(f"{cluster.keys_file}:/etc/api-keys/keys.jsonl:ro")
+        volumes = f"      - {quoted(volume)}\n"
     words = cluster.frontend_words()
     if not any(word.startswith("--workers=") for word in words):
         words.append("--workers=1")
@@ -388,9 +391,9 @@ def compose_file(cluster: ClusterDeployment) -> str:
 
 def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str:
     """Return the service of worker `number` of the group."""
-    name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
+    name = worker.process_names[number]
     devices = devices_of(worker, number)
-    # Without GPUs, the home folder is in memory. With them, it is a volume (see below).
+    # Without GPUs, the home folder is in memory. With GPUs, it is a volume (see below).
     home = "" if devices else ', "/home/dynamo:mode=1777"'
     volumes = []
     if cluster.model_folder:
@@ -403,7 +406,7 @@ def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str
     gpus = ""
     if devices:
         volumes.append(f"./compose/data/home/{name}:/home/dynamo")  # caches of the engine
-        ids = ", ".join(f'"{number}"' for number in devices.split(","))
+        ids = ", ".join(f'"{device_id}"' for device_id in devices.split(","))
         device = f"{{driver: nvidia, device_ids: [{ids}], capabilities: [gpu]}}"
         gpus = f"    deploy: {{resources: {{reservations: {{devices: [{device}]}}}}}}\n"
     variables = _VARIABLES.get(cluster.engine, {})
@@ -415,7 +418,7 @@ def _service(cluster: ClusterDeployment, worker: WorkerSpec, number: int) -> str
         args="".join(f"      - {quoted(_for_compose(word))}\n" for word in words),
         variables="".join(f'      {key}: "{value}"\n' for key, value in variables.items()),
         home=home,
-        volumes="".join(f"      - {quoted(volume)}\n" for volume in volumes),
+        volumes="".join(f"      - {quoted(_for_compose(volume))}\n" for volume in volumes),
         shm_gib=_SHM_GIB.get(cluster.engine, 1),
         gpus=gpus,
     )
@@ -429,9 +432,10 @@ def _for_compose(word: str) -> str:
 def _compose_head(cluster: ClusterDeployment) -> list[str]:
     """Return the lines at the beginning of the file: its origin, and how to use it."""
     folders = [
-        f"deploy/compose/data/home/{worker.name}"
+        f"deploy/compose/data/home/{name}"
         for worker in cluster.deployment.workers
         if worker.devices != "cpu"
+        for name in worker.process_names
     ]
     lines = [
         *cluster.head,

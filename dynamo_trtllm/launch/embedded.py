@@ -60,11 +60,11 @@ def serve(
         engine: engine of all workers. The mock engine generates random tokens.
         prefill: number of prefill workers.
         decode: number of decode workers.
-        aggregated: number of workers that do both phases. With `prefill=0` and `decode=0`, they are
-            the only ones.
+        aggregated: number of workers that do both phases. With `prefill=0` and `decode=0`, these
+            are the only workers.
         elastic: number of workers whose shares of prefill and decode work can change.
         planner: whether a planner sets these shares. It needs `slo_ttft_ms` and `slo_itl_ms` in
-            `frontend_settings`, with `router_mode="slo"`; without them, there is none.
+            `frontend_settings`, with `router_mode="slo"`. Without these limits, no planner runs.
         worker_settings: more fields of `WorkerConfig`, for every worker.
         frontend_settings: more fields of `FrontendConfig`. By default, the frontend accepts
             connections from this machine, on a free port.
@@ -112,13 +112,13 @@ def _worker_configs(
 def _frontend_config(cluster: Mapping[str, str], more: Mapping[str, Any] | None) -> FrontendConfig:
     """Return the settings of the frontend. Raise ConfigError if one is wrong."""
     _check_settings("frontend_settings", more, cluster)
-    # The program may set another address.
+    # This address is the default: the program may set another one in `more`.
     settings: dict[str, Any] = {"http_host": "127.0.0.1", "http_port": 0, **cluster}
     return FrontendConfig(**(settings | dict(more or {})))
 
 
 def _planner(frontend: FrontendConfig, cluster: Mapping[str, Any]) -> PlannerProcess | None:
-    """Return a planner with the limits of the frontend; None: it has no limits."""
+    """Return a planner with the limits of the frontend; None: the frontend has no limits."""
     if frontend.slo_ttft_ms is None or frontend.slo_itl_ms is None:
         return None
     config = PlannerConfig(
@@ -186,7 +186,7 @@ def _check_settings(argument: str, settings: object, names: Iterable[str]) -> No
 
     Args:
         argument: the argument of `serve`, for the error.
-        settings: its value.
+        settings: the value of this argument.
         names: the names of the settings that `serve` sets itself.
     """
     if settings is None:
@@ -205,8 +205,8 @@ class EmbeddedDeployment:
     """Workers and a frontend of this process, which `serve` has created.
 
     Its block begins when requests are accepted. The end of the block stops everything after the
-    running requests. An error in the block, also a Ctrl-C, stops everything at once. If a worker
-    fails meanwhile, the end of the block raises its error.
+    running requests. An error in the block, or a Ctrl-C, stops everything at once. If a worker
+    fails while the block runs, the end of the block raises the error of the worker.
 
     `start()` and `stop()` do the same where a block does not fit, as between cells of a notebook.
     A deployment that was not stopped ends with its program.
@@ -264,7 +264,7 @@ class EmbeddedDeployment:
         Raises:
             ConfigError: a setting is invalid.
             DynamoError: an engine failed.
-            RuntimeError: it was called before.
+            RuntimeError: `start` was called before.
         """
         if self._thread is not None:
             raise RuntimeError("a deployment starts once; call serve() again for another one")
@@ -332,7 +332,7 @@ class EmbeddedDeployment:
     def _run_thread(self) -> None:
         try:
             uvloop.run(self._run())
-        except asyncio.CancelledError:  # by `_cancel`
+        except asyncio.CancelledError:  # `_cancel` was called
             if not self._started.done():
                 self._started.set_exception(Draining("the deployment was stopped; create another"))
         except BaseException as exc:  # noqa: BLE001 - `start` or `stop` raises it

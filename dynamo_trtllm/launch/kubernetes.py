@@ -2,8 +2,8 @@
 policies.
 
 `dynamo-trtllm serve --dry-run --format kubernetes` and `deploy/recipes/render` use this module. It
-needs no other package, because `render` runs without any. The texts are in manifests/, with their
-comments.
+imports no other package, because `render` runs where none is installed. The texts of the objects
+and their comments are in manifests/.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class WorkerPods:
     """The pods of one role.
 
     Attributes:
-        role: prefill, decode, or worker for an aggregated one.
+        role: prefill, decode, or worker for aggregated workers.
         args: flags of `dynamo-trtllm worker`.
         variables: environment variables of the engine.
-        model_claim: volume claim of the weights; "": there is none.
-        engine_config_map: ConfigMap with the engine's arguments; "": there is none.
+        model_claim: volume claim of the weights; "": there is no claim.
+        engine_config_map: ConfigMap with the engine's arguments; "": there is no
+            ConfigMap.
         engine_digest: digest of that ConfigMap's content.
-        node_rules: more expressions of nodes with suitable GPUs.
+        node_rules: more expressions that select nodes with suitable GPUs.
         near_label: label of nodes, such as ONE_NODE; workers prefer nodes with the same value. "":
             any node.
         keeps_compiled: the folder of compiled kernels outlives a container.
@@ -270,10 +271,10 @@ def _placement(name: str, pods: WorkerPods) -> str:
     if not pods.gpus:
         return ""
     rules = "".join(f"                  - {rule}\n" for rule in pods.node_rules)
-    together = ""
+    near = ""
     if pods.near_label:
-        together = Template(_NEAR).substitute(name=name, near=pods.near_label)
-    return _GPU_NODES + rules + together + _GPU_TAINT
+        near = Template(_NEAR).substitute(name=name, near=pods.near_label)
+    return _GPU_NODES + rules + near + _GPU_TAINT
 
 
 def _variables(pods: WorkerPods) -> str:

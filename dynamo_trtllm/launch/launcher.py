@@ -80,7 +80,7 @@ class ManagedProcess(Child):
         self.spec = spec
         self.record = ProcessRecord(
             name=spec.name,
-            # Only workers have a role. The others, such as the frontend, are shown by their names.
+            # Only workers have a role. Other processes, such as the frontend, are shown by name.
             role=str(spec.role or spec.name),
             engine=spec.engine or "",
             model=spec.model,
@@ -107,6 +107,7 @@ class ManagedProcess(Child):
         await super().stop()
 
     async def _pump(self) -> None:
+        """Pass on each line of the process until its output ends."""
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             partial(asyncio.StreamReaderProtocol, reader), self._process.stdout
@@ -263,8 +264,9 @@ class Launcher:
     def _give_transfer_key(self, folder: Path) -> None:
         """Give the workers a random key of KV transfers.
 
-        Not if the environment names a file of keys, nor if others may use this etcd or NATS: the
-        workers of other launchers would have other keys.
+        The workers get no such key if the environment names a file of keys. They get none either if
+        other launchers may use the same etcd or NATS, because the workers of each launcher would
+        have another key.
         """
         is_alone = set(self._own_servers) == {"etcd", "nats"}
         if is_alone and _KEY_FILE_VARIABLE not in self._environ:
@@ -279,7 +281,7 @@ class Launcher:
     ) -> str:
         """Start a server and return its address.
 
-        While it restarts, workers and frontends keep running.
+        While the server restarts, workers and frontends keep running.
         """
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -288,7 +290,7 @@ class Launcher:
             nonlocal start
             began = time.monotonic()
             server = await start()
-            # The next run has the port and the data of this one.
+            # The next run has the port and the data of this run.
             start = server.restart
             self.record.server_logs[name] = str(server.log_path)
             self.output.report_ready(name, time.monotonic() - began, f"at {server.address}")
@@ -315,7 +317,7 @@ class Launcher:
         self._notify_changed()
 
     def _record_start(self, name: str, process: ManagedProcess) -> None:
-        """Take a new run into the record. It replaces an ended run of the same name."""
+        """Add a new run to the record, in place of an ended run of the same name."""
         ended = self._processes.get(name)
         if ended is not None and ended.record.instance_id:
             self.record.ended_instances.append(ended.record.instance_id)
@@ -378,8 +380,8 @@ class Launcher:
                 # The dependent that was stopped last is not ready again yet.
                 stopping = []
             for process in stopping:
-                # There is no `await` between the check above and this. So no other caller counts
-                # the process as ready.
+                # There is no `await` between the check above and this call. So no other call of
+                # this method has counted the process as serving meanwhile.
                 process.terminate()
             if stopping:
                 await asyncio.gather(*(process.stop() for process in stopping))
@@ -402,7 +404,7 @@ class Launcher:
         """Wait until a process is ready. If this takes too long, kill it, so that it is restarted.
 
         Raises:
-            RunFailed: it was not ready in time at its first start.
+            RunFailed: the process was not ready in time at its first start.
         """
         spec = process.spec
         factor = self._limit_factors.get(spec.name, 1)
@@ -415,8 +417,8 @@ class Launcher:
             late = f"{spec.name} was not ready within {limit_s:g} s ({exc})"
             if spec.name in self._never_ready:
                 raise RunFailed(f"{late}; raise ready_timeout_s") from None
-            # The other processes are in use, so they keep running. The supervisor starts this one
-            # again.
+            # The other processes are in use, so they keep running. The supervisor starts this
+            # process again.
             factor = min(2 * factor, _MAX_LIMIT_FACTOR)
             self._limit_factors[spec.name] = factor
             self.output.say(
@@ -442,7 +444,7 @@ async def _set_up_etcd(users: PasswordFolder | None, address: str) -> None:
     """Create the users in an etcd that was just started.
 
     Raises:
-        RunFailed: it does not answer.
+        RunFailed: etcd does not answer.
     """
     # Imported here, because it loads the clients of etcd and NATS.
     from dynamo_trtllm.launch.server_users import set_up_etcd

@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 from dynamo_trtllm.observability.output_relay import RelayedOutput, relay_line
 
-MAX_BYTES: Final = 8 << 20  # of one file
+MAX_BYTES: Final = 8 << 20  # the size at which a file is full
 _LAST_LINES_S: Final = 1.0  # the longest wait for the writer at the end
 _SEPARATOR: Final = " | "
 
@@ -25,12 +25,13 @@ _SEPARATOR: Final = " | "
 def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
     """Write lines to a file while the context lasts.
 
-    When the file has MAX_BYTES, it replaces the older one (`older`), and a new one begins. Lines
-    are dropped, and counted in a line, while more than a megabyte waits for the disk.
+    When the file has MAX_BYTES, it is moved to `older`, in place of the older file there, and a new
+    file begins. While more than a megabyte waits for the disk, lines are dropped. A line in the
+    file then says how many.
 
     Args:
         path: the file. It is created.
-        name: process name on the lines about dropped ones.
+        name: process name on the lines about dropped lines.
 
     Yields:
         A function that adds a line: the name of its process and the text. It never waits.
@@ -39,7 +40,7 @@ def log_file(path: Path, name: str) -> Iterator[Callable[[str, str], None]]:
         OSError: the file can't be created.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    num_bytes = 0  # of the current file
+    num_bytes = 0  # bytes that were written to the current file
 
     def notice(count: int, reason: str) -> bytes:
         why = f" ({reason})" if reason else ""
@@ -101,7 +102,8 @@ class LogReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rest = b""  # the beginning of a line whose end was not written yet
-        # The files that are not read whole, the oldest first. The last one is being written.
+        # The files that were not read to their end, the oldest first. The last file is being
+        # written.
         self._files: deque[BinaryIO] = deque()
         while True:
             self._close()
@@ -137,8 +139,8 @@ class LogReader:
                 self._files.popleft().close()
             elif not self._has_new_file():
                 return
-            # Otherwise, the writer may have added lines to this file before it began the new one.
-            # The next turn reads them.
+            # If there is a new file, the writer may have added lines to this file before it began
+            # the new one. The next turn of the loop reads them.
 
     def _has_new_file(self) -> bool:
         """Open the file that the writer has begun after the current one, if there is one."""

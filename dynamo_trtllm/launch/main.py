@@ -57,7 +57,7 @@ _KEY_NOTE = (
 CHAT_PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
-_SHORTEST_PHASE_S = 0.0005  # a shorter one would be shown as 0 ms
+_SHORTEST_PHASE_S = 0.0005  # a shorter phase would be shown as 0 ms
 
 
 class ReadyDeployment(NamedTuple):
@@ -79,7 +79,7 @@ class ReadyDeployment(NamedTuple):
         return next(spec.api_key for spec in self.specs if spec.is_frontend)
 
     def trust(self) -> ssl.SSLContext | None:
-        """Return what trusts the certificate of the frontend; None: it has no TLS."""
+        """Return a context that trusts the frontend's certificate; None: it has no TLS."""
         if not self.frontend.uses_tls:
             return None
         return own_server_context(Path(self.frontend.certificate))
@@ -120,7 +120,7 @@ def launch(config: LaunchConfig, demonstration: Demonstration | None, *, once: b
     Args:
         config: the settings.
         demonstration: what to show when all processes are ready.
-        once: stop then.
+        once: stop after the demonstration.
 
     Raises:
         ConfigError, RunFailed, OSError: as for `run`.
@@ -154,7 +154,7 @@ async def run(
         deployment: the deployment.
         log_format: format of log lines, also of the processes.
         demonstration: what to show when all processes are ready.
-        once: stop then.
+        once: stop when all processes are ready and the demonstration is done.
         preface: lines to write before anything starts.
 
     Raises:
@@ -168,7 +168,8 @@ async def run(
     if demonstration is not None and is_open_to_all(deployment, environ):
         demo_key = new_key()
         environ[_API_KEY] = demo_key
-    # Check all settings before the servers start, so that a mistake is reported at once, and once.
+    # Check all settings before the servers start, so that a mistake is reported at once, and only
+    # by this process.
     specs = processes(deployment, environ)
     _check_processes(specs, environ)
     if demonstration is not None:
@@ -310,12 +311,12 @@ async def ask_sample(
 ) -> dict[str, Any]:
     """Send the sample request.
 
-    Wait first until the frontend has the model's files, some time after it is ready.
+    Wait first until the frontend has the model's files, which takes some time after it is ready.
 
     Args:
         frontend: URL of the frontend.
         model: name of the model.
-        api_key: is sent; "": none.
+        api_key: the API key to send; "": no key is sent.
         tls: decides whether an https:// frontend is trusted.
 
     Returns:

@@ -32,8 +32,8 @@ _SLO_LIMITS = ("slo_ttft_ms", "slo_itl_ms")
 _PLANNER_STOP_S = 10.0
 # An address may contain a password, so it is passed in the environment: command lines are public.
 ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
-# Certificates and credentials of servers that others run. They are left out when the launcher
-# starts its own.
+# Settings for the certificates and credentials of servers that others run. They are left out when
+# the launcher starts its own servers.
 _OF_OTHER_SERVERS = {
     "etcd": ("ETCD_CA", "ETCD_CERT", "ETCD_KEY", "ETCD_CREDENTIALS_FILE"),
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY", "NATS_CREDENTIALS_FILE", "NATS_INBOX_PREFIX"),
@@ -44,7 +44,7 @@ _COMMON_NAMES = {
     "nats": ("NATS_CA", "NATS_CERT", "NATS_KEY"),
 }
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-_STOP_MARGIN_S = 5.0  # for the end of a worker after its drain
+_STOP_MARGIN_S = 5.0  # time for the end of a worker after its drain
 # Settings that are left out when a deployment gets another engine.
 _LOST_WITH_ENGINE = (
     "extra_engine_args",
@@ -158,7 +158,7 @@ def without_other_servers(environ: Mapping[str, str], own_servers: Sequence[str]
 
     Args:
         environ: environment that the processes inherit.
-        own_servers: `etcd` and `nats`, as far as the launcher starts them.
+        own_servers: the servers that the launcher starts: `etcd`, `nats` or both.
     """
     dropped = set()
     for server in own_servers:
@@ -225,17 +225,18 @@ def _frontend(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
 
 
 def planner_flags(deployment: DeploymentConfig) -> Flags | None:
-    """Return the flags of the planner of a deployment by field name; None: it has none."""
+    """Return the flags of a deployment's planner by field name; None: it has no planner."""
     if deployment.planner is False:
         return None
     frontend = deployment.frontend or {}
     limits = {name: frontend[name] for name in _SLO_LIMITS if name in frontend}
     if deployment.planner is not None:
         return limits | deployment.planner
-    # Without settings of its own, there is a planner if it can do something: there are elastic
-    # workers, and the frontend has both limits.
+    # The deployment says nothing about a planner. A planner runs only if it can do something: if
+    # there are elastic workers, and the frontend has both limits.
     has_elastic = any(worker.disaggregation_mode is Role.ELASTIC for worker in deployment.workers)
-    return limits if has_elastic and len(limits) == len(_SLO_LIMITS) else None
+    has_limits = len(limits) == len(_SLO_LIMITS)
+    return limits if has_elastic and has_limits else None
 
 
 def _planner(flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
@@ -274,7 +275,7 @@ def _planned(
         http_prefix: prefix of the settings of its HTTP port.
         flags: its flags by field name.
         env: variables added to its environment.
-        environ: environment that it inherits. Host and port may come from there.
+        environ: environment that the process inherits. It may set the host and the port, too.
     """
     argv = to_argv(model, flags)
     env = {**env, **to_environ(model, flags)}
@@ -317,7 +318,7 @@ def _check_ports(specs: Sequence[ProcessSpec]) -> None:
 
 
 def devices_of(worker: WorkerSpec, number: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for one on the CPU."""
+    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty if it runs on the CPU."""
     if worker.devices == "cpu":
         return ""
     num_devices = len(worker.devices) // worker.count

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 LAUNCHER = "launch"
 _SERVERS = ("etcd", "nats")
-_HIDDEN_LINES = 200  # kept for a start that fails
+_HIDDEN_LINES = 200  # the last hidden lines, which are written if the start fails
 _ROUTINE = re.compile(r"\S+ (INFO|DEBUG) ")  # log lines that the live lines replace
 # A log line: time, level, process, request id if any, logger and message.
 _LOG_LINE = re.compile(
     r"\d{4}-\d\d-\d\dT(?P<time>\d\d:\d\d:\d\d)\S* (?:INFO|DEBUG) \S+ (?P<request>\S+ )?\S+:"
     r" (?P<message>.*)"
 )
-_MAX_TERMINAL_CHARS = 100  # of a line
+_MAX_TERMINAL_CHARS = 100  # longest INFO line on a terminal
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
@@ -86,7 +86,7 @@ class ProcessOutput:
 
     @contextmanager
     def keeping_lines(self, path: Path) -> Iterator[str]:
-        """Also write all lines to a file, hidden ones as well.
+        """Also write all lines to a file, including hidden lines.
 
         Yield the path. If the file can't be created, write a line that says so, and yield "".
         """
@@ -158,8 +158,8 @@ class ProcessOutput:
         """Show the phase of a process that is not ready.
 
         Args:
-            name: of the process.
-            phase: empty while the process does not answer: it still imports.
+            name: name of the process.
+            phase: its phase. Empty while the process does not answer, because it still imports.
         """
         if self._panel is not None:
             self._panel.show(name, phase or "importing")
@@ -189,7 +189,7 @@ class ProcessOutput:
         self._show(name, text)
 
     def _show(self, name: str, text: str, *, is_whole: bool = False) -> None:
-        """Show a line, on a terminal in short. Lines that explain a failure are whole."""
+        """Show a line. A terminal shows it in short, unless `is_whole`: it explains a failure."""
         if self._hidden is not None:
             self._hidden.append((name, text))
         else:
@@ -260,7 +260,10 @@ class StartPanel:
         self._live.start(refresh=True)
 
     def show(self, name: str, phase: str, ready_after_s: float | None = None) -> None:
-        """Show the phase of a process. A ready one has the seconds that its start took."""
+        """Show the phase of a process.
+
+        `ready_after_s`: the seconds that its start took; None: it is not ready yet.
+        """
         self._phases[name] = phase, ready_after_s
 
     def write_above(self, line: str) -> None:
@@ -311,9 +314,9 @@ class StartPanel:
 
 
 def _short(text: str, max_chars: int) -> str:
-    """Return an INFO line as a terminal shows it: one row. `dynamo-trtllm logs` has all of it.
+    """Return an INFO line as a terminal shows it, in one row.
 
-    Other lines, such as errors, stay as they are.
+    `dynamo-trtllm logs` shows the whole line. Other lines, such as errors, stay as they are.
     """
     found = _LOG_LINE.fullmatch(text)
     if found is None:
@@ -332,7 +335,7 @@ def _json_entry(name: str, text: str) -> str:
         return json_line(
             time_s=time.time(), level="info", process=name, logger="output", message=message
         )
-    # A frontend with several processes names each of them: NAME-1, NAME-2 and so on.
+    # A frontend with several processes names each of them itself: NAME-1, NAME-2 and so on.
     own_name = str(entry.get("process", ""))
     if not own_name.startswith(f"{name}-"):
         entry["process"] = name

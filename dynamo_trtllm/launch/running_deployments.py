@@ -1,8 +1,8 @@
-"""Know the deployments that run on this machine: each launcher writes a file about its own.
+"""Know the deployments that run on this machine: each launcher writes a file about its deployment.
 
 The files are in a folder in memory that only this user reads. A launcher removes its file at its
-end. The file of a killed launcher is recognized, because it has the process id and the start time
-of the launcher, and no running process has both.
+end. The file has the process id and the start time of the launcher. If no running process has both,
+the launcher was killed, and the file is ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     pid: PositiveCount
     instance_id: str = ""  # id of a worker that has been ready, hexadecimal
     uses_tls: bool = False
-    certificate: str = ""  # file with the certificate of the process; "": trust those of a CA
+    certificate: str = ""  # file with the certificate of the process; "": it has no TLS
 
     @property
     def address(self) -> str:
@@ -61,7 +61,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
 class LaunchRecord(msgspec.Struct, kw_only=True):
     """What a running launcher has started. Commands without an address read it."""
 
-    pid: PositiveCount  # of the launcher
+    pid: PositiveCount  # process id of the launcher
     start_ticks: int = 0  # start time of the launcher, see `recorder.start_ticks`
     namespace: str
     name: str = ""  # the namespace, with a number if a deployment of this name runs already
@@ -71,7 +71,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     # of a process.
     etcd_credentials_file: str = ""
     nats_credentials_file: str = ""
-    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is none
+    log_file: str = ""  # the lines of all processes, see `log_file`; "": there is no file
     server_logs: dict[str, str] = msgspec.field(default_factory=dict)  # files by name: etcd, nats
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     # Instance ids of workers that have ended, whose leases may not have expired yet.
@@ -107,7 +107,7 @@ def recorded(record: LaunchRecord, say: Callable[[str], None]) -> Iterator[Calla
 
     Args:
         record: the deployment of this process. Its name and the start time are set here.
-        say: gets a line if the file can't be written. The deployment runs without it, too.
+        say: gets a line if the file can't be written. The deployment runs without the file, too.
 
     Yields:
         A function that writes the changed record.
@@ -174,14 +174,16 @@ def running_deployments() -> list[LaunchRecord]:
 
 
 def running_deployment(name: str | None, how: str) -> LaunchRecord | None:
-    """Return the deployment that a command without an address means. None: none runs here.
+    """Return the deployment that a command without an address means.
+
+    None: no deployment runs here.
 
     Args:
-        name: its name. Default: the only one.
-        how: how to choose one, for the error: `with --deployment-name`.
+        name: the name of the deployment. Default: the only one that runs.
+        how: how to choose a deployment, for the error: `with --deployment-name`.
 
     Raises:
-        ConfigError: none has this name; or it is not given, and several run.
+        ConfigError: no deployment has this name; or no name is given, and several deployments run.
     """
     records = running_deployments()
     titles = ", ".join(record.title for record in records)
@@ -205,7 +207,7 @@ def frontend_here(name: str | None) -> tuple[str, str]:
     is DEFAULT_FRONTEND.
 
     Args:
-        name: name of the deployment. Default: the only one.
+        name: the name of the deployment. Default: the only one that runs.
 
     Raises:
         ConfigError: as for `running_deployment`, or the deployment has no frontend.
@@ -237,10 +239,10 @@ def _made_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let no other launcher choose a name meanwhile.
+    """Let no other launcher choose a name during the block.
 
     Raises:
-        OSError: another one holds the lock for too long.
+        OSError: another launcher holds the lock for too long.
     """
     with (folder / _LOCK).open("w", encoding="ascii") as file:
         _lock(file)

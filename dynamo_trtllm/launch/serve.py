@@ -207,7 +207,7 @@ def _available_bytes() -> int:
 
 
 def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
-    """Find the model. Return its revision on the Hub, if it is from there, and its facts.
+    """Find the model. Return its revision on the Hub, or None for another model, and its facts.
 
     Only config.json of a model on the Hub is downloaded, unless the cache has the model.
 
@@ -248,12 +248,13 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
 def _with_weights(
     facts: ModelFacts, checkpoint: Checkpoint, stored_bytes: int | None
 ) -> ModelFacts:
-    """Return the facts with what the checkpoint says of its weights.
+    """Return the facts, completed by what the checkpoint says of its weights.
 
     Args:
         facts: what is known without the checkpoint.
         checkpoint: the checkpoint.
-        stored_bytes: size of the files of weights; None or 0: computed from the checkpoint.
+        stored_bytes: size of the files of weights. With None or 0, it is computed from the
+            checkpoint.
     """
     in_bfloat16 = replace(checkpoint, quantization=None, dtype="bfloat16")
     return replace(

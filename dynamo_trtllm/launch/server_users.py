@@ -35,7 +35,7 @@ class PasswordFolder:
 
     Args:
         folder: the folder.
-        users: the users. Those without a file get one with a random password.
+        users: the users. A user without a file gets a file with a random password.
         has_root: the folder also has a file for the user root of etcd, who can change the users.
 
     Raises:
@@ -68,8 +68,8 @@ def users_of(namespace: str, specs: Sequence[ProcessSpec]) -> list[ClusterUser]:
     """Return the users of a launched deployment.
 
     Args:
-        namespace: its namespace.
-        specs: its processes.
+        namespace: the namespace of the deployment.
+        specs: the processes of the deployment.
     """
     endpoints = [spec.worker.endpoint for spec in specs if spec.worker is not None]
     chosen = [parse_endpoint(endpoint).component for endpoint in endpoints if endpoint]
@@ -79,14 +79,15 @@ def users_of(namespace: str, specs: Sequence[ProcessSpec]) -> list[ClusterUser]:
 async def set_up_etcd(
     config: ConnectionConfig, users: Sequence[ClusterUser], passwords: Mapping[str, str] = {}
 ) -> None:
-    """Create users in etcd, which rejects all others from then on.
+    """Create users in etcd, which rejects all other clients from then on.
 
     Wait up to START_TIMEOUT_S for an etcd that does not answer yet.
 
     Args:
         config: the address of etcd. If etcd has users, also the certificate or password of root.
         users: the users.
-        passwords: their passwords by name. A user without one needs a certificate with its name.
+        passwords: the passwords by user. A user without a password needs a certificate with its
+            name.
 
     Raises:
         ConfigError: a certificate file can't be read.
@@ -111,7 +112,7 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that only its user may read.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the file can't be written.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

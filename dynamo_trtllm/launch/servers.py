@@ -37,7 +37,7 @@ _HOST = "127.0.0.1"
 # How much of a log the error of a failed start shows.
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
-ONE_ANSWER_S = 5.0  # limit of one check
+ONE_ANSWER_S = 5.0  # longest time of one check
 # The pause between two checks, as a fraction of the time waited so far, and its limits.
 _PAUSE_FRACTION = 0.1
 _SHORTEST_PAUSE_S = 0.05
@@ -115,7 +115,7 @@ async def ready(host: str, port: int, certificate: Path | None = None) -> ReadyA
         certificate: file with the certificate of the process. None: its port has no TLS.
 
     Raises:
-        NotYet: it reports that it is not ready. The message is its reason.
+        NotYet: the process reports that it is not ready. The message is its reason.
         OSError: there is no connection.
     """
     status, answer = await _get(host, port, "/ready", ReadyAnswer, certificate)
@@ -193,8 +193,8 @@ async def _connection(
 class LocalServer(Child):
     """One run of a server.
 
-    Create it on the event loop, in the main thread or one that lives as long as the process (see
-    `spawn`).
+    Create it on the event loop, in the main thread or in a thread that lives as long as the process
+    (see `spawn`).
 
     Args:
         argv: command line.
@@ -212,7 +212,7 @@ class LocalServer(Child):
     ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
-            self._log_from = log.tell()
+            self._log_start = log.tell()  # where the log of this run begins in the file
             process = spawn(argv, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(process, STOP_TIMEOUT_S)
         self.address = address
@@ -275,7 +275,7 @@ class LocalServer(Child):
         """Return the last log lines of this run."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_from, end - _TAIL_BYTES))
+            log.seek(max(self._log_start, end - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 

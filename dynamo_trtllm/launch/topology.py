@@ -16,8 +16,10 @@ from dynamo_trtllm.protocol.errors import ConfigError, install_hint
 from dynamo_trtllm.protocol.messages import Role
 
 _GIB = 1 << 30
-_MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
-_MIN_FREE_FRACTION = 0.8  # of a GPU's memory; a GPU with less free memory is in use
+# The part of the memory that weights may take. The rest is for KV and activations.
+_MAX_WEIGHT_FRACTION = 0.8
+# The part of a GPU's memory that has to be free. A GPU with less free memory is in use.
+_MIN_FREE_FRACTION = 0.8
 _BY_PREFERENCE: tuple[str, ...] = ("trtllm", "vllm", "torch")
 # The least memory of a worker's process without weights. With the mock engine it takes 36 MB.
 _WORKER_BYTES = 32 << 20
@@ -34,7 +36,7 @@ class MachineFacts:
     no_gpu_reason: str  # empty if there are GPUs
     cpus: int  # CPUs that this process may use
     memory_bytes: int  # memory of the host that is available now
-    engines: frozenset[str]  # installed
+    engines: frozenset[str]  # the engines that are installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class ModelFacts:
     path: str  # value of --model-path
     name: str  # name that clients send
     weight_bytes: int | None  # size of the stored weights; None if it is not known
-    # Number of weights, for the torch engine, which does not compute with quantized ones.
+    # Number of weights, for the torch engine: it converts quantized weights before it computes.
     torch_values: int | None
     num_heads: int | None  # attention heads, of which each GPU gets an equal share
     is_gguf: bool = False
@@ -265,7 +267,7 @@ def _bytes_in_memory(engine: str, model: ModelFacts, *, on_gpu: bool) -> int | N
 
 
 def _requested_workers(options: ServeConfig) -> dict[Role, int] | None:
-    """Return the number of workers by role, as the options ask for. None: they ask for none."""
+    """Return the number of workers by role that the options ask for; None if they do not say."""
     if options.elastic is not None:
         others = (options.prefill, options.decode, options.replicas)
         if any(count is not None for count in others):

@@ -61,7 +61,7 @@ def part_texts(
     Args:
         value: what the client sent.
         types: the types that a part may have. An error proposes the first one.
-        fields: the names of a part's fields. Others are treated as unknown fields.
+        fields: the names of a part's fields. All other fields are treated as unknown fields.
         info: the info of the validator that calls this.
     """
     if isinstance(value, str):
@@ -106,7 +106,7 @@ Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongTex
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
 # The name of who wrote a message, with the characters that OpenAI's API accepts.
 _Author = Annotated[str, Field(pattern=r"^[^\s<|\\/>]{1,64}$", max_length=64)]
-# The functions of gpt-oss's browser are the only ones with a dot.
+# Only the functions of gpt-oss's browser have a dot in their names.
 FunctionName = Annotated[
     str, Field(pattern=r"^([a-zA-Z0-9_-]{1,64}|browser\.(search|open|find))$", max_length=64)
 ]
@@ -197,12 +197,12 @@ class AssistantMessage(RequestModel):
 
     @model_validator(mode="after")
     def _has_one_reasoning(self) -> AssistantMessage:
-        _ = self.any_reasoning  # reading it rejects two different ones
+        _ = self.any_reasoning  # reading this property rejects two different texts
         return self
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, under either name. A validator rejects different ones."""
+        """The reasoning, under either name. A validator has rejected two different texts."""
         return single_value(
             {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
         )
@@ -226,7 +226,7 @@ Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
 class Function(RequestModel):
     name: FunctionName
     description: Description = ""
-    strict: bool = False  # before `parameters`, whose check depends on it
+    strict: bool = False  # declared before `parameters`, whose check reads it
     parameters: ToolSchema = Field(default_factory=dict)
 
 
@@ -330,7 +330,7 @@ class ToolChoice(RequestModel):
     # "none": the prompt contains no tools
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: Label = ""  # name of the function, if the mode is "named"
-    # The names of the functions that the prompt contains. None: it contains all.
+    # The names of the functions that the prompt contains. None: the prompt contains all.
     allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 

@@ -1,8 +1,7 @@
 """Describe the tools of Anthropic's API that have a type in place of a schema.
 
-The client runs some of them.
-They become functions, with the parameters of Anthropic's documentation.
-`hosted_tools` leaves the others out.
+The client runs some of these tools. They become functions with the parameters of Anthropic's
+documentation. `hosted_tools` leaves the others out.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from typing import Any, Final
 
 # A type ends with the date of its version.
 _TYPE: Final = re.compile(r"(bash|text_editor|memory)_(\d{8})")
-# The first text editor that has `insert_text`. In earlier ones, `new_str` is the inserted text.
+# The first version of the text editor that has `insert_text`. In earlier versions, `new_str` is the
+# inserted text.
 _FIRST_INSERT_TEXT: Final = "20250429"
-# The last text editor that can undo an edit.
+# The last version of the text editor that can undo an edit.
 _LAST_UNDO: Final = "20250124"
 
 _TEXT: Final = {"type": "string"}
@@ -40,11 +40,11 @@ _FILE_COMMANDS: Final = ("view", "create", "str_replace", "insert")
 
 
 def client_tool(kind: str, name: Any) -> dict[str, Any] | None:
-    """Return the function of a tool that the client runs. None: the type is not one of them.
+    """Return the function of a tool. None: the client does not run tools of this type.
 
     Args:
-        kind: its type, such as "bash_20250124".
-        name: its name, as the client sent it. The model of the function checks it.
+        kind: the type of the tool, such as "bash_20250124".
+        name: the name of the tool as the client sent it. The model of the function checks it.
     """
     match = _TYPE.fullmatch(kind)
     if match is None:

@@ -1,8 +1,8 @@
 """Leave out the tools that a server would run, such as web search: this server runs none.
 
-A client that lists such tools by default can do without them. So they are named as ignored, and the
-other tools are served. Only a `tool_choice` that demands one is an error. This applies to chat,
-responses and messages.
+A client that lists such tools by default can do without them. So these tools are reported as
+ignored, and all other tools are served. Only a `tool_choice` that demands such a tool is an error.
+This applies to chat, responses and messages.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class HostedTool(RequestModel):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     type: Label
-    name: Label | None = None  # a `tool_choice` of Anthropic's API demands the tool by it
+    name: Label | None = None  # a `tool_choice` of Anthropic's API demands the tool by its name
 
 
 def without_hosted(
     *served: str, default: str | None = None
 ) -> Callable[[Any, ValidationInfo], Any]:
-    """Return a validator of one tool. It removes all fields of a hosted tool except type and name.
+    """Return a validator of one tool, which keeps only the type and the name of a hosted tool.
 
-    A type that is not served is treated like an unknown field: with `--unknown-fields reject` it is
-    an error, and otherwise it is an error only if it is a misspelled one of `served`.
+    A type that is not served is treated like an unknown field. With `--unknown-fields reject`, it
+    is an error; otherwise, it is an error only if it is a misspelled type of `served`.
 
     Args:
         served: the types of tools that are served.
-        default: the type of a tool that has none. None: such a tool is an error.
+        default: the type of a tool that has no type. None: such a tool is an error.
     """
 
     known = frozenset(served)

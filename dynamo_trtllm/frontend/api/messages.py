@@ -46,7 +46,7 @@ from dynamo_trtllm.frontend.api.sampling import MAX_STOPS, NO_OPS, SamplingField
 from dynamo_trtllm.frontend.api.schemas import Schema, ToolSchema, schema_text
 from dynamo_trtllm.protocol.messages import OutputFormat
 
-# Fields that this endpoint supports, and the others do not.
+# Fields that only this endpoint supports.
 _SUPPORTED_HERE: Final = frozenset({"stop_sequences", "service_tier"})
 
 
@@ -113,7 +113,7 @@ class ToolReference(RequestModel):
 
 
 def _blocks(value: Any, types: Sequence[str]) -> Any:
-    """Return the content as a list of blocks. `types` are the supported ones."""
+    """Return the content as a list of blocks. `types` are the supported types of blocks."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -186,7 +186,7 @@ _BLOCKS_OF: Final = {
 
 
 def _turn_blocks(value: Any, info: ValidationInfo) -> Any:
-    # `info.data` lacks a wrong role. The error of the role is reported, whatever this returns.
+    # If the role is wrong, `info.data` has none, and the client gets the error of the role.
     role = str(info.data.get("role"))
     return _blocks(value, _BLOCKS_OF.get(role, ("text",)))
 
@@ -230,7 +230,7 @@ class MessageTool(RequestModel):
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$", max_length=128)
     description: chat.Description = ""
-    strict: bool = False  # before `input_schema`, whose check depends on it
+    strict: bool = False  # declared before `input_schema`, whose check reads it
     input_schema: ToolSchema
 
 

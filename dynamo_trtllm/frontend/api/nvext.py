@@ -32,7 +32,7 @@ class Stats(TypedDict):
     tokens_per_s: float | None
     total_s: float  # from the request until now
     phase_s: Seconds  # by phase; they add up to `total_s`
-    # Phases before the first token; they add up to `ttft_s`. Empty: there was none.
+    # Phases before the first token; they add up to `ttft_s`. Empty: there was no first token.
     ttft_phase_s: Seconds
     part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
     # Statistics of each choice, if there are several. The fields above are about all of them.
@@ -49,10 +49,10 @@ class WorkerIds(TypedDict, total=False):
 class NvTiming(TypedDict):
     """The times of a request, as Dynamo reports them."""
 
-    request_received_ms: Count  # since the epoch
-    # from the request until its first call to a worker
+    request_received_ms: Count  # when the request came, since the epoch
+    # from then to the first call to a worker
     prefill_wait_time_ms: NotRequired[Milliseconds]
-    prefill_time_ms: NotRequired[Milliseconds]  # from then to the first token
+    prefill_time_ms: NotRequired[Milliseconds]  # from that call to the first token
     ttft_ms: NotRequired[Milliseconds]
     total_time_ms: Milliseconds
     kv_hit_rate: float  # cached tokens as a share of the prompt

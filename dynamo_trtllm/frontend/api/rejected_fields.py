@@ -14,8 +14,8 @@ _LENGTH = "use max_tokens"
 _FORMAT = "use structured_outputs"
 _NO_AUDIO = "only text is generated"
 
-# Fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference, by name with the reason
-# or what to send.
+# Fields of vLLM, SGLang, llama.cpp, Ollama and text-generation-inference. Each name has the reason
+# for the rejection, or says what to send instead.
 OF_ALL: Final[Mapping[str, str]] = {
     "allowed_token_ids": "use logit_bias, or a regex in structured_outputs",
     "bad_words": "use logit_bias",
@@ -67,7 +67,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "xtc_probability": (0,),
 }
 
-# Of chat and text completions.
+# Fields that only chat and text completions reject.
 OF_COMPLETIONS: Final[Mapping[str, str]] = {
     "guided_whitespace_pattern": "whitespace in structured output can't be chosen",
     "grammar": _FORMAT,
@@ -76,7 +76,7 @@ OF_COMPLETIONS: Final[Mapping[str, str]] = {
     "ebnf": _FORMAT,
 }
 
-# Of text completions only.
+# Fields that only text completions reject.
 OF_TEXT_COMPLETIONS: Final[Mapping[str, str]] = {
     "suffix": "models can't fill in the middle of a text",
     "messages": "use /v1/chat/completions",

@@ -2,9 +2,10 @@
 clear error.
 
 A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown
-fields are rejected. If the caller of `parse` says so, they are ignored, and only misspelled names
-of fields are rejected. Every string, list and object has a size limit, and a collection is rejected
-at its first wrong element, so the memory and time of a request are proportional to its size.
+fields are rejected, unless the caller of `parse` wants to ignore them: then, only misspelled names
+of known fields are rejected. Every string, list and object has a size limit, and a collection is
+rejected at its first wrong element. So the memory and time of a request are proportional to its
+size.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ from dynamo_trtllm.protocol.errors import InvalidRequest, UnsupportedParameter
 M = TypeVar("M", bound="RequestModel")
 V = TypeVar("V")
 
-# Limits of a body. `_check_count` counts its values by the punctuation that is named here.
-# ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
+# Limits of a body. `_check_count` counts punctuation in place of values, keys and containers.
+# Number of ",", "[" and "{": enough for 128 prompts of 8,192 token ids.
 MAX_VALUES: Final = 1_250_000
-# ":"; enough for MAX_ITEMS messages of six fields. While an object with so many keys is parsed,
-# nothing else runs for 0.08 s.
+# Number of ":": enough for MAX_ITEMS messages of six fields. While an object with so many keys is
+# parsed, nothing else runs for 0.08 s.
 MAX_KEYS: Final = 125_000
-MAX_CONTAINERS: Final = 200_000  # "[" and "{"; each takes up to 700 bytes of memory
-# characters of a text for the model; in practice --max-body-bytes is the limit
+# Number of "[" and "{". Each container takes up to 700 bytes of memory.
+MAX_CONTAINERS: Final = 200_000
+# Characters of a text for the model. In practice, --max-body-bytes is the limit.
 MAX_TEXT: Final = 32 << 20
 MAX_LABEL: Final = 512  # characters of a name or an id
 MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
@@ -63,7 +65,8 @@ LongText = Annotated[str, Field(max_length=MAX_TEXT)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
-_NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))  # all bytes but the counted punctuation
+# All bytes except the punctuation that `_check_count` counts.
+_NOT_COUNTED: Final = bytes(set(range(256)) - set(b",:[{"))
 _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
 REF = "#/components/schemas/{model}"  # pydantic's template for references of OpenAPI
@@ -127,12 +130,13 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _accepted_fields(cls, data: Any, info: ValidationInfo) -> Any:
-        """Return the fields that have an effect. Reject those that are not accepted."""
+        """Return the fields that have an effect. Reject a field that is not accepted."""
         if not isinstance(data, dict):
             return data
         accepted = {}
         listed = _listed_names(cls)
-        # Listed fields come first, so that their errors are reported before those of unknown ones.
+        # Listed fields come first, so that their errors are reported before errors of unknown
+        # fields.
         for name, value in data.items():
             if name not in listed or value is None or name in cls.hints:
                 continue
@@ -159,24 +163,22 @@ class RequestModel(BaseModel):
     def _check_no_op(cls, name: str, value: Any) -> None:
         values = cls.no_ops[name]
         if not any(_same(value, harmless) for harmless in values):
-            why = cls.unsupported.get(name)
-            instead = "leave it out" if why is None else why
-            unsupported(
-                f"is not supported, except as {_alternatives(values)}; {instead}", field=name
-            )
+            hint = cls.unsupported.get(name, "leave it out")
+            unsupported(f"is not supported, except as {_alternatives(values)}; {hint}", field=name)
 
 
 def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place: str = "") -> None:
-    """Reject or ignore an unknown field, as the caller of `parse` says.
+    """Reject or ignore an unknown field.
 
-    Unknown fields are always rejected, or only if they are misspelled names of known ones.
+    The caller of `parse` chooses: all unknown fields are rejected, or only those that are
+    misspelled names of known fields.
 
     Args:
         name: the name of the field.
         known: the names that are accepted at its place.
-        info: the info of the validator that found it.
-        place: the beginning of the error text, if it names the field. "": the path of the error
-            ends with the field.
+        info: the info of the validator that found the field.
+        place: the beginning of the error text, which names the field. "": the error names the field
+            by its path.
     """
     ignored: IgnoredFields | None = info.context
     field = None if place else name
@@ -187,8 +189,10 @@ def check_unknown(name: str, known: frozenset[str], info: ValidationInfo, place:
             return
     else:
         # The field is rejected in any case. The known name is only a hint.
-        near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _SHOWN else ()
-        meant = near[0] if near else None
+        meant = None
+        if len(name) <= _SHOWN:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            meant = near[0] if near else None
     hint = "leave it out" if meant is None else f"did you mean {meant!r}?"
     unsupported(f"{place}is not a known field; {hint}", field=field)
 
@@ -232,7 +236,7 @@ def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
 
 @functools.cache
 def _listed_names(model: type[RequestModel]) -> frozenset[str]:
-    """Return all names that a model says something about: accepted ones and unsupported ones."""
+    """Return all names that a model lists: the accepted names and the unsupported names."""
     return _accepted_names(model) | frozenset(model.unsupported)
 
 
@@ -278,9 +282,9 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
 
 
 def single_value(values: Mapping[str, V | None]) -> V | None:
-    """Return the value that a client gives under one or several of these names; None: under none.
+    """Return the value that a client gives under one or several names, or None if it gives none.
 
-    In a validator, it rejects different values.
+    Only validators call this: it rejects different values.
 
     Args:
         values: the value under each name, by the path of its field.
@@ -301,7 +305,8 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Args:
         model: the class of the request.
         body: the bytes of the body.
-        ignored: gets the names of the unknown fields, which are ignored. None: they are rejected.
+        ignored: gets the names of the unknown fields, which are ignored. None: unknown fields are
+            rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
@@ -315,7 +320,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         where = f"line {exc.lineno}, column {exc.colno}"
         hint = ""
         if "surrogate" in exc.msg:
-            hint = "; a text was cut inside a character, such as an emoji: cut it beside it"
+            hint = "; a text was cut inside a character, such as an emoji: cut between characters"
         raise InvalidRequest(
             f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}{hint}"
         ) from exc
@@ -331,18 +336,19 @@ def _check_count(body: bytes) -> None:
     """Raise InvalidRequest for a body whose values would take far more memory than its bytes.
 
     Values are counted by the punctuation of lists, objects, keys and elements. Punctuation inside
-    strings counts too: telling it apart costs more than parsing, and a text with so much
+    strings counts, too: to tell it apart would cost more than parsing, and a text with so much
     punctuation exceeds any context.
     """
     if len(body) <= MAX_CONTAINERS:  # each container takes at least one byte
         return
-    marks = body.translate(None, _NO_MARKS)
-    keys = marks.count(b":")
-    containers = marks.count(b"[") + marks.count(b"{")
+    punctuation = body.translate(None, _NOT_COUNTED)
+    keys = punctuation.count(b":")
+    containers = punctuation.count(b"[") + punctuation.count(b"{")
+    values = len(punctuation) - keys
     for count, most, what in (
         (containers, MAX_CONTAINERS, "lists and objects, counted by its '[' and '{'"),
         (keys, MAX_KEYS, "keys, counted by its ':'"),
-        (len(marks) - keys, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
+        (values, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
     ):
         if count > most:
             raise InvalidRequest(
@@ -351,9 +357,9 @@ def _check_count(body: bytes) -> None:
 
 
 def check_size(value: Any, most: int) -> Any:
-    """Return the value, in a validator, if its JSON has at most `most` bytes.
+    """Return the value if its JSON has at most `most` bytes. Only validators call this.
 
-    It may have at most 254 levels: orjson writes no more.
+    The value may have at most 254 levels: orjson writes no more.
     """
     try:
         size = len(orjson.dumps(value))
@@ -365,10 +371,10 @@ def check_size(value: Any, most: int) -> Any:
 
 
 def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | None = None) -> Any:
-    """Return the value, in a validator. Reject it at its first wrong entry.
+    """Return the value, or reject it at its first wrong entry. Only validators call this.
 
     pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's
-    images have older ones.
+    images have older releases.
 
     Args:
         value: what the client sent.
@@ -415,9 +421,14 @@ def without_pydantic_extras(schema: Any) -> Any:
     return {
         key: without_pydantic_extras(value)
         for key, value in schema.items()
-        if not (key == "title" and isinstance(value, str))
-        and not (key == "default" and (value is None or value == {}))
+        if not _is_pydantic_extra(key, value)
     }
+
+
+def _is_pydantic_extra(key: str, value: Any) -> bool:
+    if key == "title":
+        return isinstance(value, str)  # otherwise, it is the schema of a property named "title"
+    return key == "default" and (value is None or value == {})
 
 
 def kind_of(value: Any) -> str:

@@ -163,7 +163,7 @@ class ReadinessReport(TypedDict):
     ]
     discovery_problem: Annotated[
         str,
-        Field(description="Why workers and shares may be out of date; empty: they are not."),
+        Field(description="Why workers and shares may be out of date; empty if they are not."),
     ]
 
 
@@ -198,7 +198,7 @@ class InstanceObject(TypedDict):
     shares_since: NotRequired[
         Annotated[
             str | None,
-            Field(description="When its shares changed last; null: it registered with them."),
+            Field(description="When its shares changed last; null: not since it registered."),
         ]
     ]
 
@@ -433,8 +433,8 @@ class InputTokensObject(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    input_tokens: Annotated[Count, Field(description="Without those read from the cache.")]
-    output_tokens: Annotated[Count, Field(description="With those of reasoning.")]
+    input_tokens: Annotated[Count, Field(description="Without tokens read from the cache.")]
+    output_tokens: Annotated[Count, Field(description="With the tokens of the reasoning.")]
     cache_read_input_tokens: Count
     cache_creation_input_tokens: Annotated[Count, Field(description="Always 0.")]
 

@@ -1,6 +1,6 @@
 """Define the tools of `POST /v1/responses`, and which functions the model sees for them.
 
-Tools that the client runs are served as functions. `hosted_tools` says what becomes of the others.
+Tools that the client runs are served as functions. For all other tools, see `hosted_tools`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dynamo_trtllm.frontend.tokenization.text_input import SCHEMA
 
 Kind = Literal["function", "custom", "local_shell"]
 LOCAL_SHELL: Final = "local_shell"  # name of its function
-_IN_NAMESPACE: Final = ("function", "custom")
-_SERVED: Final = (*_IN_NAMESPACE, "local_shell", "namespace")
+_IN_NAMESPACE: Final = ("function", "custom")  # types of tools that a namespace may contain
+_SERVED: Final = (*_IN_NAMESPACE, "local_shell", "namespace")  # types of tools that are served
 # The fields of OpenAI's `local_shell_call.action`.
 _LOCAL_SHELL_SCHEMA: Final[Mapping[str, Any]] = {
     "type": "object",
@@ -55,7 +55,7 @@ class ResponsesFunctionTool(RequestModel):
     type: Literal["function"]
     name: chat.FunctionName
     description: chat.Description = ""
-    strict: bool = False  # before `parameters`, whose check depends on it
+    strict: bool = False  # declared before `parameters`, whose check reads it
     parameters: ToolSchema = Field(default_factory=dict)
 
 
@@ -128,17 +128,35 @@ def served_tools(tools: Iterable[Any], namespace: str | None = None) -> Iterator
     for tool in tools:
         match tool:
             case ResponsesFunctionTool():
-                yield _served(
-                    tool.name, tool.description, tool.parameters, tool.strict, "function", namespace
+                yield ServedTool(
+                    name=qualified_name(tool.name, namespace),
+                    description=tool.description,
+                    parameters=tool.parameters,
+                    is_strict=tool.strict,
+                    kind="function",
+                    own_name=tool.name,
+                    namespace=namespace,
                 )
             case CustomTool():
-                served = _served(
-                    tool.name, tool.shown_description(), SCHEMA, True, "custom", namespace
+                yield ServedTool(
+                    name=qualified_name(tool.name, namespace),
+                    description=tool.shown_description(),
+                    parameters=SCHEMA,
+                    is_strict=True,
+                    kind="custom",
+                    own_name=tool.name,
+                    namespace=namespace,
+                    is_text=tool.format.type == "text",
                 )
-                yield served._replace(is_text=tool.format.type == "text")
             case LocalShellTool():
-                about = "Runs a command on the user's computer and returns its output."
-                yield _served(LOCAL_SHELL, about, _LOCAL_SHELL_SCHEMA, True, "local_shell", None)
+                yield ServedTool(
+                    name=LOCAL_SHELL,
+                    description="Runs a command on the user's computer and returns its output.",
+                    parameters=_LOCAL_SHELL_SCHEMA,
+                    is_strict=True,
+                    kind="local_shell",
+                    own_name=LOCAL_SHELL,
+                )
             case NamespaceTool():
                 yield from served_tools(tool.tools, tool.name)
 
@@ -154,18 +172,6 @@ def echoed(tools: Iterable[RequestModel]) -> list[dict[str, Any]]:
             fields["tools"] = echoed(tool.tools)
         echoes.append(fields)
     return echoes
-
-
-def _served(
-    name: str,
-    description: str,
-    parameters: Mapping[str, Any],
-    is_strict: bool,
-    kind: Kind,
-    namespace: str | None,
-) -> ServedTool:
-    qualified = qualified_name(name, namespace)
-    return ServedTool(qualified, description, parameters, is_strict, kind, name, namespace)
 
 
 def qualified_name(name: str, namespace: str | None) -> str:
@@ -192,5 +198,5 @@ class NamedTool(RequestModel):
 
     @property
     def function(self) -> str:
-        """The name of its function."""
+        """The name of the function that the model sees for the tool."""
         return qualified_name(self.name or LOCAL_SHELL, self.namespace)

@@ -44,7 +44,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 _TEXT_PARTS = ("input_text", "output_text")
 _OUTPUT_PARTS = (*_TEXT_PARTS, "text")  # tools of MCP write "text"
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
-_CHOSEN = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
+_NAMED_TYPES = ("function", "custom", "local_shell")  # types of tools that a tool_choice can name
 # The types of items that the input may have.
 _ITEM_TYPES = (
     "message",
@@ -203,7 +203,7 @@ class LocalShellCallItem(RequestModel):
 
 
 class LocalShellOutputItem(RequestModel):
-    """The output of a shell. OpenAI's `id` is that of the call; Codex sends `call_id`."""
+    """The output of a shell. OpenAI sends the id of the call as `id`, and Codex as `call_id`."""
 
     type: Literal["local_shell_call_output"]
     id: Label | None = None
@@ -329,7 +329,7 @@ class TextConfig(RequestModel):
 
 
 def _tag_of_named(value: Any) -> str:
-    if isinstance(value, HostedTool) or _type_of_named(value) not in _CHOSEN:
+    if isinstance(value, HostedTool) or _type_of_named(value) not in _NAMED_TYPES:
         return HOSTED
     return "<named>"
 
@@ -343,7 +343,7 @@ def _type_of_named(value: Any) -> Any:
 _ToolNamed = Annotated[
     Annotated[NamedTool, Tag("<named>")] | Annotated[HostedTool, Tag(HOSTED)],
     Discriminator(_tag_of_named),
-    BeforeValidator(without_hosted(*_CHOSEN, default="function")),
+    BeforeValidator(without_hosted(*_NAMED_TYPES, default="function")),
 ]
 
 
@@ -366,7 +366,7 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
-    if kind not in (*_CHOSEN, "allowed_tools"):
+    if kind not in (*_NAMED_TYPES, "allowed_tools"):
         reject_demanded(kind)
     choice = ResponsesAllowedTools if kind == "allowed_tools" else NamedTool
     return choice.model_validate(value, context=info.context)
@@ -384,7 +384,7 @@ def _input(value: Any, info: ValidationInfo) -> Any:
         return [{"role": "user", "content": value}]
     ignored: IgnoredFields | None = info.context
     if ignored is None:
-        return value
+        return value  # unknown fields are rejected, so `_supported_item` rejects such items, too
     items = []
     for item in value:
         kind = item.get("type") if isinstance(item, dict) else None
@@ -396,7 +396,7 @@ def _input(value: Any, info: ValidationInfo) -> Any:
 
 
 def _include(value: Any, info: ValidationInfo) -> Any:
-    """Return what is included, without what only hosted tools have."""
+    """Return the included fields, without the fields that only hosted tools have."""
     if not isinstance(value, list):
         invalid(f"must be a list, not {kind_of(value)}")
     ignored: IgnoredFields | None = info.context

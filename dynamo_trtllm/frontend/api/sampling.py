@@ -223,7 +223,8 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
-        # A client can give each of these in two fields. Reading it rejects different values.
+        # A client can give each of these values in two fields. Reading the property rejects two
+        # different values.
         _ = self.past_eos, self.salt, self.requested_priority
         if (
             self.attention_dp_relax
@@ -240,7 +241,7 @@ class SamplingFields(RequestModel):
 
     @property
     def requested_priority(self) -> int | None:
-        """The priority that the request names; None: it names none. Lower values come first."""
+        """The priority of the request; None: it was not given. Lower values come first."""
         hints = self.nvext.agent_hints
         hint = None if hints is None or hints.priority is None else -hints.priority
         return single_value({"priority": self.priority, "nvext.agent_hints.priority": hint})
@@ -270,10 +271,12 @@ class SamplingFields(RequestModel):
         Args:
             request_id: the id of the request in logs and on the wire.
             deadline: the deadline in seconds since the epoch.
-            session_id: the header X-Session-ID, or "". A conversation of the body overrides it.
+            session_id: the header X-Session-ID, or "". A conversation id in the body overrides it.
         """
         nvext = self.nvext
-        conversation = self.conversation_params
+        conversation_id = session_id or None
+        if self.conversation_params is not None:
+            conversation_id = self.conversation_params.conversation_id
         return GenerateRequest(
             request_id=request_id,
             model=self.model,
@@ -285,9 +288,7 @@ class SamplingFields(RequestModel):
             dp_rank=nvext.dp_rank,
             prefill_dp_rank=nvext.prefill_dp_rank,
             relax_dp_rank=self.attention_dp_relax,
-            conversation_id=(
-                (session_id or None) if conversation is None else conversation.conversation_id
-            ),
+            conversation_id=conversation_id,
         )
 
 
@@ -415,13 +416,13 @@ class CompletionFields(SamplingFields):
 
     @model_validator(mode="after")
     def _formats_agree(self) -> CompletionFields:
-        single_value(self.output_formats())  # rejects different ones
+        single_value(self.output_formats())  # rejects two different formats
         return self
 
     def output_formats(self) -> dict[str, OutputFormat]:
         """Return the formats that the output must follow, by the path of their field.
 
-        A validator rejects different ones.
+        A validator has rejected two different formats.
         """
         guided = formats_of(
             self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar

@@ -27,7 +27,8 @@ _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "bo
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
-# The place of a schema: the place of the schema around it, and the keys from there. (): the root.
+# The place of a schema: first the place of the schema around it, then the keys that lead from there
+# to the schema. (): the schema is the root.
 _Place: TypeAlias = tuple[Any, ...]
 
 
@@ -46,12 +47,12 @@ def check_schema(value: Any) -> Any:
 def check_tool_schema(value: Any, info: ValidationInfo) -> Any:
     """Check the schema of a tool, whose model has a field `strict` before it.
 
-    Without `strict`, the schema is a hint for the model. Generators of tools write nulls, empty
-    enumerations and types that JSON Schema does not have. So what is malformed is left out and
-    named like an unknown field, in place of rejecting all requests with this tool.
+    Without `strict`, the schema is only a hint for the model. Generators of tools write nulls,
+    empty enumerations and types that JSON Schema does not have. Such malformed parts are left out
+    and reported like unknown fields. Otherwise, all requests with such a tool would be rejected.
 
     Returns:
-        A copy of the schema without what is malformed; with `strict`, the schema itself.
+        A copy of the schema without its malformed parts; with `strict`, the schema itself.
     """
     ignored: IgnoredFields | None = info.context
     # Where unknown fields are rejected, malformed parts are, too.
@@ -114,6 +115,7 @@ def _is_own_reference(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("#")
 
 
+# The keywords whose values are checked, each with a function that returns whether a value is valid.
 _CHECKED: Final[Mapping[str, Callable[[Any], bool]]] = {
     "type": _is_type,
     "enum": _is_enumeration,
@@ -191,8 +193,8 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
 def _pointer(where: _Place) -> str:
     """Return the JSON pointer of a place.
 
-    Pointers are built only for errors: those of all places together may be far longer than the
-    schema.
+    Pointers are built only for errors: the pointers of all places together may be far longer than
+    the schema.
     """
     steps: list[str] = []
     while where:

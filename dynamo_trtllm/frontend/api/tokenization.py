@@ -54,7 +54,7 @@ class TokenizeRequest(ChatRequest):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids of which the text is wanted."""
+    """Token ids whose text the client wants."""
 
     model: Id
     tokens: List[TokenId] = Field(max_length=MAX_VALUES)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Final, Literal
 
 MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
-_MAX_NAME: Final = 64  # characters of each
-# Characters of a known name. A shorter one, such as "n", is one edit away from too many names.
+_MAX_NAME: Final = 64  # characters of a reported name
+# Least number of characters of a known name that `misspelled` compares by edits. A shorter name,
+# such as "n", is one edit away from too many names.
 _SHORTEST: Final = 3
-_MAX_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
-
-
+# Unknown fields of a request that are compared, each with all known names.
+_MAX_COMPARED: Final = 128
 # Fields of other APIs that are near a known name, but stand for something else.
 _FOREIGN: Final = frozenset({"isError", "mode", "models", "speed", "typ_p"})
 
@@ -20,7 +20,7 @@ _FOREIGN: Final = frozenset({"isError", "mode", "models", "speed", "typ_p"})
 class IgnoredFields:
     """The names of the fields of a request that have no effect.
 
-    Each name is there once. Only the first MAX_IGNORED names are there, and long ones are cut.
+    It has only the first MAX_IGNORED names, each once, and cuts long names.
 
     Args:
         rejects_misspelled: `meant` finds misspelled names, so that their fields are rejected.
@@ -41,14 +41,14 @@ class IgnoredFields:
 
     @property
     def is_full(self) -> bool:
-        """Whether further unknown fields are neither reported nor compared with known ones."""
+        """Whether further unknown fields are neither reported nor compared with known names."""
         compares_no_more = not self._rejects_misspelled or len(self._compared) >= _MAX_COMPARED
         return compares_no_more and len(self._names) >= MAX_IGNORED
 
     def meant(self, name: str, known: frozenset[str]) -> str | None:
         """Return the known name that a misspelled one stands for.
 
-        None: the name is not misspelled, or misspelled names are ignored like other unknown ones.
+        None: the name is not misspelled, or misspelled names are ignored like all unknown names.
 
         Only the first unknown fields of a request are compared, so that its cost stays in
         proportion to its size.
@@ -68,16 +68,16 @@ class IgnoredFields:
 
 
 def collector(mode: Literal["reject", "warn", "ignore"]) -> IgnoredFields | None:
-    """Return what collects the ignored fields of a request, as `--unknown-fields` says.
+    """Return a collector of the ignored fields of a request. `mode` is that of `--unknown-fields`.
 
-    None: all are rejected.
+    None: all unknown fields are rejected.
     """
     return None if mode == "reject" else IgnoredFields(rejects_misspelled=mode == "warn")
 
 
 def misspelled(name: str, known: Collection[str]) -> str | None:
-    """Return the known name from which a name differs by one edit, or by case and underscores
-    only.
+    """Return the known name from which a name differs by one edit, or only by case, underscores and
+    hyphens.
     """
     plain = _plain(name)
     for other in known:
@@ -94,18 +94,18 @@ def _plain(name: str) -> str:
 
 
 def _is_one_edit(one: str, other: str) -> bool:
-    """Return True if one character is missing, too many or another one, or two neighbors are
-    swapped.
+    """Return True if the names differ by one character that is missing, added or replaced, or by
+    two neighbors that are swapped.
     """
     begin = 0
     shortest = min(len(one), len(other))
     while begin < shortest and one[begin] == other[begin]:
         begin += 1
     rest = one[begin:]
-    others = other[begin:]
-    if rest[1:] == others[1:]:
+    other_rest = other[begin:]
+    if rest[1:] == other_rest[1:]:
         return True  # another character
-    if rest[1:] == others or rest == others[1:]:
+    if rest[1:] == other_rest or rest == other_rest[1:]:
         return True  # one too many, or one is missing
-    swapped = others[1:2] + others[:1]
-    return rest[:2] == swapped and rest[2:] == others[2:]
+    swapped = other_rest[1:2] + other_rest[:1]
+    return rest[:2] == swapped and rest[2:] == other_rest[2:]

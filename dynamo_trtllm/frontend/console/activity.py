@@ -23,15 +23,15 @@ from dynamo_trtllm.protocol.frontend_samples import RequestRow, WorkerProgress
 from dynamo_trtllm.protocol.phases import PhaseSeconds
 
 MAX_KEPT_REQUESTS: Final = 200
-MAX_SENT_REQUESTS: Final = 50  # of those, in one sample
-MAX_SENT_WORKERS: Final = 1000
+MAX_SENT_REQUESTS: Final = 50  # requests in one sample
+MAX_SENT_WORKERS: Final = 1000  # workers in one sample
 
 
 @dataclass(slots=True)
 class _StreamSums:
     """What the streams on one worker did since the last sample."""
 
-    streams: int = 0  # that run now
+    streams: int = 0  # streams that run now
     tokens: int = 0
     gap_s: float = 0.0  # the sum of the times between two tokens
     num_gaps: int = 0
@@ -44,12 +44,12 @@ class ActivitySample:
 
     codes: dict[str, int]  # ended requests by code
     workers: tuple[WorkerProgress, ...]
-    requests: tuple[RequestRow, ...]  # the latest that have ended, the oldest first
+    requests: tuple[RequestRow, ...]  # the latest requests that have ended, the oldest first
 
 
 @dataclass(eq=False)
 class RequestActivity:
-    """The running requests of this process, and the latest that have ended.
+    """The running requests of this process, and the latest requests that have ended.
 
     Args:
         clock: returns seconds of the clock of timelines.
@@ -59,11 +59,11 @@ class RequestActivity:
     _running: dict[RequestTimeline, None] = field(default_factory=dict, init=False)
     _ended: deque[RequestRow] = field(init=False)
     _is_sampling: bool = field(default=False, init=False)
-    # Since the last sample:
+    # What was counted since the last sample:
     _num_ended: int = field(default=0, init=False)
     _codes: Counter[str] = field(default_factory=Counter, init=False)
-    _progress: dict[int, _StreamSums] = field(default_factory=dict, init=False)  # by worker
-    # Of a running stream: the tokens that a sample has counted, and the time of the last one.
+    _progress: dict[int, _StreamSums] = field(default_factory=dict, init=False)  # sums by worker
+    # For each running stream, how many of its tokens were counted, and when the last of them came.
     _counted: dict[Choice, tuple[int, float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -114,12 +114,12 @@ class RequestActivity:
                 self._note_stream(choice, now_s)
         workers = tuple(
             WorkerProgress(
-                instance_id,
-                progress.streams,
-                progress.tokens,
-                progress.gap_s,
-                progress.num_gaps,
-                progress.silent_s,
+                instance_id=instance_id,
+                streams=progress.streams,
+                tokens=progress.tokens,
+                gap_s=progress.gap_s,
+                num_gaps=progress.num_gaps,
+                silent_s=progress.silent_s,
             )
             for instance_id, progress in islice(self._progress.items(), MAX_SENT_WORKERS)
         )
@@ -135,13 +135,14 @@ class RequestActivity:
         self._progress.clear()
 
     def _count(self, choice: Choice) -> None:
-        """Count the tokens of a stream that came since it was counted."""
+        """Count the tokens of a stream that came since the last call."""
         timeline = choice.timeline
         worker = timeline.decode_instance
         if worker is None or timeline.first_s is None:
             return
         num_before, last_before_s = self._counted.get(choice, (0, 0.0))
-        # After an early first token, the time until the decode worker has the KV is not its own.
+        # After an early first token, the decode worker generates nothing until it has the KV. This
+        # time is not one of its gaps.
         begun_s = max(timeline.first_s, timeline.decode_begun_s or 0.0)
         num_new = choice.num_tokens - num_before
         if num_new <= 0:
@@ -168,7 +169,7 @@ class RequestActivity:
             progress.silent_s = max(progress.silent_s, now_s - timeline.last_s)
 
     def _progress_of(self, instance_id: int) -> _StreamSums:
-        """Return the sums of a worker, which are created if there are none."""
+        """Return the sums of a worker. Create them if the worker has none."""
         progress = self._progress.get(instance_id)
         if progress is None:
             progress = _StreamSums()
@@ -181,7 +182,7 @@ def _as_rows(phases: PhaseSeconds) -> tuple[tuple[str, str, float], ...]:
 
 
 def _row(timeline: RequestTimeline, end: RequestEnd) -> RequestRow:
-    """Return what is shown of a request that has ended."""
+    """Return what the console shows of a request that has ended."""
     answer = timeline.answer
     finish = ""
     prefill_ids = ""

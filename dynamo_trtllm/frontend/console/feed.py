@@ -1,7 +1,7 @@
 """Send a snapshot of the deployment to all open consoles, once a second.
 
-While a console is open at any frontend process of the namespace, all of them publish a sample of
-what they do. The processes at which one is open merge the samples into one snapshot, which is
+While a console is open at any frontend process of the namespace, all processes publish samples of
+what they do. The processes at which a console is open merge the samples into one snapshot, which is
 encoded once for all readers. Without a console, nothing is sampled, merged or sent.
 """
 
@@ -26,10 +26,10 @@ from dynamo_trtllm.protocol.messages import LoadReport, decode, encode
 
 log = logging.getLogger(__name__)
 
-SAMPLE_S: Final = 1.0  # between two samples
-MAX_READERS: Final = 32  # of one process
-# How long this process sends samples after a sample of another process that has readers: for more
-# than three samples, so that a lost one does not matter.
+SAMPLE_S: Final = 1.0  # the time between two samples
+MAX_READERS: Final = 32  # the most readers of one process
+# For how long this process sends samples after it got a sample of another process that has readers.
+# This is longer than three samples, so that a lost sample does not matter.
 _WANTED_S: Final = 3.5
 
 
@@ -53,7 +53,9 @@ class ConsoleFeed:
     _on_unreadable: Callable[[], None]
     _sample_s: float = SAMPLE_S
     _readers: set[ConsoleReader] = field(default_factory=set, init=False)
-    _wanted_until_s: float = field(default=0.0, init=False)  # by other processes
+    # Until when other processes want the samples of this process.
+    _wanted_until_s: float = field(default=0.0, init=False)
+    # Set when a reader of this or another process begins to want samples.
     _wanted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     @property
@@ -79,7 +81,7 @@ class ConsoleFeed:
         return self._merged.hello()
 
     def leave(self, reader: ConsoleReader) -> None:
-        """Remove a reader. Unknown ones are ignored."""
+        """Remove a reader. An unknown reader is ignored."""
         self._readers.discard(reader)
 
     async def run(self) -> None:

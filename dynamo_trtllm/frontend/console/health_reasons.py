@@ -18,8 +18,9 @@ from dynamo_trtllm.frontend.console.snapshot import (
 from dynamo_trtllm.frontend.routing.model_registry import WorkerChange
 from dynamo_trtllm.frontend.routing.pair_breakers import PairState
 
-SILENT_S: Final = 5.0  # without a token of a running stream, or without a sample of a frontend
-_FULL_KV: Final = 0.95  # share of the KV blocks
+# A running stream without a token for this time is reported, and a frontend without a sample.
+SILENT_S: Final = 5.0
+_FULL_KV: Final = 0.95  # share of used KV blocks at which a KV cache is reported as full
 _BRIEF_S: Final = 5.0  # after this time of slowness, the reason says for how long a worker is slow
 _LEFT_S: Final = 600.0  # for how long the reasons name a worker that left
 _MAX_OF_A_KIND: Final = 5  # reasons of one kind
@@ -82,7 +83,7 @@ def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:
             )
         if worker.slow_ratio is not None:
             is_new = worker.slow_s < _BRIEF_S
-            # It may have been slow before a console was open.
+            # "At least": the worker may have been slow before a console was open.
             state = "is slow" if is_new else f"has been slow for at least {_span(worker.slow_s)}"
             yield HealthReason("warning", _sentence(f"{name} {state}: {_slowness(worker)}"))
         if worker.kv_blocks_total and worker.kv_blocks_used is not None:
@@ -94,7 +95,7 @@ def of_workers(workers: Sequence[ConsoleWorker]) -> Iterator[HealthReason]:
 
 
 def _slowness(worker: ConsoleWorker) -> str:
-    """Return how slow a worker is, in its own time per token and beside the others."""
+    """Return how slow a worker is: its time per token, and how it compares to the other workers."""
     ratio = f"{worker.slow_ratio:.1f} times the others of its role"
     if worker.token_ms is not None and not worker.is_slow_at_prompts:
         return f"{worker.token_ms:.1f} ms per token, {ratio}"
@@ -107,7 +108,7 @@ def of_changes(changes: Sequence[WorkerChange], now: float) -> Iterator[HealthRe
     """Yield the workers that left, and that no later worker of their role has replaced.
 
     Args:
-        changes: the latest ones, the oldest first.
+        changes: the latest changes, the oldest first.
         now: seconds since the epoch.
     """
     replacements: Counter[tuple[str, str]] = Counter()

@@ -52,10 +52,10 @@ class _Process:
 
 
 class _Slowness(NamedTuple):
-    """How many times as slow as the others of its role a worker is."""
+    """How much slower a worker is than the other workers of its role."""
 
-    ratio: float
-    is_of_prompts: bool  # in computing prompts; otherwise in generating tokens
+    ratio: float  # the worker's time, divided by the usual time of the others
+    is_of_prompts: bool  # the times are those of computing prompts, not of generating tokens
 
 
 @dataclass(eq=False)
@@ -74,10 +74,12 @@ class MergedSamples:
     _latest: Callable[[], Sequence[RequestRow]]
     _clock: Callable[[], float] = time.monotonic
     _processes: dict[int, _Process] = field(default_factory=dict, init=False)
-    _new: list[FrontendSample] = field(default_factory=list, init=False)  # since the last snapshot
+    # The samples that came since the last snapshot.
+    _new_samples: list[FrontendSample] = field(default_factory=list, init=False)
     _loads: dict[int, LoadReport] = field(default_factory=dict, init=False)
     _times: RecentTimes = field(default_factory=RecentTimes, init=False)
-    _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)  # by worker
+    # When each slow worker began to be slow.
+    _slow_since_s: dict[int, float] = field(default_factory=dict, init=False)
     _requests: deque[RequestRow] = field(init=False)
     _points: deque[ConsolePoint] = field(init=False)
     # Requests by outcome, of each point of the last minute.
@@ -94,7 +96,7 @@ class MergedSamples:
         Nothing was sampled while no console was open.
         """
         self._processes.clear()
-        self._new.clear()
+        self._new_samples.clear()
         self._code_counts.clear()
         self._times = RecentTimes()
         self._slow_since_s.clear()
@@ -112,7 +114,7 @@ class MergedSamples:
         # The first sample of a process has requests that ended before it.
         if sample.number == 1:
             self._take_history(sample.requests)
-        self._new.append(sample)
+        self._new_samples.append(sample)
 
     def add_load(self, report: LoadReport) -> None:
         """Take the load of a worker. A report may arrive after a newer one, and is ignored then."""
@@ -133,8 +135,8 @@ class MergedSamples:
 
     def snapshot(self) -> bytes:
         """Return the event of one second, with the samples that came since the last call."""
-        samples = self._new
-        self._new = []
+        samples = self._new_samples
+        self._new_samples = []
         self._drop_gone()
         self._times.age()
         rows: list[RequestRow] = []
@@ -151,8 +153,8 @@ class MergedSamples:
         self._requests.extend(rows)
         point = self._point(samples, rows)
         self._points.append(point)
-        # The requests that a new process had before are older than some that readers have, so the
-        # readers get the whole list.
+        # The earlier requests of a new process are older than some that the readers have got
+        # already. So the readers get the whole list again.
         has_history = any(sample.number == 1 for sample in samples)
         shown = list(self._requests) if has_history else rows
         return encode_event("snapshot", self._snapshot(point, shown[-_MAX_REQUESTS:]))
@@ -161,7 +163,7 @@ class MergedSamples:
         """Take requests that ended before the samples begin."""
         known = {row.id for row in self._requests}
         unknown = [row for row in rows if row.id not in known]
-        # No sample has counted the tokens of these.
+        # No sample has counted the tokens of these requests.
         for row in unknown:
             self._times.add_request(row, with_tokens=True)
         merged = sorted([*self._requests, *unknown], key=lambda row: row.begun_at + row.total_s)
@@ -185,8 +187,8 @@ class MergedSamples:
     ) -> ConsolePoint:
         """Return the values of the charts from the samples that came since the last point.
 
-        Usually that is one sample of each process. If one is late, its rates are added to those of
-        the process in the next point.
+        Usually, there is one sample of each process. If a sample was late, there may be two of one
+        process. Then the point has the sum of their rates.
         """
         counts = {
             TTFT: _sums([sample.ttft_counts for sample in samples], len(_BOUNDS[TTFT]) + 1),
@@ -235,7 +237,7 @@ class MergedSamples:
             *health_reasons.of_changes(list(self._models.worker_changes), now),
             *health_reasons.of_requests(codes, point.queued, frontends),
         ]
-        # The worst come first. Those of one severity stay in their order.
+        # The worst reasons come first. Reasons of one severity stay in their order.
         reasons.sort(key=lambda reason: reason.severity != "bad")
         return ConsoleSnapshot(
             at=now,
@@ -298,7 +300,7 @@ class MergedSamples:
             )
             for instance in in_order
         ]
-        # Of thousands of workers, those that need attention are listed.
+        # If not all workers can be listed, list those that need attention.
         if len(rows) > MAX_LISTED:
             rows.sort(key=_urgency)
         return rows
@@ -378,7 +380,7 @@ def _sums(counts: Sequence[Sequence[int]], size: int) -> list[int]:
 
 
 def _urgency(worker: ConsoleWorker) -> tuple[bool, bool, float]:
-    """Return what sorts workers: those that health reasons call silent, slow ones, the others."""
+    """Return a key that sorts workers: first silent workers, then slow workers, then all others."""
     is_silent = worker.silent_s >= health_reasons.SILENT_S
     is_slow = worker.slow_ratio is not None
     return not is_silent, not is_slow, -worker.silent_s

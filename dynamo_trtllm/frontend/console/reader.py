@@ -18,7 +18,7 @@ SHUTDOWN: Final = b"event: shutdown\ndata: {}\n\n"
 
 @dataclass(eq=False)
 class ConsoleReader:
-    """A reader of snapshots. Those that come while its client does not read are skipped.
+    """A reader of snapshots. Snapshots that come while its client does not read are skipped.
 
     Args:
         response: the stream of events, which must be started before `push`.
@@ -53,7 +53,7 @@ class ConsoleReader:
             self._ended.set()
 
     def end(self, events: bytes = SHUTDOWN) -> None:
-        """End the stream with these events. Further ones are dropped."""
+        """End the stream with these events. Later snapshots are dropped."""
         self._last = events
         self._ended.set()
 

@@ -22,8 +22,9 @@ from dynamo_trtllm.observability.recordings import Recordings, RequestIds
 from dynamo_trtllm.observability.request_timeline import outcome, timeline_notes, timeline_rows
 from dynamo_trtllm.protocol.errors import InvalidRequest, Overloaded
 
-_TIMEOUT_S: Final = 2.0  # for the answers of all processes
-# Frontends are not registered, so nothing says when all have answered: this is the shortest wait.
+_TIMEOUT_S: Final = 2.0  # longest wait for the answers of all processes
+# Shortest wait for the answers. Frontends are not registered, so it is not known when all have
+# answered.
 _SETTLE_S: Final = 0.3
 _MAX_WAITING: Final = 8  # each answer takes up to 300 ms of CPU time in each process
 _MAX_ID_CHARS: Final = 256
@@ -63,7 +64,7 @@ class RequestEventReader:
 
     Args:
         plane: reaches the processes.
-        models: the workers that have to answer.
+        models: knows the workers that have to answer.
         namespace: the namespace of the processes.
     """
 
@@ -111,12 +112,14 @@ class RequestEventReader:
         )
 
     async def _ask(self, request_id: str) -> Recordings:
+        """Return what the processes have recorded of a request."""
         instances = {instance.id: instance for instance in self._models.instances()}
         transport = _PlaneTransport(self._plane, self._namespace)
         queries = RecordingQueries(
             transport, self._namespace, instances, _TIMEOUT_S, settle_s=_SETTLE_S
         )
         keys = RequestIds.parse(request_id).keys
-        await queries.ask(RecordingQuery("", Selection.GIVEN, sorted(keys)))
+        query = RecordingQuery(inbox="", selection=Selection.GIVEN, keys=sorted(keys))
+        await queries.ask(query)  # chooses the inbox
         await queries.read_clocks()
         return queries.result(Recordings([]))

@@ -22,7 +22,7 @@ class ProcessSampler:
     """The samples of this process.
 
     Args:
-        activity: what its requests do.
+        activity: counts what the requests of this process do.
         metrics: the metrics of this process.
         limiter: has the requests that wait.
     """
@@ -32,8 +32,8 @@ class ProcessSampler:
     _limiter: ConcurrencyLimiter
     process: int = field(init=False)  # a random number, which no other process has
     name: str = field(init=False)
-    _number: int = field(default=0, init=False)  # of the last sample since `begin`
-    # By name of a histogram: the observations in each bucket at the last sample.
+    _number: int = field(default=0, init=False)  # the number of samples since `begin`
+    # The observations in each bucket at the last sample, by the name of the histogram.
     _counts: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -56,14 +56,14 @@ class ProcessSampler:
         """Return what happened since the last sample, or since `begin`.
 
         Args:
-            interval_s: seconds since then.
+            interval_s: seconds since the last sample, or since `begin`.
             has_readers: a console is open at this process.
         """
         activity = self._activity.take()
         self._number += 1
         rows = activity.requests
         if self._number == 1:
-            # A console has just opened, and shows the requests that ended before.
+            # A console has just opened. It also shows requests that ended before.
             rows = self._activity.latest()[-2 * MAX_SENT_REQUESTS :]
         return FrontendSample(
             process=self.process,

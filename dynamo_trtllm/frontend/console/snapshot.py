@@ -29,7 +29,7 @@ class ConsoleFrontend(msgspec.Struct, frozen=True, kw_only=True):
     inflight: int
     queued: int
     requests_per_s: float
-    silent_s: float  # since its last sample
+    silent_s: float  # seconds since its last sample
 
 
 class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,18 +44,19 @@ class ConsoleWorker(msgspec.Struct, frozen=True, kw_only=True):
     queued_prefill_tokens: int | None
     kv_blocks_used: int | None
     kv_blocks_total: int | None
-    streams: int  # of all frontends
+    streams: int  # running streams of all frontends
     tokens_per_s: float
-    token_ms: float | None  # per output token
-    prompt_token_ms: float | None  # per prompt token that was computed
-    slow_ratio: float | None  # how many times as slow as the others of its role; None: it is not
+    token_ms: float | None  # time per output token
+    prompt_token_ms: float | None  # time per prompt token that was computed
+    # The worker's time, divided by the usual time of the others of its role. None: it is not slow.
+    slow_ratio: float | None
     is_slow_at_prompts: bool  # the ratio is that of times per prompt token, not per output token
-    slow_s: float  # for how long it has been slow while a console was open
+    slow_s: float  # for how long the worker has been slow while a console was open
     silent_s: float  # for how long no token of a running stream came
     # The shares of an elastic worker. None: it is no elastic worker.
     prefill_share: float | None = None
     decode_share: float | None = None
-    # When its shares changed last, in seconds since the epoch. None: it registered with them.
+    # When its shares changed last, in seconds since the epoch. None: not since it registered.
     shares_at: float | None = None
 
 
@@ -66,8 +67,9 @@ class ConsolePair(msgspec.Struct, frozen=True, kw_only=True):
     decode: str
     state: str
     reason: str
-    age_s: float | None  # since the last probe or request
-    bytes_per_s: float | None  # of KV, while it moves; None: nothing moved lately
+    age_s: float | None  # seconds since the last probe or request
+    # Bytes of KV per second of transfer time. None: there was no transfer lately.
+    bytes_per_s: float | None
 
 
 class ConsolePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +77,7 @@ class ConsolePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     at: float  # seconds since the epoch
     tokens_per_s: float
-    requests_per_s: float  # that ended
+    requests_per_s: float  # requests that ended
     failures_per_s: float  # requests that ended with an error
     inflight: int
     queued: int
@@ -111,11 +113,11 @@ class ConsoleSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_pairs: int
     events: list[WorkerEvent]
     point: ConsolePoint
-    requests: list[dict[str, Any]]  # that ended in this second
+    requests: list[dict[str, Any]]  # requests that ended in this second
 
 
 class ConsoleHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first event of a stream: what was before."""
+    """The first event of a stream: the points of the time before, and the present snapshot."""
 
     namespace: str
     version: str
@@ -167,12 +169,12 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
         share: the share of the observations that are lower than the quantile, from 0 to 1.
 
     Returns:
-        None if there are no observations; the last bound if it is higher.
+        The quantile, or the last bound if the quantile is higher. None: there are no observations.
     """
     total = sum(counts)
     if not total:
         return None
-    # How many observations are lower than the quantile, without those of the buckets before.
+    # How many observations are lower than the quantile, counted from the current bucket on.
     num_lower = share * total
     low = 0.0
     for count, bound in zip(counts, bounds, strict=False):
@@ -184,9 +186,10 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
 
 
 def points_of(rows: Sequence[RequestRow]) -> list[ConsolePoint]:
-    """Return points of the charts from requests that have ended, for the time before a console.
+    """Return points of the charts for the time in which no console was open.
 
-    The tokens of a request count in the second in which it ended.
+    They are made from requests that have ended. All tokens of a request count in the second in
+    which it ended.
     """
     by_second: dict[int, list[RequestRow]] = {}
     for row in rows:
@@ -223,7 +226,7 @@ def is_failure(code: str) -> bool:
 
 
 def _at_share(ordered: Sequence[float], share: float) -> float | None:
-    """Return the value below which this share of the ordered ones is; None without values."""
+    """Return the value below which this share of the values is; None if there are no values."""
     if not ordered:
         return None
     place = min(len(ordered) - 1, int(share * len(ordered)))

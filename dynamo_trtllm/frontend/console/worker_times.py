@@ -12,15 +12,15 @@ from dynamo_trtllm.protocol.messages import Role
 
 # How much of a measurement's weight is left after a second. After ten seconds, half of it is left.
 _KEPT_SHARE: Final = 0.5**0.1
-# A mean is shown only if the weights of its tokens or transfers have at least this sum. Otherwise
-# they are of long ago.
+# A mean is shown only if the weights of its tokens or transfers have at least this sum. Otherwise,
+# there are too few of them, or all are old.
 _LEAST_TOKENS: Final = 2.0
 _LEAST_TRANSFERS: Final = 0.02
 # A worker is slow if its time is this many times the median of the other workers of its role.
 SLOW_RATIO: Final = 1.5
 _NOTICED_S: Final = 0.001  # per output token: clients do not notice smaller differences
-# In which a decode worker generates tokens. After an early first token, the phases of the KV
-# transfer come before them.
+# The phases in which a decode worker generates tokens. After an early first token, the phases of
+# the KV transfer come before these phases, and do not count.
 _DECODE_PHASES: Final = ("decode_wait", "decode")
 
 
@@ -41,7 +41,7 @@ class RecentMean:
         self.count *= _KEPT_SHARE
 
     def mean(self, least_count: float) -> float | None:
-        """Return the mean; None if it is of too few values, or of long ago."""
+        """Return the mean; None if there are too few values, or only old ones."""
         return self.total / self.count if self.count >= least_count else None
 
 
@@ -129,17 +129,17 @@ class RecentTimes:
         return times
 
     def token_s(self, instance_id: int) -> float | None:
-        """Return the seconds per output token of a worker; None if it had none lately."""
+        """Return the seconds per output token of a worker; None: it generated none lately."""
         times = self.workers.get(instance_id)
         return None if times is None else times.token.mean(_LEAST_TOKENS)
 
     def prompt_token_s(self, instance_id: int) -> float | None:
-        """Return the seconds per computed prompt token of a worker; None: it had none lately."""
+        """Return the seconds per prompt token of a worker; None: it computed none lately."""
         times = self.workers.get(instance_id)
         return None if times is None else times.prompt.mean(_LEAST_TOKENS)
 
     def bytes_per_s(self, pair: tuple[int, int]) -> float | None:
-        """Return the bytes of KV per second of transfer time; None: there was none lately."""
+        """Return the bytes of KV per second of transfer time; None: no KV was sent lately."""
         times = self.pairs.get(pair)
         if times is None or times.transfers.count < _LEAST_TRANSFERS or times.rate.count <= 0:
             return None
@@ -147,11 +147,11 @@ class RecentTimes:
 
 
 def slow_ratios(seconds: Mapping[int, float], least_s: float = _NOTICED_S) -> dict[int, float]:
-    """Return the workers that are slow, and how many times as slow as the others they are.
+    """Return the workers that are slow, each with its time divided by the median of the others.
 
     Args:
-        seconds: per token, by worker, of workers that do the same.
-        least_s: a smaller difference does not count.
+        seconds: the seconds per token by worker, for workers that do the same work.
+        least_s: the least difference to the median of the others at which a worker is slow.
     """
     slow: dict[int, float] = {}
     for instance_id, own_s in seconds.items():

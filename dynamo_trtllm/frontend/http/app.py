@@ -41,7 +41,7 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.support.http_server.server import Guard, Route, Router
 
 _MESSAGES: Final = "/v1/messages"
-_ERROR_FORMS: Final = {_MESSAGES: messages_error}  # by the beginning of the path
+_ERROR_FORMS: Final = {_MESSAGES: messages_error}  # forms of errors by the beginning of the path
 _NOT_FOUND_HINT: Final = "; see /docs for the API"
 
 
@@ -66,7 +66,7 @@ def build_app(
     hooks: Hooks | None = None,
     access: AccessControl | None = None,
 ) -> FrontendApp:
-    """Build the app of a frontend. It neither starts nor closes its arguments.
+    """Build the app of a frontend. The caller starts and closes the arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
@@ -133,7 +133,7 @@ def _status_routes(status: StatusRoutes) -> list[Route]:
 
 
 def _console_feed(state: AppState, metrics: FrontendMetrics) -> ConsoleFeed:
-    """Return the data of the console, which follow all requests."""
+    """Return the feed of the console, which follows all requests from now on."""
     activity = RequestActivity()
     activity.subscribe(state.subscribers)
     namespace = state.config.namespace
@@ -174,7 +174,7 @@ def _check_request(
         pages.check_host(request)
     else:
         # Nothing else keeps out web pages of other sites: a browser sends its client certificate
-        # for each of them.
+        # with the requests of every page.
         pages.check(request)
     access.check(request, response)
 

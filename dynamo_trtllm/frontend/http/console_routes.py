@@ -51,7 +51,7 @@ class ConsoleRoutes:
     _check: Callable[[HttpRequest], None]
 
     def routes(self) -> list[Route]:
-        """Return all routes. Those of the page and its files need no API key."""
+        """Return all routes. The routes of the page and its files need no API key."""
         page_files = [
             Route("GET", f"{CONSOLE_FILES}{name}", partial(_send_file, name))
             for name in sorted(_files())

@@ -12,8 +12,8 @@ from dynamo_trtllm.support.http_server.server import HttpServer
 from dynamo_trtllm.support.network.listening import allow_files
 from dynamo_trtllm.support.tls import ServerCertificate
 
-# Connections beyond those that run requests, such as idle ones, and those that get 429: four times
-# ACCEPTS_PER_TURN.
+# Connections beyond `max_connections`, for idle clients and for requests that get 429. Their number
+# is four times ACCEPTS_PER_TURN.
 RESERVED_CONNECTIONS = 256
 # Open files of the log, etcd, NATS and models, and of connections that are accepted or closed in
 # one turn of the event loop.
@@ -37,8 +37,8 @@ def frontend_server(
     wanted = config.max_connections + RESERVED_CONNECTIONS + _OTHER_FILES
     files = allow_files(wanted, ", or lower --max-connections")
     # If the limit is very low, connections get half of the files.
-    for_connections = max(files - _OTHER_FILES, files // 2)
-    reserved = min(RESERVED_CONNECTIONS, for_connections // 4)
+    files_for_connections = max(files - _OTHER_FILES, files // 2)
+    reserved = min(RESERVED_CONNECTIONS, files_for_connections // 4)
     # The settings have the names of the limits.
     configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))
     limits = ConnectionLimits(
@@ -47,9 +47,9 @@ def frontend_server(
         keeps_all_headers=keeps_all_headers,
         **configured,
     )
-    most = for_connections - reserved
-    if limits.max_connections > most:
-        limits = replace(limits, max_connections=most)
+    most_connections = files_for_connections - reserved
+    if limits.max_connections > most_connections:
+        limits = replace(limits, max_connections=most_connections)
     return HttpServer(
         handler,
         limits,

@@ -39,11 +39,12 @@ _ROUTE: Final = re.compile(
 _PARAMETER: Final = re.compile(r"\{(\w+)")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
-# The server writes these itself.
+# The server writes these headers itself, so hooks must not set them.
 _SERVER_HEADERS: Final = frozenset(
     {"connection", "content-length", "content-type", "date", "transfer-encoding", "x-request-id"}
 )
 _WITHOUT_BODY: Final = frozenset({204, 205, 304})
+# The statuses that a response of a hook may have.
 _STATUSES: Final = frozenset(
     status.value for status in HTTPStatus if status >= 200 and status not in _WITHOUT_BODY
 )
@@ -69,8 +70,8 @@ class FrontendRequest:
 
         Args:
             request: the request.
-            request_id: its id.
-            read_body: reads its body; None: only its route may do that.
+            request_id: the id of the request.
+            read_body: reads the body of the request. None for middleware, which can't read it.
         """
         self.id = request_id
         self.response_headers: dict[str, str] = {}
@@ -118,7 +119,7 @@ class FrontendRequest:
 
         Raises:
             DynamoError: the body is too large, or arrives too slowly. If the route does not catch
-                it, it is the answer.
+                this error, the client gets it as the response.
         """
         if self._read_body is None:
             raise RuntimeError("middleware can't read the body of a request; a route can")
@@ -135,7 +136,7 @@ class FrontendResponse:
     # Status of a response with a body, so not 1xx, 204, 205 or 304.
     status: int = 200
     content_type: str = "application/json"  # content type of the body
-    headers: Mapping[str, str] = field(default_factory=dict)  # further ones
+    headers: Mapping[str, str] = field(default_factory=dict)  # further headers
 
     @classmethod
     def json(
@@ -152,7 +153,7 @@ class Refusal:
     status: int  # 400 or higher
     message: str  # what is wrong, and what to do
     code: str  # names the kind of error for programs
-    headers: Mapping[str, str] = field(default_factory=dict)  # further ones
+    headers: Mapping[str, str] = field(default_factory=dict)  # further headers
 
 
 Middleware: TypeAlias = Callable[[FrontendRequest], Awaitable[FrontendResponse | Refusal | None]]
@@ -198,20 +199,20 @@ class Hooks:
         """Call `count` with the error code of each call that fails from now on."""
         self._count_failure = count
 
-    def route_list(self, others: Sequence[Route], open_body: OpenBody) -> list[Route]:
-        """Return the routes for the frontend's router.
+    def route_list(self, own_routes: Sequence[Route], open_body: OpenBody) -> list[Route]:
+        """Return the routes of the program for the frontend's router.
 
         Args:
-            others: the frontend's own routes.
+            own_routes: the frontend's own routes.
             open_body: returns the context in which a route reads the body of its request.
 
         Raises:
-            ConfigError: a path is one of the frontend's own.
+            ConfigError: a route of the program has a path of the frontend.
         """
         routes = []
         for method_and_path, handler in self._routes.items():
             method, path = method_and_path.split(" ")
-            if any(path_pattern(other.path).fullmatch(path) for other in others):
+            if any(path_pattern(route.path).fullmatch(path) for route in own_routes):
                 raise ConfigError(
                     f"route {method_and_path!r} has a path of the frontend itself; choose another"
                     " one",
@@ -224,9 +225,9 @@ class Hooks:
         """Call the middleware, until one has answered the request.
 
         Raises:
-            HookFailed: one failed.
-            HookTimeout: one took too long.
-            DynamoError: one raised it.
+            HookFailed: a hook failed.
+            HookTimeout: a hook took too long.
+            DynamoError: a hook raised this error.
             ClientDisconnected: the client has disconnected.
         """
         view = FrontendRequest(request, response.request_id, None)
@@ -258,7 +259,8 @@ class Hooks:
     ) -> object:
         """Return the result of a hook.
 
-        A hook that takes too long is cancelled. It may ignore that, so this does not wait for it.
+        A hook that takes too long is cancelled. The hook may ignore its cancellation, so this
+        method does not wait for its end.
         """
         task = asyncio.get_running_loop().create_task(_run(hook, view), name=f"hook {_name(hook)}")
         self._tasks.add(task)
@@ -370,7 +372,10 @@ def import_hooks(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _importable_name(hook: Callable[..., Any]) -> str:
-    """Return the module and the name of a function. Raises ConfigError if no process can use it."""
+    """Return the module and the name of a function, by which other processes can import it.
+
+    Raises ConfigError if they can't.
+    """
     module = str(getattr(hook, "__module__", None))
     name = str(getattr(hook, "__qualname__", None))
     imported = None
@@ -403,7 +408,7 @@ async def _run(hook: Callable[..., Any], view: FrontendRequest) -> object:
     try:
         return await hook(view)
     except SystemExit as exc:
-        # A SystemExit would end the event loop, and so the frontend.
+        # A SystemExit would end the event loop and with it the frontend.
         raise RuntimeError(f"it called sys.exit({exc.code!r})") from exc
 
 
@@ -445,7 +450,7 @@ def _check_hook(hook: Any, argument: str) -> None:
             field=argument,
         )
     try:
-        # A decorator's own parameters count, not those of the function that it wraps.
+        # The parameters of a decorator's wrapper count, not those of the function that it wraps.
         inspect.signature(hook, follow_wrapped=False).bind("request")
     except (TypeError, ValueError) as exc:
         raise ConfigError(
@@ -456,7 +461,7 @@ def _check_hook(hook: Any, argument: str) -> None:
 
 
 def _check_route(method_and_path: object) -> None:
-    """Raise ConfigError unless it is a method and a path."""
+    """Raise ConfigError unless this is a method and a path with parameters of different names."""
     if isinstance(method_and_path, str) and _ROUTE.fullmatch(method_and_path):
         names = _PARAMETER.findall(method_and_path)
         if len(set(names)) == len(names):

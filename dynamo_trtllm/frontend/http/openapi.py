@@ -22,8 +22,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(STATUS.values())  # a generation may return any error
-# Errors of an operation that reads the store of responses. The last three: the store is unreachable
-# or contains unreadable data.
+# Errors of an operation that reads the store of responses. 502, 503 and 504 mean that the store is
+# unreachable or contains unreadable data.
 LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})
 MEANINGS: Final = {
     200: "success",
@@ -86,12 +86,13 @@ _RESPONSES = "/v1/responses"
 _RESPONSE = "/v1/responses/{id}"
 _MODEL = "/v1/models/{id}"
 _MESSAGES = "/v1/messages"
-# Parameters of queries: of a list in pages, and of a list that is cut.
+# Query parameters of an operation that returns a list in pages.
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": TEXT,
 }
+# Query parameters of an operation that cuts its lists at `limit`.
 _LISTED: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 100}
 }
@@ -330,7 +331,7 @@ def document() -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        # A frontend without API keys needs none.
+        # The empty object: a frontend without API keys needs no authentication.
         "security": [{}, {"bearer": []}],
         "components": {
             "schemas": request_schemas(*_REQUESTS) | response_schemas(),
@@ -404,7 +405,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
 
 
 def _event(operation: Operation) -> Schema:
-    """Return the schema of one event: OpenAPI 3.1 cannot describe a stream.
+    """Return the schema of one event of a stream, because OpenAPI 3.1 can't describe the stream.
 
     The last event of chat and text completions is [DONE], which is not JSON.
     """

@@ -11,7 +11,7 @@ def last_value(request: HttpRequest, name: str, default: str) -> str:
     return request.query().get(name, [default])[-1]
 
 
-def read_limit(request: HttpRequest, default: int, most: int) -> int:
+def read_limit(request: HttpRequest, *, default: int, most: int) -> int:
     """Return the query parameter `limit`. Raise InvalidRequest if it is out of range."""
     limit = last_value(request, "limit", str(default))
     is_number = limit.isdecimal() and len(limit) <= len(str(most))

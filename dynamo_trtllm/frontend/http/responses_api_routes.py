@@ -29,8 +29,8 @@ _INCLUDED: Final = (LOGPROBS, ENCRYPTED_REASONING, *INCLUDES_OF_HOSTED)
 class ResponseRoutes:
     """The endpoints of existing responses.
 
-    Responses in progress are known only to their own frontend, stored ones to all frontends that
-    share a store.
+    Only the frontend that runs a response knows it while it is in progress. All frontends that
+    share a store know its stored responses.
     """
 
     _store: ResponseStore
@@ -58,7 +58,7 @@ class ResponseRoutes:
         response.send_json(200, {"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Cancel a response in progress, prefill and decode.
+        """Cancel a response in progress, in its prefill and in its decode phase.
 
         A response that has ended is returned unchanged.
         """
@@ -76,7 +76,7 @@ class ResponseRoutes:
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:
-        """Return a stored response. Of one in progress that will be stored, return its state."""
+        """Return a stored response, or what is known of one in progress that will be stored."""
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
@@ -113,7 +113,7 @@ def _check_query(request: HttpRequest, *known: str) -> None:
 def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
     """Return the page of items that the query selects. The default order is newest first."""
     order = last_value(request, "order", "desc")
-    limit = read_limit(request, DEFAULT_LIMIT, MAX_LIMIT)
+    limit = read_limit(request, default=DEFAULT_LIMIT, most=MAX_LIMIT)
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
     listed = list(items)

@@ -21,7 +21,7 @@ from dynamo_trtllm.protocol.messages import Instance
 from dynamo_trtllm.protocol.shares import shares_object
 from dynamo_trtllm.support.http_server.exchange import HttpRequest, HttpResponse
 
-# Limit for the entries of a list in /health, unless the query has another limit.
+# The most entries of each list in /health, if the query has no `limit`.
 LISTED: Final = 100
 MAX_LISTED: Final = 1_000_000
 
@@ -73,12 +73,12 @@ class StatusRoutes:
             response.send_json(200, {"model": name, "status": "ready"})
 
     async def health(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer 200 always, because this process responds. `status` is that of the deployment.
+        """Always answer 200, because this process responds. The body has the deployment's status.
 
         Raises:
             InvalidRequest: `limit`, the most entries of a list, is out of range.
         """
-        limit = read_limit(request, LISTED, MAX_LISTED)
+        limit = read_limit(request, default=LISTED, most=MAX_LISTED)
         instances = self._models.instances()
         shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
         # One instance of each endpoint.
@@ -100,7 +100,7 @@ class StatusRoutes:
         response.send_json(200, body)
 
     def _row(self, instance: Instance) -> dict[str, Any]:
-        """Return the entry of an instance in /health; that of an elastic worker has its shares."""
+        """Return the entry of an instance in /health. An elastic worker's entry has its shares."""
         row = _instance_row(instance)
         shares = self._models.shares_of(instance)
         if shares is not None:

@@ -1,4 +1,4 @@
-"""Define the endpoints that tokenize and generate nothing, with the tokenizer of generations."""
+"""Define the endpoints that only tokenize. They use the same tokenizers as generation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def _tokenization(
 def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
     """Return the response of `/tokenize`, to a plain prompt or to messages."""
     if body.prompt is not None:
-        # None is the default, true.
+        # None means the default, which is true.
         adds_special_tokens = body.add_special_tokens is not False
         ids = served.renderer.encode(body.prompt, is_prompt=adds_special_tokens)
     else:

@@ -104,8 +104,8 @@ class _ThinkingBlock(_TextBlock):
 class _ToolUseBlock(_TextBlock):
     """A tool call.
 
-    Arguments that begin like an object are sent as the model writes them.
-    Others are sent at their end, as an object.
+    Arguments that begin like an object are sent as the model writes them. All other arguments are
+    sent once they are complete, converted to an object.
     """
 
     delta_kind = "input_json_delta"
@@ -140,9 +140,9 @@ class _ToolUseBlock(_TextBlock):
 def arguments_object(arguments: str) -> str:
     """Return the arguments of a call as JSON text of an object, which clients expect.
 
-    An object that the model wrote as a JSON string is taken out of it.
-    Arguments that are no object become an empty one: the client checks it against the tool's
-    schema, and the model can repeat the call.
+    An object that the model wrote as a JSON string is taken out of the string. Arguments that are
+    no object become an empty object. The client checks this object against the tool's schema, so
+    that the model can repeat the call.
     """
     value = _loaded(arguments)
     if isinstance(value, str):
@@ -163,7 +163,10 @@ def _loaded(text: str) -> Any:
 
 
 class MessageBuilder:
-    """One message: the encoder of its events if it is streamed, otherwise its aggregator. Pure."""
+    """One message in progress.
+
+    It encodes the events of a streamed message, and aggregates any other message. It does no I/O.
+    """
 
     def __init__(self, meta: ResponseMeta, plan: GenerationPlan) -> None:
         self._request_id = meta.request_id
@@ -320,7 +323,7 @@ def prepare_messages(
     served: ServedModel,
     call: GenerateRequest,
 ) -> GenerationPlan:
-    """Plan a request. `call`: that of the body, without prompt and sampling values.
+    """Plan a request. `call` is the call of the body, which has no prompt and sampling values yet.
 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.

@@ -1,4 +1,7 @@
-"""Convert content blocks of Anthropic's Messages API to a conversation and its options. Pure."""
+"""Convert content blocks of Anthropic's Messages API to a conversation and its options.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def messages_of(
 
     Args:
         system: the system prompt.
-        turns: the turns. Consecutive ones of a role are one turn.
+        turns: the turns. Consecutive turns of a role count as one turn.
         allows_later_system: False: later system messages become the user's, because the model's
             prompt format may not have them.
 
@@ -89,7 +92,7 @@ class _Run(NamedTuple):
 
 
 def _runs(turns: Sequence[Turn], *, allows_later_system: bool) -> list[_Run]:
-    """Return runs of turns with one role."""
+    """Return the turns as runs, each of one role."""
     runs: list[_Run] = []
     for index, turn in enumerate(turns):
         role: str = turn.role
@@ -110,7 +113,7 @@ def _instructions(texts: Iterable[str]) -> str:
 def _without_billing(text: str) -> str:
     """Return the text without Claude Code's billing line.
 
-    It changes with each request, so no prompt after it would be found in a prefix cache.
+    The line changes with each request, so a prefix cache would find nothing of the prompt after it.
     """
     if not text.startswith(_BILLING):
         return text
@@ -187,7 +190,7 @@ def _result(blocks: Iterable[ResultBlock]) -> str:
 
 
 class MessagesInput(NamedTuple):
-    """A request in the terms of all endpoints."""
+    """A request in the form that all endpoints share."""
 
     conversation: Conversation
     options: GenerationOptions

@@ -30,8 +30,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     are.
     """
 
-    request: Number = 0  # counts from 1
-    reply: Number = 0  # the number of the request
+    request: Number = 0  # the number of a request, counted from 1; 0: this is no request
+    reply: Number = 0  # the number of the request that is answered; 0: this is no reply
     snapshot: bytes = b""  # the snapshot of a reply
 
 
@@ -53,6 +53,7 @@ class ControlPipe:
     snapshot: Callable[[], Awaitable[bytes]] = no_metrics
     _on_ready: Callable[[], None] = lambda: None
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
+    # The replies that are awaited, by the numbers of their requests.
     _waiting: dict[int, asyncio.Future[bytes]] = field(default_factory=dict, init=False)
     is_other_ready: bool = field(default=False, init=False)
 
@@ -60,7 +61,7 @@ class ControlPipe:
         """Handle messages until the other end is closed."""
         try:
             async with asyncio.TaskGroup() as group:
-                while (message := await self._next()) is not None:
+                while (message := await self._read_message()) is not None:
                     if message.request:
                         group.create_task(self._reply(message.request))
                     elif message.reply:
@@ -114,7 +115,8 @@ class ControlPipe:
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
-    async def _next(self) -> _Message | None:
+    async def _read_message(self) -> _Message | None:
+        """Return the next message; None if the other end is closed."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return decode(await self._reader.readexactly(length), _Message)

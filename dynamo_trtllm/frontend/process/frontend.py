@@ -46,39 +46,39 @@ _M_ARENA_MAX = -8
 
 # The answers to status requests while the rest of the frontend is loaded.
 _STARTING = "this frontend is starting"
-_NO_LISTS: dict[str, object] = dict.fromkeys(
+_EMPTY_LISTS: dict[str, object] = dict.fromkeys(
     ("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ()
 )
-_NO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
+_ZERO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
 _EARLY_ANSWERS = {
     "/live": (200, {"status": "live"}),
     "/ready": (503, {"status": "loading", "reason": _STARTING}),
-    "/health": (200, {"status": "loading", **_NO_LISTS, **_NO_COUNTS, "message": _STARTING}),
+    "/health": (200, {"status": "loading", **_EMPTY_LISTS, **_ZERO_COUNTS, "message": _STARTING}),
 }
 
 
 class StartupGate:
     """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
 
-    Status requests are answered at once. All others need the models: without them, the answer would
-    be 404.
+    Status requests are answered at once. All other requests need the models: without the models,
+    the answer would be 404.
     """
 
     def __init__(self) -> None:
         self._app: Handler | None = None
-        self._decided = asyncio.Event()
+        self._opened_or_closed = asyncio.Event()
 
     def open(self, app: Handler) -> None:
         """Forward all requests to `app`, including those that wait."""
         self._app = app
-        self._decided.set()
+        self._opened_or_closed.set()
 
     def close(self) -> None:
         """Answer the waiting requests with a retryable error. Does nothing if the gate is open."""
-        self._decided.set()
+        self._opened_or_closed.set()
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer the request, now or once the gate is decided. Raises ClientDisconnected."""
+        """Answer the request at once, or after `open` or `close`. Raises ClientDisconnected."""
         set_request_id(request, response)
         if (
             self._app is None
@@ -89,8 +89,8 @@ class StartupGate:
             response.send_json(status, body, retry_headers(status))
             return
         response.cancel_on_disconnect()
-        await self._decided.wait()
-        response.continue_on_disconnect()  # the app decides
+        await self._opened_or_closed.wait()
+        response.continue_on_disconnect()  # the app sets what a disconnect does
         if self._app is None:
             response.send_error(Draining("this frontend failed to start; see its log"))
         else:
@@ -127,9 +127,10 @@ class Frontend(Lifecycle):
             hook_timeout_s: longest time in seconds of each call of middleware or of a route.
             sock: a listening socket to serve on, which the frontend closes. Default: it listens on
                 `http_host` and `http_port`.
-            pipe: leads to the parent, if this process is one of several on the port. Its end stops
-                the frontend.
-            usage: counts what API keys use in all processes on the port. Default: in this one.
+            pipe: leads to the parent, if this process is one of several on the port. When the
+                parent ends, the frontend stops.
+            usage: counts what API keys use in all processes on the port. Default: what they use in
+                this process is counted.
 
         Raises:
             ConfigError: `config` is no FrontendConfig, middleware or a route is no async function,
@@ -151,7 +152,7 @@ class Frontend(Lifecycle):
         """The URL at which this machine reaches the frontend. The API is below `{url}/v1`.
 
         Raises:
-            EngineNotReady: it does not listen yet; await `ready()`.
+            EngineNotReady: the frontend does not listen yet; await `ready()`.
         """
         if self._url is None:
             raise EngineNotReady("this frontend does not listen yet; await ready() first")
@@ -165,7 +166,7 @@ class Frontend(Lifecycle):
         Raises:
             ConfigError: the configuration is invalid.
             Unreachable: NATS or etcd does not answer.
-            RuntimeError: this is another thread, or it runs an event loop.
+            RuntimeError: this is not the main thread, or the thread runs an event loop already.
         """
         self._check_can_run()
         config = self._config
@@ -175,7 +176,8 @@ class Frontend(Lifecycle):
 
             with reserve_port(config) as reserved:
                 _warn_if_exposed(config, reserved)
-                # Both read files. Here, an error is reported once, and before processes start.
+                # The processes read these files, too. Reading them here first reports an error
+                # once, before any process starts.
                 AccessControl(config)
                 server_certificate(config.tls_files)
                 port = reserved.getsockname()[1]
@@ -195,7 +197,7 @@ class Frontend(Lifecycle):
         await self.serve()
 
     def _interrupt(self) -> None:
-        """Stop, the second time without waiting for requests."""
+        """Stop. From the second call on, do not wait for running requests."""
         self.stop()
         if self._server is not None:
             self._server.interrupt()
@@ -261,8 +263,8 @@ class Frontend(Lifecycle):
         access: AccessControl,
         certificate: ServerCertificate | None,
     ) -> None:
-        """Run what is behind the gate, until cancelled."""
-        # This takes most of the start-up time, so it runs in a thread.
+        """Load the app and run it behind the gate, until cancelled."""
+        # The import takes most of the start-up time, so it runs in a thread.
         await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
         from dynamo_trtllm.frontend.process.run_app import run_app, tune_gc
 
@@ -277,17 +279,18 @@ class Frontend(Lifecycle):
             await run_app(
                 self._config,
                 open_gate,
-                self._pipe,
-                server.stop,
-                self._hooks,
-                access,
-                certificate,
+                pipe=self._pipe,
+                stop=server.stop,
+                hooks=self._hooks,
+                access=access,
+                certificate=certificate,
             )
         finally:
             await self._hooks.aclose()
 
 
 async def _follow_parent(pipe: ControlPipe) -> None:
+    """Handle messages of the parent process until it exits."""
     await pipe.run()
     log.error("parent process exited; shutting down")
 
@@ -299,11 +302,12 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
 
 
 def _tune_malloc() -> None:
-    """Make glibc return freed memory to the system: fixed thresholds and few arenas (mallopt(3)).
+    """Make glibc return freed memory to the system.
 
-    By default glibc raises its threshold for large blocks to the largest freed one, and keeps an
-    arena per thread. After some hundred megabytes of request bodies, the process would keep most of
-    that memory.
+    By default, glibc raises its threshold for large blocks to the size of the largest freed block,
+    and keeps an arena per thread. After some hundred megabytes of request bodies, the process would
+    keep most of that memory. Therefore, this sets fixed thresholds and a low number of arenas (see
+    mallopt(3)).
     """
     # Other C libraries than glibc have no such function.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

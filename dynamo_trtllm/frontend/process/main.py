@@ -39,8 +39,9 @@ def main(config: FrontendConfig) -> int:
 def process_main(config: FrontendProcessConfig) -> None:
     """Run one of several frontend processes.
 
-    `process_group` starts it with a socket pair as standard input. It serves like a single frontend
-    process, and exits with its parent. The exit statuses are those of `main`.
+    `process_group` starts the process with one end of a socket pair as standard input. The process
+    serves like a single frontend process, and exits with its parent. The exit statuses are those of
+    `main`.
     """
     name = f"frontend-{config.number}"
     OUTPUTS.start(name, config.log_format)

@@ -35,7 +35,7 @@ _MODULE = "dynamo_trtllm.frontend.process.main"
 # Time from SIGTERM to SIGKILL. A process waits 30 s for running requests.
 _STOP_S = 34.0
 _PROCESSES_PER_CORE = 16  # limit; each process takes about 100 MB
-# Limit for one process. After it, the last metrics of the process are used.
+# Longest wait for the metrics of one process. After that, the last metrics that it sent are used.
 _METRICS_TIMEOUT_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
     """Reserve the port for processes that share it, without listening.
 
     Raises:
-        ConfigError: the port is in use, also if another frontend would share it; or the machine has
-            too few cores.
+        ConfigError: the port is in use, even if only by a frontend that would share it; or the
+            machine has too few cores.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -85,8 +85,8 @@ def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[
 def combined_exit_status(statuses: Mapping[str, int]) -> int:
     """Return one exit status for all processes: the largest.
 
-    Death by signal N counts as 128 + N. SIGTERM counts as 0: it is sent to all at shutdown, and it
-    kills a process that is just starting.
+    Death by signal N counts as 128 + N. SIGTERM counts as 0: all processes get it at shutdown, and
+    it kills a process that is just starting.
     """
     largest = 0
     for status in statuses.values():
@@ -100,7 +100,7 @@ def combined_exit_status(statuses: Mapping[str, int]) -> int:
 class ProcessGroup:
     """The processes of one frontend.
 
-    Created and run once, in the main thread. Processes inherit `environ`.
+    It is created and run once, in the main thread. The processes inherit `environ`.
     """
 
     def __init__(
@@ -117,11 +117,12 @@ class ProcessGroup:
         if hooks is not None:
             # The processes import the hooks from the folders from which this one has imported them.
             self._environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._usage_file: int | None = None  # memory in which processes count what keys use
+        # Descriptor of the memory in which the processes count what API keys use.
+        self._usage_file: int | None = None
         if config.api_keys_file is not None:
             self._usage_file = shared_memory(config.workers)
         self._pipes: dict[str, ControlPipe] = {}
-        self._ready: set[str] = set()
+        self._ready: set[str] = set()  # names of the processes that have been ready at least once
         self._aggregator = MetricsAggregator()
         self._supervisor = Supervisor(RestartConfig(), partial(log.error, "%s"))
 
@@ -157,11 +158,11 @@ class ProcessGroup:
             child_end,
             closing(ControlPipe(reader, writer, self._total_metrics, on_ready)) as pipe,
         ):
-            # The child gets the outputs themselves and not this process's relay, because it has a
-            # relay of its own, which counts its dropped lines.
+            # The child gets the outputs themselves, not the relay of this process: the child has a
+            # relay of its own, which counts the lines that it drops.
             streams = {"stdin": child_end.fileno(), **OUTPUTS.originals}
             child = Child(spawn(argv, env=self._environ, **streams), _STOP_S)
-            # While this process has the child's end, too, the pipe stays open when the child ends.
+            # Only the child keeps its end open, so the pipe ends when the child ends.
             child_end.close()
             self._pipes[name] = pipe
             try:
@@ -181,7 +182,7 @@ class ProcessGroup:
     def _on_process_ready(self, name: str) -> None:
         """Record that a process is ready.
 
-        Once all are, notify each, so that `/ready` answers alike everywhere.
+        Once all processes are ready, notify each of them: `/ready` then answers 200 in all.
         """
         self._ready.add(name)
         if len(self._ready) == self._config.workers:

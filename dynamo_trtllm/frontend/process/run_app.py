@@ -51,11 +51,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OTHERS_START = "other processes of this frontend are starting"
-# For the totals of all processes. The parent's wait per process is shorter.
+# Longest wait until the parent has sent the metrics of all processes. The parent waits a shorter
+# time for each process.
 _METRICS_TIMEOUT_S = 5.0
 _FAILURE_VISIBLE_S = 1.0  # how long `/ready` reports a failure before the port is closed
 # After this time, requests are accepted even if some of the existing models are not loaded, because
-# others may be.
+# other models may be loaded.
 _LOADING_S = 15.0
 
 
@@ -74,11 +75,11 @@ async def run_app(
 
     Args:
         pipe: leads to the parent, if this process is one of several on the port.
-        stop: called when a background task has ended. `/ready` reports it, the server finishes
-            running requests, and the failure is raised once this is cancelled.
+        stop: called when a background task has failed, and `/ready` has reported it. The server
+            then finishes running requests and cancels this function, which raises the failure.
         hooks: middleware and routes of the program.
         access: decides which requests are served.
-        certificate: the certificate of the server; None: it has no TLS.
+        certificate: the certificate of the server; None: the server has no TLS.
 
     Raises:
         ConfigError: a route of the program has a path of the frontend.
@@ -139,8 +140,8 @@ def _not_ready_reason(
 async def _connect_plane(
     config: FrontendConfig, tasks: BackgroundTasks, metrics: FrontendMetrics
 ) -> RequestPlane:
-    # An overloaded process reads acknowledgments seconds late. With shorter limits, it would count
-    # workers as unreachable.
+    # An overloaded process reads acknowledgments seconds late. With limits below the stall timeout,
+    # it would count workers as unreachable.
     limits = PlaneLimits(
         ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3
     )
@@ -195,17 +196,17 @@ def _background_work(
 def _share_metrics(pipe: ControlPipe, metrics: FrontendMetrics) -> None:
     """Let each process of a frontend return the totals of all."""
 
-    async def own() -> bytes:
+    async def own_metrics() -> bytes:
         return metrics.render()
 
-    pipe.snapshot = own
+    pipe.snapshot = own_metrics
     metrics.gather = partial(pipe.request_snapshot, _METRICS_TIMEOUT_S)
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
     """Wait until a background task fails. Then call `stop`, and raise the failure once cancelled.
 
-    Running requests may finish between the two.
+    Between the call of `stop` and the cancellation, running requests can finish.
     """
     try:
         await tasks.until_failed()
@@ -224,7 +225,7 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
     changes = view.subscribe()
     while True:
         changed = view.changed
-        if not all(change.is_added for change in changes):
+        if any(not change.is_added for change in changes):
             breakers.keep_only(view.ids())
         changes.clear()
         await changed.wait()
@@ -233,7 +234,7 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
 def routing_work(
     namespace: str, router: RequestRouter, metrics: FrontendMetrics
 ) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return the background work that keeps up to date what selections read, by task names."""
+    """Return the background work that updates the data for selecting workers, by task name."""
     view = router.view
     plane = router.plane
     placement = router.placement
@@ -254,15 +255,18 @@ async def follow_loads(
     loads: ClusterLoad,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Take the load that workers report, and drop that of gone workers, until cancelled."""
+    """Store the loads that workers report, and drop the loads of workers that are gone.
 
-    def take(report: LoadReport) -> None:
+    Runs until cancelled.
+    """
+
+    def store_report(report: LoadReport) -> None:
         # A report of an unknown instance came before its registration, or after its end.
         if view.instance(report.instance_id) is not None:
             loads.on_report(report, clock())
 
     changes = view.subscribe()
-    unsubscribe = await plane.client.watch_loads(namespace, take)
+    unsubscribe = await plane.client.watch_loads(namespace, store_report)
     try:
         while True:
             changed = view.changed
@@ -275,10 +279,11 @@ async def follow_loads(
         await unsubscribe()
 
 
-# The default of `--early-token-pause-ms`. Nearly all pauses are shorter then, and on H200 all were
-# below 100 ms. With 50 ms, prompts of 2,000 tokens were rarely sent early in simulations.
+# The default of `--early-token-pause-ms`. With this value, nearly all pauses are shorter, and on
+# H200 all pauses were below 100 ms. With 50 ms, the first token after a prompt of 2,000 tokens was
+# rarely sent early in simulations.
 _PAUSE_MS = 75.0
-_PAUSE_PART = 0.75  # the same with `--slo-itl-ms`, as a part of that limit
+_PAUSE_PART = 0.75  # for requests with a limit between tokens: the default, as a part of that limit
 
 
 def _options(config: FrontendConfig) -> RouterOptions:
@@ -310,27 +315,27 @@ def router_of(
 ) -> RequestRouter:
     """Return the router of requests.
 
-    It counts queries of death and collected KV in `metrics`. `seed` makes its random choices of
-    workers repeatable.
+    The router counts queries of death and collected KV in `metrics`. `seed` makes its random
+    choices of workers repeatable.
     """
     suspects = Suspects(metrics.query_of_death, clock=clocks.monotonic)
     return RequestRouter(
         view,
         plane,
-        _options(config),
-        breakers,
-        placement_of(config, seed),
-        metrics.kv_collected,
-        suspects,
-        clocks,
-        seed,
+        options=_options(config),
+        breakers=breakers,
+        placement=placement_of(config, seed),
+        on_kv_collected=metrics.kv_collected,
+        suspects=suspects,
+        clocks=clocks,
+        seed=seed,
     )
 
 
 def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement | None:
-    """Return what selects workers by cost or predicted times, if the router mode does.
+    """Return the placement, which selects workers by cost or by predicted times.
 
-    `seed` makes its random choices repeatable.
+    None: the router mode uses neither. `seed` makes random choices repeatable.
     """
     if config.router_mode not in ("least-loaded", "kv", "slo"):
         return None
@@ -341,9 +346,9 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
         )
     if config.slo_ttft_ms is not None and config.slo_itl_ms is not None:
         return SloPlacement(
-            config.slo_ttft_ms / 1000,
-            config.slo_itl_ms / 1000,
-            prefixes,
+            ttft_s=config.slo_ttft_ms / 1000,
+            itl_s=config.slo_itl_ms / 1000,
+            prefixes=prefixes,
             rejects=config.slo_policy == "reject",
             overlap_credit=config.router_kv_overlap_score_credit,
             seed=seed,
@@ -357,11 +362,13 @@ def placement_of(config: FrontendConfig, seed: int | None = None) -> Placement |
     )
 
 
-# Per GC generation: how many allocations, or collections of the younger generation, lead to a
-# collection. A collection of the middle generation stops all streams. With up to 500,000 objects it
-# took 150 to 200 ms while many choices started, with 100,000 50 ms on a busy machine, and with
-# 50,000 33 ms of CPU time for a body of 40,000 blocks. With these thresholds it has at most 25,000
-# objects and takes 16 ms. All collections together take as long as with larger thresholds.
+# Thresholds of the three GC generations: how many allocations, or collections of the younger
+# generation, lead to a collection. A collection of the middle generation stops all streams:
+#   up to 500,000 objects took 150 to 200 ms while many choices started,
+#   100,000 objects took 50 ms on a busy machine,
+#   50,000 objects took 33 ms of CPU time for a body of 40,000 blocks.
+# With these thresholds, such a collection has at most 25,000 objects and takes 16 ms. All
+# collections together take as long as with larger thresholds.
 THRESHOLDS = (5_000, 5, 2_000)
 
 

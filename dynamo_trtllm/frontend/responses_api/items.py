@@ -1,4 +1,6 @@
-"""Convert items of the Responses API to a conversation, and build output items from deltas. Pure.
+"""Convert items of the Responses API to a conversation, and build output items from deltas.
+
+The module does no I/O.
 
 A normalized item is the JSON object that `input_items` lists. Each change of the output gives one
 event: a JSON object without its sequence number. Events that occur per token are formatted from a
@@ -76,12 +78,12 @@ def normalized(item: MessageItem | ReasoningItem | _CallItem | _OutputItem) -> I
 
 def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
     """Return the items with an id each. Ids from clients are not changed."""
-    found = []
+    identified = []
     for index, item in enumerate(items):
         if not item["id"]:
             item = item | {"id": item_id(ITEM_PREFIXES[item["type"]], response_id, "i", index)}
-        found.append(item)
-    return found
+        identified.append(item)
+    return identified
 
 
 def characters(items: Iterable[Item]) -> int:
@@ -144,7 +146,7 @@ def _rank(item: Item) -> int:
 
 
 def _assistant(turn: Iterable[Item]) -> list[Message]:
-    """Return the message of an assistant's turn. Reasoning without text or calls is dropped."""
+    """Return the message of an assistant's turn. A turn that has only reasoning has no message."""
     by_type: defaultdict[str, list[Item]] = defaultdict(list)
     for item in turn:
         kind = item["type"]
@@ -203,7 +205,7 @@ class TextDelta(NamedTuple):
 
 def _text_delta(event: Event) -> TextDelta:
     """Return the constant part of an item's text deltas."""
-    open_object = orjson.dumps(event)[:-1]  # without its last brace
+    open_object = orjson.dumps(event)[:-1]  # the object without its last brace
     return TextDelta(event, formatted_head(event) + open_object + b',"delta":')
 
 
@@ -339,7 +341,7 @@ class _WholeCall(_Item):
 class OutputBuilder:
     """The output of one response, built delta by delta. At most one item is open, the last one.
 
-    `tools` are those that the model saw, by name.
+    `tools` are the tools that the model saw, by name.
     """
 
     def __init__(
@@ -353,9 +355,9 @@ class OutputBuilder:
         self._renderer = renderer
         self._done: list[Item] = []
         self._open: _Item | None = None
-        # Log-probabilities of tokens whose text has not arrived yet, and the kind of its item.
+        # Log-probabilities of tokens whose text has not arrived yet.
         self._logprobs: list[TokenLogprob] = []
-        self._scored_kind: _Kind | None = None
+        self._scored_kind: _Kind | None = None  # the kind of the item that the text will belong to
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         """Add the output of a step. Return its events."""
@@ -369,7 +371,8 @@ class OutputBuilder:
                     if event is not None:
                         events.append(event)
             elif part.logprobs:
-                # These tokens wait for their text. Those of another item never got one.
+                # These log-probabilities wait for the text of their tokens. If others of another
+                # item wait, their tokens have no text, so they are dropped.
                 if self._scored_kind is not kind:
                     self._logprobs.clear()
                 self._logprobs.extend(part.logprobs)
@@ -421,9 +424,10 @@ class OutputBuilder:
         return _WholeCall(_CALL, self._response_id, index, **call)
 
     def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[Item]:
-        """Return the waiting log-probabilities of an item, and more of them.
+        """Return the waiting log-probabilities of an item, and then `more` of them.
 
-        Their form is that of chat, but unknown bytes are []: null is not allowed here.
+        Their form is that of chat completions, except that unknown bytes are []: the Responses API
+        does not allow null.
         """
         waiting = self._logprobs if self._scored_kind is kind else ()
         if not waiting and not more:

@@ -2,9 +2,9 @@
 
 The bucket can be inspected and deleted, too.
 
-A value is split into chunks below NATS' message limit. Its first chunk, written last, has the
-number of the others. An existing bucket is used as it is, so that operators can set its replicas
-and limits with NATS tools.
+A value is split into chunks below NATS' message limit. The first chunk has the number of the other
+chunks, and is written last. An existing bucket is used as it is, so that operators can set its
+replicas and limits with NATS tools.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dynamo_trtllm.protocol.sanitize import mask_address
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
-# Limit for one call. A response waits this long if JetStream is unavailable.
+# Longest wait for one call. A response waits this long if JetStream is unavailable.
 _TIMEOUT_S: Final = 2.0
 _HEADROOM_BYTES: Final = 4096  # part of a message for subject and headers
 _COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
@@ -80,13 +80,13 @@ class JetStreamStore:
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self._limits.check(value)
         size = self._chunk_bytes
-        first = size - _COUNT.size
-        rest = [value[start : start + size] for start in range(first, len(value), size)]
+        first_size = size - _COUNT.size  # the first chunk also has the header
+        rest = [value[start : start + size] for start in range(first_size, len(value), size)]
         with self._translating_errors("write"):
             for number, chunk in enumerate(rest, start=1):
                 await self._bucket.put(f"{key}.{number}", chunk)
             # The first chunk is written last: with it, the value is complete.
-            await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
+            await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first_size])
 
     async def get(self, key: str) -> bytes | None:
         head = await self._read_chunk(key)
@@ -124,9 +124,9 @@ class JetStreamStore:
 
     @contextmanager
     def _translating_errors(self, what: str) -> Iterator[None]:
-        """Translate the NATS errors of a block. `what`: what the block does, for their text.
+        """Translate the NATS errors of a block. `what` is a verb for what the block does.
 
-        Without a connection, raise at once, because the client would wait for one.
+        Without a connection, raise at once, because the client would wait for a connection.
         """
         if not self._client.is_connected:
             raise Disconnected(
@@ -188,13 +188,13 @@ async def _connected(
     *,
     stays_open: bool = False,
 ) -> AsyncIterator[tuple[Client, JetStreamContext]]:
-    """Connect a client. It is closed after the block, or if the block fails.
+    """Connect a client, which is closed after the block, or if the block fails.
 
     Args:
         url: address of the NATS server.
         access: how this process proves who it is.
-        fix: what to do, for the error.
-        stays_open: after the block the client stays open, for the caller to close it.
+        fix: what the error tells the user to do.
+        stays_open: the client stays open after the block, and the caller closes it.
 
     Raises:
         Unreachable: no server answers at `url`, or a call in the block failed.
@@ -229,7 +229,7 @@ async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> 
     config = StreamConfig(
         name=f"KV_{name}",
         subjects=[f"$KV.{name}.>"],
-        # With replicas, a direct read may miss what was just written.
+        # With replicas, a direct read may miss a value that was just written.
         allow_direct=False,
         allow_rollup_hdrs=True,
         deny_delete=True,

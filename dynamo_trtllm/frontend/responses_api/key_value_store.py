@@ -1,6 +1,7 @@
-"""Define the store of bytes below the stored responses: interface, limits, and one in memory.
+"""Define the store of bytes below the stored responses: interface, limits, and a store in memory.
 
-`jetstream` implements it for several processes. Both pass the same contract tests.
+The module `jetstream` has the store for several processes. Both stores pass the same contract
+tests.
 """
 
 from __future__ import annotations

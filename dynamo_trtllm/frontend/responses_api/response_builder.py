@@ -112,7 +112,7 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 class ResponseBuilder:
     """One response in progress.
 
-    It is the encoder of its numbered events if it is streamed, otherwise its aggregator.
+    It encodes the numbered events of a streamed response, and aggregates any other response.
     """
 
     def __init__(
@@ -224,9 +224,8 @@ class ResponseBuilder:
     def error(self, error: DynamoError) -> bytes:
         """Return the last events after an error.
 
-        The API has no event for "cancelled", so that is "incomplete".
-
-        If the error came before the first delta, the events of the start precede them.
+        The API has no event for a cancelled response, so it ends with `response.incomplete`. If the
+        error came before the first delta, the events of the start come first.
         """
         start_events = b"" if self._next_number else self.start()
         return start_events + self._last_events(error)

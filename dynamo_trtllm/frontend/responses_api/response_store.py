@@ -30,7 +30,7 @@ from dynamo_trtllm.support.background import cancel_all
 
 log = logging.getLogger(__name__)
 
-_WRITE_S: Final = 30.0  # longest write of one response
+_WRITE_S: Final = 30.0  # longest time of one write
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
 
@@ -96,14 +96,15 @@ class ResponseStore:
     """The store of responses, which also assigns their ids.
 
     A response is written in the background, so that a slow or unreachable store delays no answer.
-    It is readable here meanwhile. A failed write is logged and counted, and its response is
-    lost.
+    Until the write ends, only this frontend can read the response. A failed write is logged and
+    counted, and its response is lost.
 
     Args:
         shared: other frontends use the same store.
         max_bytes: largest stored response.
         on_write_failed: called with the error's code if a response could not be stored.
-        max_pending_bytes: responses that were not written yet; further ones wait for their write.
+        max_pending_bytes: the most bytes that may wait to be written. Beyond it, `put` waits for
+            its own write.
         close_s: longest wait for pending writes when the frontend exits.
     """
 
@@ -118,7 +119,7 @@ class ResponseStore:
     def __post_init__(self) -> None:
         self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
         self.id_prefix = PREFIX + self._frontend_id
-        self._writes: dict[str, _Write] = {}  # the newest pending one of each response
+        self._writes: dict[str, _Write] = {}  # the newest pending write of each response
         self._tasks: set[asyncio.Task[None]] = set()  # the tasks of all pending writes
         self._pending_bytes = 0
 
@@ -172,7 +173,7 @@ class ResponseStore:
         traceback_of: BaseException | None = error
         if isinstance(error, DynamoError):
             code = error.code
-            traceback_of = None
+            traceback_of = None  # the message says enough
         log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
         self.on_write_failed(code)
 
@@ -211,7 +212,7 @@ class ResponseStore:
             field: the request's field that contains the id, for the error.
 
         Raises:
-            ResponseNotFound: it is not stored, or belongs to another key.
+            ResponseNotFound: the response is not stored, or belongs to another key.
             Disconnected, Unreachable: the store cannot be reached.
         """
         return (await self.load(response_id, owner, field)).stored
@@ -247,19 +248,18 @@ class _ReadResponse(NamedTuple):
     """All items of a response's conversation."""
 
     items: list[dict[str, Any]]
-    by_id: dict[str, dict[str, Any]]  # the first one of each id: clients may repeat ids
+    by_id: dict[str, dict[str, Any]]  # the first item of each id: clients may repeat ids
 
 
 class References:
     """The stored responses to which one request refers.
 
-    Each is read once, however often it is referenced.
-
-    Their total size is limited, because a short reference may stand for a long response.
+    Each response is read once, however often the request refers to it. The total size of the
+    responses is limited, because a short reference may stand for a long response.
     """
 
     def __init__(self, store: ResponseStore, owner: str) -> None:
-        """Create it for one request. `owner`: name of its API key; "": there are no keys."""
+        """Read nothing yet. `owner`: name of the request's API key; "": there are no keys."""
         self._store = store
         self._owner = owner
         self._read: dict[str, _ReadResponse] = {}  # responses that were read, by id

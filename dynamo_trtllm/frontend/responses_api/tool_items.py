@@ -1,9 +1,9 @@
 """Convert the calls of a client's tools between items of the Responses API and calls of functions.
 
-Pure.
+The functions are pure.
 
-The model sees a function for each tool (`frontend.api.response_tools`). A custom tool's text, and a
-shell's action, are its arguments.
+The model sees a function for each tool (`frontend.api.response_tools`). The arguments of this
+function contain the text of a custom tool, or are the action of a shell.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _name(item: Item) -> str:
 def call_head(tool: ServedTool | None, name: str) -> Item:
     """Return the fields of a call's item that are known when it begins, with its type.
 
-    `tool` is the one of this name; None if the model calls a function that no tool has.
+    `tool` is the tool of this name, or None if the request has no such tool.
     """
     if tool is None:
         return {"type": "function_call", "name": name}
@@ -71,7 +71,7 @@ def call_head(tool: ServedTool | None, name: str) -> Item:
 
 
 def shell_action(arguments: str) -> Item:
-    """Return the action of a shell call. A text that is no action is a command of one word."""
+    """Return the action of a shell call. Other arguments become a command of one word."""
     given = _object(arguments)
     command = given.get("command")
     is_valid = isinstance(command, list) and all(isinstance(word, str) for word in command)

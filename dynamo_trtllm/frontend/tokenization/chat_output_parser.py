@@ -44,8 +44,8 @@ _Reading: TypeAlias = Generator[None, None, str]  # returns text
 class _OutputReader:
     """Reads the text of an output, and adds reasoning, content and calls to `out`.
 
-    Methods that need more text are generators, and yield to wait for it. Those that return a value
-    return False or "" at the first error, and consume nothing after it.
+    Methods that need more text are generators, which yield to wait for the text. A generator that
+    returns a value returns False or "" at the first error, and consumes nothing after the error.
     """
 
     def __init__(self, reasoning_parser: str, tool_call_parser: str) -> None:
@@ -181,7 +181,8 @@ class _OutputReader:
                 continue
             if is_list:
                 yield from self._skip("]", _SPACE)
-            # Wait for further text, which is content. Without any, what separates calls is omitted.
+            # Wait for further text, which is content. Without further text, the separators of calls
+            # are omitted.
             yield from self._peek(_SPACE)
             break
         self.show_withheld()
@@ -209,9 +210,12 @@ class _OutputReader:
             if marker:
                 self.at -= len(after)
                 # Skipped space and the marker are content only if no call follows.
-                is_shown = not (skips_space and before.isspace())
-                self.out.add(_CONTENT, before if is_shown else "")
-                self._withheld.append(TOOL_CALL if is_shown else before + TOOL_CALL)
+                is_skipped_space = skips_space and before.isspace()
+                if is_skipped_space:
+                    self._withheld.append(before + TOOL_CALL)
+                else:
+                    self.out.add(_CONTENT, before)
+                    self._withheld.append(TOOL_CALL)
                 return
             shown = text[: len(text) - _overlap(text, TOOL_CALL)]
             if skips_space and (not shown or shown.isspace()):
@@ -275,7 +279,7 @@ class _OutputReader:
         return self._is_certain
 
     def _begin_if_certain(self) -> None:
-        """Emit the beginning of the call once what was read of it can only be a call."""
+        """Emit the beginning of the call, if the text that was read can only be a call."""
         if self._is_certain or not self._name:
             return
         if "arguments" not in self._keys and self._tool_call_parser != "hermes":
@@ -304,13 +308,13 @@ class _OutputReader:
         return part
 
     def _run(self, chars: re.Pattern[str], *, is_argument: bool = False) -> str:
-        """Consume and return the run of these characters that begins here; maybe none."""
+        """Consume and return the run of these characters that begins here; "" if there is none."""
         found = chars.match(self.text, self.at)
         return self._take(self.at if found is None else found.end(), is_argument=is_argument)
 
     def _peek(self, blanks: re.Pattern[str] = _BLANKS) -> _Reading:
         """Consume blanks, and return the character after them without consuming it."""
-        # Blanks at the end of a text may go on in the next one.
+        # Blanks at the end of a text may go on in the next text.
         while self._run(blanks) or self.at == len(self.text):
             if self.at == len(self.text):
                 yield
@@ -334,9 +338,10 @@ class _OutputReader:
             value = json.loads((yield from self._value(is_argument=False)))
         except ValueError:
             return False
-        if key == "name":
-            self._name = value if TOOL_NAME.match(value) else ""
-        return bool(self._name) or key != "name"
+        if key != "name":
+            return True
+        self._name = value if TOOL_NAME.match(value) else ""
+        return bool(self._name)
 
     def _value(self, *, is_argument: bool) -> _Reading:
         """Consume and return a string, a number, a literal or null.
@@ -358,15 +363,16 @@ class _OutputReader:
         Return "" if brackets do not match.
         """
         parts = list[str]()
-        closers = [_CLOSERS[self.text[self.at]]]  # those that are awaited, the innermost last
+        # The closing quotes and brackets that are awaited, the innermost last.
+        closers = [_CLOSERS[self.text[self.at]]]
         at = self.at + 1
         while closers:
             is_string = closers[-1] == '"'
             stops = _STRING_STOP if is_string else _NESTED_STOP
             stop = stops.search(self.text, at)
             if stop is None:
-                # Reading goes on at the beginning of the next text. If this one ends with a
-                # backslash, the first character of the next one is skipped.
+                # Reading goes on at the beginning of the next text. If this text ends with a
+                # backslash, the first character of the next text is skipped.
                 at = max(0, at - len(self.text))
                 parts.append(self._take(len(self.text), is_argument=is_argument))
                 yield
@@ -408,7 +414,7 @@ class ChatOutputParser:
         # cycle would keep the text in memory.
         self._reader = _OutputReader(reasoning_parser, tool_call_parser)
         self._parsing = self._reader.parse()
-        self._is_plain = False  # all further text is content, and none waits
+        self._is_plain = False  # all further text is content, and no text is withheld
         self._add(forced_ids)
         self._reader.out.reasoning_tokens = 0
 
@@ -431,7 +437,7 @@ class ChatOutputParser:
         return self._reader.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
-        """Parse tokens. Those of reasoning are parsed one by one, to count them."""
+        """Parse tokens. The tokens of reasoning are parsed one by one, to count them."""
         reader = self._reader
         at = 0
         while at < len(token_ids) and not reader.is_reasoning_over:
@@ -439,7 +445,7 @@ class ChatOutputParser:
             was_in_reasoning = reader.is_in_reasoning
             self._push(self._text.push(token_ids[at : at + 1]))
             is_between_markers = was_in_reasoning and reader.is_in_reasoning
-            # A token may have the last text of reasoning, and the marker that ends it.
+            # A token may have both the last text of reasoning and the marker after that text.
             has_reasoning_text = reader.num_reasoning_texts > num_texts
             if is_between_markers or has_reasoning_text:
                 reader.out.reasoning_tokens += 1

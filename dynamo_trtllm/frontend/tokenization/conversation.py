@@ -37,7 +37,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {}  # JSON Schema
-    # The input of the tool is any text, for which `parameters` have one string.
+    # The tool takes any text. `parameters` then have one string, which is this text.
     is_text: bool = False
 
 

@@ -1,9 +1,9 @@
 """Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts.
 
 BPE merges never cross a control token. So texts that are encoded separately give the same ids as a
-whole message that openai-harmony renders. fastokens encodes the text of clients. The encoder of
-openai-harmony is three times slower, holds the GIL, and its cost is quadratic in the length of a
-word.
+whole message that openai-harmony renders. Therefore, fastokens encodes the text of clients: the
+encoder of openai-harmony is three times slower, holds the GIL, and its cost is quadratic in the
+length of a word.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _ANSWER: Final = "<|channel|>final<|message|>"
-# An effort is a hint: the nearest one replaces those that Harmony does not have. No effort at all
-# ("none") is not possible.
+# An effort is only a hint. So the nearest effort of Harmony replaces an effort that Harmony lacks.
+# No effort at all ("none") is not possible.
 _EFFORTS: Final = {
     "minimal": oh.ReasoningEffort.LOW,
     "low": oh.ReasoningEffort.LOW,
@@ -116,7 +116,8 @@ class HarmonyRenderer:
     def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
         """Tokenize plain text.
 
-        Special tokens in it are encoded as text. No prompt begins with one.
+        Special tokens in the text are encoded as text. `is_prompt` has no effect: a plain prompt
+        gets no special tokens.
         """
         return self._tokenizer.encode(text)
 
@@ -201,6 +202,7 @@ class HarmonyRenderer:
         return ids
 
     def _append(self, ids: TokenIds, message: HarmonyMessage) -> None:
+        """Append a message to the ids of a prompt."""
         header = self._header(
             message.role,
             message.author,
@@ -226,10 +228,10 @@ class HarmonyRenderer:
     ) -> TokenIds:
         """Return what precedes the text of a message, in the order of OpenAI's guide to Harmony.
 
-        A call has its recipient after the channel. gpt-oss writes calls so, and the next prompt
-        repeats the tokens of the call. Other messages have the recipient before the channel.
+        A call has its recipient after the channel: gpt-oss writes calls in this form, and the next
+        prompt repeats the tokens of the call. Other messages have the recipient before the channel.
         openai-harmony and its fork oss-harmony differ here from the guide and from each other, so
-        neither may decide.
+        neither of them renders the header.
         """
         sender = role.value
         if author is not None:
@@ -314,7 +316,7 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
     functions = tuple(tool for tool in conversation.tools if not harmony_builtins.is_builtin(tool))
     if instructions or functions:
         yield _developer(instructions, functions)
-    # Harmony keeps only the reasoning after the last answer, that of the turn that goes on.
+    # Harmony keeps only the reasoning after the last answer, which belongs to the current turn.
     last_answer = -1
     for index, message in enumerate(conversation.messages):
         if _is_answer(message):
@@ -343,7 +345,10 @@ def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessag
 
 
 class _Address(NamedTuple):
-    """The recipient and the channel of a call. Its result has them too, as author and channel."""
+    """The recipient and the channel of a call.
+
+    The message with the result of the call has the same channel, and the recipient as its author.
+    """
 
     recipient: str
     channel: str
@@ -360,15 +365,15 @@ def _turn(
 
     Args:
         message: the message.
-        addresses: those of the earlier tool calls, by the ids of the calls. The calls of this
-            message are added.
+        addresses: the addresses of the earlier tool calls, by the ids of the calls. Those of this
+            message's calls are added.
         functions: names of the request's tools that are not built-in.
         keep_reasoning: include the reasoning of an assistant message without an answer.
     """
     calls = message.tool_calls
     match message.role:
         case "user":
-            yield HarmonyMessage(oh.Role.USER, message.content, message.name)
+            yield HarmonyMessage(oh.Role.USER, message.content, author=message.name)
         case "assistant":
             is_answer = _is_answer(message)
             if message.reasoning and keep_reasoning and not is_answer:

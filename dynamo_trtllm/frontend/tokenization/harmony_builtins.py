@@ -1,9 +1,7 @@
 """Describe the tools that gpt-oss was trained with, a browser and Python, and format their calls.
 
-The client runs them.
-
-Harmony describes these tools in the system message. Their calls have another recipient and
-channel than those of functions.
+The client runs these tools. Harmony describes them in the system message. Their calls have another
+recipient and another channel than calls of functions.
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ class Header(NamedTuple):
 
     @property
     def is_commentary(self) -> bool:
-        """Return whether the text is not the answer: it is for a tool, or in the channel for
-        preambles.
-        """
+        """Return whether the text is not the answer, but a preamble or a text for a tool."""
         is_for_tool = self.recipient not in _NO_TOOLS
         return self.role == ASSISTANT and (self.channel == "commentary" or is_for_tool)
 
@@ -109,7 +107,7 @@ class HarmonyParser:
     invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
     name are text, too. The code of a call of `python` becomes JSON arguments (see `text_input`).
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid
-    one.
+    header.
 
     Args:
         texts: a cache for each channel: token id -> output of a step with only this token. The
@@ -140,9 +138,9 @@ class HarmonyParser:
         self._num_calls = 0
         self._is_text_call = False  # the current body is a text, and becomes arguments
         self._out = DeltaBuilder()
-        # How many tokens at the start of the header were forced. They are not output. While the
-        # forced ids are parsed, this is the number of all of them. The header has no more tokens,
-        # so none of it is output.
+        # Number of tokens at the start of the header that were forced. These are not output. While
+        # the forced ids are parsed, this is the number of all forced ids. The header can't have
+        # more tokens, so nothing of it is output.
         self._num_forced_in_header = len(forced_ids)
         self._parse(forced_ids)
         self._num_forced_in_header = len(self._header)
@@ -247,10 +245,9 @@ class HarmonyParser:
             self._position = _Position.COMMENTARY if header.is_commentary else _Position.FINAL
 
     def _read_header(self) -> Header | None:
-        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None:
-        they are no header.
+        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`.
 
-        The sender begins with the role if `<|start|>` precedes it.
+        The sender begins with the role if `<|start|>` precedes it. None: the tokens are no header.
         """
         control = START
         parts: dict[int, list[int]] = {control: []}
@@ -290,10 +287,12 @@ class HarmonyParser:
             return None
         if len(recipients) > 1 or len(bare_types) > 1 or len(type_words) > 1:
             return None
-        # Each of the three has at most one word.
+        # There is at most one recipient. At most one content type follows `<|constrain|>`, and at
+        # most one follows the channel.
         recipient = next(iter(recipients), "")
-        content_type = next(iter((*type_words, *bare_types)), "")
-        return Header(role, channel, recipient, content_type)
+        content_types = [*type_words, *bare_types]
+        content_type = content_types[0] if content_types else ""
+        return Header(role=role, channel=channel, recipient=recipient, content_type=content_type)
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the

@@ -1,9 +1,9 @@
 """Render the text of Harmony developer messages: instructions, and tools as TypeScript, as
 openai-harmony does.
 
-openai-harmony translates the schemas but returns only token ids. Its encoder holds the GIL, and its
-cost is quadratic in the length of a word. So it renders a few tools at a time, with placeholders
-instead of the client's strings.
+openai-harmony translates the schemas but returns only token ids. Its encoder holds the GIL, and the
+cost is quadratic in the length of a word. Therefore, openai-harmony renders a few tools at a time,
+with placeholders in place of the client's strings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLACEHOLDER: Final = re.compile(rf'{_MARK}(\d+)(?:null)?(\\?)"{_MARK}')
 class DeveloperTexts:
     """Renders the texts of developer messages, with openai-harmony's encoding `harmony`.
 
-    Tools are cached, because each turn of a conversation has the same ones: 60 tools take 10 ms.
+    Tools are cached, because each turn of a conversation has the same tools: 60 tools take 10 ms.
     """
 
     def __init__(self, harmony: oh.HarmonyEncoding) -> None:
@@ -49,7 +49,7 @@ class DeveloperTexts:
     def text(self, instructions: str, tools: Sequence[Tool]) -> str:
         """Return the text of a message with these instructions and tools.
 
-        The cost is linear in its size.
+        The cost is linear in the size of the text.
 
         Raises:
             oh.HarmonyError: a schema can't be translated.
@@ -69,7 +69,7 @@ class DeveloperTexts:
         return "\n".join(self._batches(json.loads(tools_json)))
 
     def _batches(self, tools: Sequence[tuple[str, str, Any]]) -> Iterator[str]:
-        """Yield the text of all tools in parts, each of tools that are rendered in one call."""
+        """Yield the text of all tools in parts. The tools of a part are rendered in one call."""
         batch: list[oh.ToolDescription] = []
         placeholders = _Placeholders()
         for name, description, parameters in tools:
@@ -136,7 +136,8 @@ class _Placeholders:
 
         def original(match: re.Match[str]) -> str:
             string = strings[int(match[1])]
-            return json.dumps(string, ensure_ascii=False)[1:-1] if match[2] else string
+            is_json = bool(match[2])  # the quotation mark in the placeholder is escaped
+            return json.dumps(string, ensure_ascii=False)[1:-1] if is_json else string
 
         return _PLACEHOLDER.sub(original, text)
 

@@ -24,7 +24,7 @@ from dynamo_trtllm.models.vocabulary import (
 from dynamo_trtllm.protocol.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.protocol.messages import TokenIds, token_ids
 
-# without it two threads may load at once, and each keeps a copy of 50 MB
+# Without this lock, two threads may load at once, and each would keep a copy of 50 MB.
 _LOADING: Final = threading.Lock()
 _READ_BYTES: Final = 1 << 16
 # openai-harmony encodes a text of this length in 0.4 ms, or in at most 5 ms if it is one word.
@@ -59,8 +59,8 @@ class O200kTokenizer:
         self.harmony: openai_harmony.HarmonyEncoding = _load_harmony(path)
         self._fast: FastTokenizer | None = None
         self._loading = threading.Lock()
-        # Line n of the file is token n: its bytes in base64, and n. Read at once, it would leave 12
-        # MiB of holes.
+        # Line n of the file is token n: its bytes in base64, and n. The file is read in parts:
+        # reading it at once would leave holes of 12 MiB in the memory.
         self._tokens: list[bytes] = []
         with path.open("rb") as file:
             while lines := file.readlines(_READ_BYTES):

@@ -69,7 +69,7 @@ class Renderer(Protocol):
         """Return the text of the ids, special tokens included."""
 
     def token_texts(self, token_ids: TokenIds) -> list[str]:
-        """Return each token as the vocabulary writes it: bytes in GPT-2's alphabet, "Ġ" a blank."""
+        """Return each token as the vocabulary writes it, such as "Ġsky" for " sky"."""
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
@@ -84,9 +84,9 @@ class Renderer(Protocol):
         """
 
     def builtin_tools(self, tools: Iterable[Tool]) -> frozenset[str]:
-        """Return the names of the tools that the model was trained with.
+        """Return the names of those tools that the model was trained with.
 
-        The format writes these in a special form.
+        The prompt format writes such tools in a special form.
         """
 
     def call_header(self, tool: Tool | None) -> TokenIds | None:

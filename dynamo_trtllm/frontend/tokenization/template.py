@@ -53,7 +53,7 @@ _TEMPLATE_FAULTS: Final = (
 class _Generation(Extension):
     """The tag `{% generation %}`, which marks assistant text for training.
 
-    Here it only renders its body.
+    Here, the tag only renders its body.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
@@ -75,7 +75,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     Each value that a template reads is a step.
 
     Some models' templates look at all earlier messages for each message, or add texts to a growing
-    one. They would render a body of 1 MB for minutes, on a thread that can't be ended.
+    text. Such a template would render a body of 1 MB for minutes, on a thread that can't be ended.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             except AttributeError:
                 value = self.undefined(obj=obj, name=attribute)
         elif type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            # The sandbox does this after it has caught an AttributeError.
+            # The sandbox would return the same value, but only after it has caught an
+            # AttributeError.
             value = obj[attribute]
         else:
             value = super().getattr(obj, attribute)
@@ -142,7 +143,7 @@ def _raise_exception(message: str) -> NoReturn:
 _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
-MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 with a simple template
+MAX_TEMPLATE_STEPS: Final = 1_000_000  # 20,000 messages take 60,000 steps of a simple template
 # Number of characters of a text, or entries of a list, that count as one more step.
 _LENGTH_OF_A_STEP: Final = 4096
 # Limit of values in all tool calls of a conversation: each value is an object in memory.
@@ -161,8 +162,8 @@ _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
 class ChatTemplateRenderer:
     """Renderer for models with a chat template.
 
-    Special tokens in a message become special tokens, because templates produce text; `encode`
-    keeps them as text.
+    The text of a special token in a message becomes the special token, because templates produce
+    text. In the text for `encode`, it stays text.
 
     Args:
         files: contents of the model's files by name.
@@ -200,7 +201,8 @@ class ChatTemplateRenderer:
                 self.variables |= meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as exc:
                 raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
-        # The ids of special tokens are no text. In the output of a chat, the markers are text.
+        # Special tokens are hidden in texts. In the output of a chat, the markers that a parser
+        # must see are not hidden.
         self._hidden = self._tokenizer.special
         self._added = self._tokenizer.added
         markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())
@@ -334,6 +336,7 @@ class ChatTemplateRenderer:
 
 
 def _message(message: Message) -> dict[str, Any]:
+    """Return a message in the form that templates expect."""
     content = "\n".join(text for text in (message.preamble, message.content) if text)
     shown: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
@@ -357,7 +360,7 @@ def _message(message: Message) -> dict[str, Any]:
 def _check_arguments(conversation: Conversation) -> None:
     """Reject arguments with too many values.
 
-    The count of `,`, `[` and `{`, even inside strings, is the estimate.
+    The number of values is estimated by counting `,`, `[` and `{`, even inside strings.
     """
     texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
     count = sum(text.count(mark) for text in texts for mark in ",[{")

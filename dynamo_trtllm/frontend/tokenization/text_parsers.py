@@ -76,8 +76,8 @@ class WindowTextParser:
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
         self._decode = decode
         self._hidden = hidden  # special tokens, which are omitted
-        self._context: list[int] = []
-        self._held: list[int] = []
+        self._context: list[int] = []  # the tokens of the last emitted text
+        self._held: list[int] = []  # the tokens after them, whose text is not emitted yet
 
     def push(self, token_ids: TokenIds) -> StepOutput:
         parts: list[str] = []

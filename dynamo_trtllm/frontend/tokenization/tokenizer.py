@@ -47,9 +47,10 @@ def run_finder(chars: int) -> Callable[[str], bool]:
 
     A run consists of characters of words, of blanks, or of other characters.
 
-    A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are
-    matched at multiples of `chars` only, which takes linear time. New lines count as blanks and as
-    other characters, because tokenizers encode "/" and new lines as one piece.
+    Runs are matched only at multiples of `chars`, which takes linear time. So a run of at least
+    twice `chars` characters is always found, and a run of fewer than `chars` characters never. New
+    lines count as blanks and as other characters, because tokenizers encode "/" and new lines as
+    one piece.
     """
     word_or_blanks = re.compile(rf"[^{_WORD_ENDS}]{{{chars}}}|\s{{{chars}}}")
     # This also matches blanks that are no new lines, which `is_run` rejects. To exclude them, the
@@ -73,7 +74,7 @@ class FastTokenizer:
     """A tokenizer of fastokens.
 
     Args:
-        load: loads it. This may take seconds, and releases the GIL.
+        load: loads the tokenizer. This may take seconds, and releases the GIL.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -81,12 +82,12 @@ class FastTokenizer:
         # threads take memory.
         environ.export("FASTOKENS_BPE_THREADS", "1", wanted_by="the frontend")
         self.library = load()
-        # The first call takes up to 0.2 s: it builds a table of all tokens. This thread frees its
-        # copy when it ends.
-        first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
-        first.start()
-        first.join()
-        # Otherwise, glibc would keep 50 to 90 MiB.
+        # The first call takes up to 0.2 s: it builds a table of all tokens. The calling thread gets
+        # a copy of the table, so the call is made here, in a thread that frees the copy at its end.
+        first_call = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
+        first_call.start()
+        first_call.join()
+        # Otherwise, glibc would keep 50 to 90 MiB of freed memory.
         return_freed_memory()
 
     def encode(self, text: str, *, is_plain: bool = False, is_prompt: bool = True) -> TokenIds:
@@ -98,8 +99,8 @@ class FastTokenizer:
             is_prompt: with `is_plain`: add the special tokens with which the model's prompts begin.
 
         Raises:
-            InvalidRequest: a word or a run of blanks is longer than any context. For one ten times
-                as long, fastokens would take seconds and 400 MB.
+            InvalidRequest: a word or a run of blanks is longer than any context. For a run that is
+                ten times as long, fastokens would take seconds and 400 MB.
         """
         if _has_endless_run(text):
             raise InvalidRequest(
@@ -171,8 +172,8 @@ class _TokenizerFile(msgspec.Struct):
     padding: dict[str, Any] | None = None
 
     def is_plain_bpe(self) -> bool:
-        """Whether the ids of fastokens equal those of tokenizers, for all parts that fastokens
-        supports.
+        """Whether fastokens returns the same ids as tokenizers, unless it rejects a part of the
+        file.
         """
         first = self.pre_tokenizer or _Part()
         is_bytes = any(part.type == _BYTE_LEVEL for part in (first, *first.pretokenizers))
@@ -192,7 +193,7 @@ class FastJsonTokenizer(FastTokenizer):
         added = self.library.added_tokens()
         # Added tokens, which are not tokens of the BPE model.
         self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
-        # Those of `added` that are no text of answers.
+        # The added tokens that are left out of the text of answers.
         self.special = frozenset(token["id"] for token in added if token["special"])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -234,10 +235,11 @@ class _Segments:
     def split(self, text: str) -> Iterator[str]:
         """Yield the texts.
 
-        A long one is never joined with what surrounds it, because it may come in other prompts.
+        A long text is never joined with the texts around it. Its ids are cached, and other prompts
+        may have the same long text between other texts.
         """
-        begin = 0
-        last = 0
+        begin = 0  # where the text begins that was not yielded yet
+        last = 0  # the last place where that text can be split
         found = (
             match.start() for match in self._pattern.finditer(text) if match[0] in self._starts
         )
@@ -257,8 +259,8 @@ class SlowJsonTokenizer:
 
     Raises ConfigError.
 
-    It caches the ids of a prompt's parts. For the next turn of a conversation, only what is new is
-    encoded: 8000 tokens take 15 to 30 ms, and their look-up 0.1 ms.
+    It caches the ids of a prompt's parts, so only the new part of the next turn of a conversation
+    is encoded. Encoding 8000 tokens takes 15 to 30 ms, and looking them up 0.1 ms.
     """
 
     is_fast = False
@@ -283,7 +285,7 @@ class SlowJsonTokenizer:
         return ids
 
     def _encode(self, text: str, *, is_plain: bool, is_prompt: bool = True) -> TokenIds:
-        library = self._plain if is_plain else self._library
+        library = self._plain_library if is_plain else self._library
         adds_special = is_plain and is_prompt
         # Unlike `encode`, this releases the GIL and computes no offsets.
         (encoding,) = library.encode_batch_fast(
@@ -298,9 +300,11 @@ class SlowJsonTokenizer:
         return self._library.id_to_token(token_id)
 
     @functools.cached_property
-    def _plain(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of
-        requests overlap.
+    def _plain_library(self) -> tokenizers.Tokenizer:
+        """The tokenizer for plain texts, in which special tokens are text.
+
+        It is a second one, because `encode_special_tokens` is a switch of the whole tokenizer, and
+        requests of both kinds overlap.
         """
         library = self._load()
         library.encode_special_tokens = True

@@ -154,7 +154,7 @@ GENERATED: dict[str, tuple[str, ...]] = {
     ),
     "serve another image": ("tiny-gpt-oss", "--engine", "torch", "--worker-image", "mine:1.2.3"),
 }
-_CONFIG = {
+MODEL_CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -180,7 +180,7 @@ def generated(name: str, output: str = "kubernetes") -> str:
         contextlib.redirect_stdout(io.StringIO()) as written,
     ):
         Path("folder").mkdir()
-        Path("folder/config.json").write_text(json.dumps(_CONFIG))
+        Path("folder/config.json").write_text(json.dumps(MODEL_CONFIG))
         Path("engine.yaml").write_text("max_num_seqs: 7")
         Path("keys.jsonl").touch()
         serve.main([*GENERATED[name], "--dry-run", "--format", output])

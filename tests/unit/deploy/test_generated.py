@@ -4,6 +4,10 @@ test_recipes.py and test_recipe_schemas.py check of all recipes.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +17,13 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.planner import PlannerConfig
+from dynamo_trtllm.engines.gpu import GpuMemory
 from dynamo_trtllm.launch import serve
+from dynamo_trtllm.launch.topology import MachineFacts
 from dynamo_trtllm.protocol.messages import Role
 from tests.unit.deploy.recipes import (
     GENERATED,
+    MODEL_CONFIG,
     ROOT,
     all_generated,
     frontend_config,
@@ -151,6 +158,61 @@ def test_compose_file_of_the_mock_engine_is_what_serve_writes() -> None:
     shipped = (ROOT / "deploy" / "compose" / "mock.yml").read_text(encoding="utf-8")
     written = generated("serve without GPU", "compose").replace(":8001:8000", ":8000:8000")
     assert shipped.partition("\n")[2] == written.partition("\n")[2]
+
+
+def compose_on_gpus(
+    words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, dict[str, Any]]:
+    """Return what `serve` writes for compose on a machine with GPUs, as text and parsed."""
+    memory = 80 << 30
+    machine = MachineFacts(
+        gpus=[
+            GpuMemory(number=number, name="GPU", total_bytes=memory, free_bytes=memory)
+            for number in range(8)
+        ],
+        no_gpu_reason="",
+        cpus=8,
+        memory_bytes=memory,
+        engines=frozenset({"vllm"}),
+    )
+    monkeypatch.setattr(serve, "machine_facts", lambda _: machine)
+    monkeypatch.chdir(folder)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        serve.main(["model", "--engine", "vllm", *words, "--dry-run", "--format", "compose"])
+    text = written.getvalue()
+    return text, yaml.safe_load(text)
+
+
+def test_compose_head_when_two_workers_then_makes_both_homes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, made = compose_on_gpus(("--decode", "2"), tmp_path, monkeypatch)
+    (command,) = [line for line in text.splitlines() if "mkdir -p" in line]
+    folders = {
+        volume.partition(":")[0]
+        for service in made["services"].values()
+        for volume in service["volumes"]
+        if volume.endswith(":/home/dynamo")
+    }
+    assert len(folders) == 3
+    for folder in folders:
+        assert f"deploy/{folder.removeprefix('./')} " in command
+
+
+def test_compose_paths_when_dollar_sign_then_name_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys$x.jsonl").touch()
+    (tmp_path / "engine$x.yaml").write_text("max_num_seqs: 7")
+    words = ("--api-keys-file", "keys$x.jsonl", "--extra-engine-args", "engine$x.yaml")
+    _, made = compose_on_gpus(words, tmp_path, monkeypatch)
+    frontend = made["services"]["frontend"]["volumes"]
+    worker = made["services"]["decode"]["volumes"]
+    assert f"{tmp_path}/keys$$x.jsonl:/etc/api-keys/keys.jsonl:ro" in frontend
+    assert f"{tmp_path}/engine$$x.yaml:/etc/engine/engine.yaml:ro" in worker
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ async def test_serve_ends_with_its_parent(
 ) -> None:
     ended = asyncio.Event()
 
-    async def run(*_: Any) -> None:
+    async def run(*_: Any, **__: Any) -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -51,7 +51,7 @@ async def test_serve_ends_with_its_parent(
 
 
 async def test_serve_raises_the_application_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(*_: Any) -> None:
+    async def run(*_: Any, **__: Any) -> None:
         raise Unreachable("etcd is away")
 
     with pytest.raises(Unreachable, match="etcd is away"):
