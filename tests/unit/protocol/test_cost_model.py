@@ -73,7 +73,7 @@ def test_steps_beside_streams_take_their_time(token_s: float, requests: int, ste
     assert tokens == 2048 or seconds >= step_s - token_s - 1e-9
 
 
-def test_prompts_of_elastic_engines_are_divided_while_streams_run() -> None:
+def test_prompts_are_divided_while_elastic_engines_have_streams() -> None:
     """One with a longer target needs fewer steps for a prompt, which take longer."""
     prefill = linear_prefill_fit(0.02, 1e-5)
     cost = CostModel(prefill=prefill, first_token=FIRST_TOKEN, step_tokens=8192)

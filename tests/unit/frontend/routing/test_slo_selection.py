@@ -199,7 +199,7 @@ def test_streams_that_are_late_anyway_do_not_count() -> None:
     assert found.num_missed == 0
 
 
-def test_prompt_that_may_be_counted_twice_does_not_make_streams_late() -> None:
+def test_prompt_counted_twice_does_not_make_streams_late() -> None:
     """Otherwise each further prompt goes there as well, and then the streams are really late."""
     placement = placement_of(BUSY_PREFILLS | decoding(20))
     view = model_view(
@@ -273,7 +273,7 @@ def test_streams_go_to_elastic_workers_that_have_some() -> None:
     assert chosen(full, view, request(300)).decode.id != DECODE
 
 
-def test_elastic_workers_run_a_request_where_its_token_comes_first() -> None:
+def test_elastic_workers_choose_by_the_first_token() -> None:
     """A path need not have the least pressure if both limits are kept with headroom."""
     loads = {id_: {"num_generating": 9} for id_ in (DECODE, OTHER_DECODE, THIRD_DECODE)}
     short = chosen(loads, elastic_workers(), request(300))
