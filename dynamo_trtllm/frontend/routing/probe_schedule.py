@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.routing.pairs import Pair, pairing_key
 from dynamo_trtllm.protocol.messages import Instance, Role
 
 MAX_PAIRS: Final = 1024  # limit of the pairs of a pairing key; see `pairs_of`
+# How many instances of the other role each instance chooses for probes if there are more pairs.
 PARTNERS: Final = 4
 
 
@@ -26,9 +27,9 @@ def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
     requests. An elastic instance has pairs in both directions, whatever its shares are, so that its
     role can change at once.
 
-    Of more than MAX_PAIRS of one pairing key, they are a few per instance, and those that are
-    `quarantined`: with all of them, the probes would be the load of the deployment. The others get
-    requests without a probe of their own.
+    If a pairing key has more than MAX_PAIRS pairs, they are a few pairs per instance, and the
+    `quarantined` ones: if all pairs were probed, the probes would be the load of the deployment.
+    The other pairs get requests without a probe of their own.
     """
     pairs: dict[Pair, None] | None = view.cache.get("pairs")
     if pairs is None:
@@ -68,7 +69,7 @@ def _pairs_in_role(view: ModelView, instance: Instance, role: Role) -> list[Pair
 def new_pairs(view: ModelView, change: Change) -> list[Pair]:
     """Return the pairs to probe that a change may have added to the view.
 
-    Later changes may be in the view as well.
+    The view may already have later changes, too.
     """
     instance = change.instance
     if change.is_added:

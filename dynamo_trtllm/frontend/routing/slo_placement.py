@@ -38,14 +38,14 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 
 log = logging.getLogger(__name__)
 
-# Limit of the workers of a role that are compared, because a prediction takes longer than a cost.
-# With a limit of three, four of ten requests were not compared with the one of four elastic workers
-# that had all streams. These requests began streams at all workers.
+# Limit of the workers of a role that are compared, because predicting times takes longer than
+# computing a cost. It is not three: of four elastic workers, one had all streams. For four of ten
+# requests, this worker was not compared, so these requests began streams at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 _ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
-# A rejected request may be sent again after the time by which it would be late, within these
-# bounds.
+# The client may send a rejected request again after the time by which the request would have been
+# late. These are the bounds of that time.
 _MIN_RETRY_S: Final = 1
 _MAX_RETRY_S: Final = 60
 
@@ -69,7 +69,7 @@ class SloPlacement(Placement):
 
     Args:
         ttft_s: limit of the time to first token of requests that name none.
-        itl_s: the same for the time between two tokens.
+        itl_s: limit of the time between two tokens of requests that name none.
         rejects: reject a request that no path can serve within the limits.
         prefixes: see `Placement`.
         overlap_credit: see `Placement`.
@@ -89,7 +89,7 @@ class SloPlacement(Placement):
         super().__init__(SLO_MODE, prefixes, overlap_credit=overlap_credit, seed=seed)
         self._default = SloLimits(ttft_s, itl_s, itl_s)
         self._rejects = rejects
-        self._unpredicted: set[str] = set()  # models whose times are not known, which were logged
+        self._unpredicted: set[str] = set()  # models for which unknown times were logged
 
     def select(
         self,
@@ -104,8 +104,8 @@ class SloPlacement(Placement):
     ) -> PlacedSelection | None:
         """Return the workers of the best path, or what `Placement.select` returns.
 
-        That is the case if the times of the workers are not known yet, or if the request names a
-        data-parallel rank, which only one of its workers has.
+        `Placement.select` is used if the times of the workers are not known yet, or if the request
+        names a data-parallel rank, which only one of its workers has.
 
         Args:
             view: see `Placement.select`.
@@ -117,7 +117,8 @@ class SloPlacement(Placement):
             may_reject: it is the first attempt of the request.
 
         Raises:
-            SloUnreachable: no path is predicted to keep the limits, and such requests are rejected.
+            SloUnreachable: no path is predicted to keep the limits, and the frontend rejects such
+                requests.
         """
         request = prompt.request
         if request.dp_rank is not None or request.prefill_dp_rank is not None:
@@ -157,14 +158,14 @@ class SloPlacement(Placement):
 
         Args:
             view: see `Placement.select`.
-            prompt_tokens: tokens of its prompt.
-            ttft_s: its own limit of the time to first token; None: that of the frontend.
+            prompt_tokens: tokens of the request's prompt.
+            ttft_s: the request's own limit of the time to first token; None: the frontend's limit.
             breakers: see `Placement.select`.
             now: see `Placement.select`.
-            waited_s: for how long it has waited since it arrived.
+            waited_s: for how long the request has waited since it arrived.
 
         Returns:
-            None: the times of the workers are not known, or there are none.
+            None: the times of the workers are not known, or there are no workers.
         """
         limits = self._default
         if ttft_s is not None:
@@ -195,7 +196,10 @@ class SloPlacement(Placement):
         avoid: int | None = None,
         waited_s: float,
     ) -> ChosenPath | None:
-        """Return the best path of all pairing keys; None: the times are not known."""
+        """Return the best path of all pairing keys.
+
+        None: the times are not known, or there is no path.
+        """
         groups = list(view.groups.values()) or [PairGroup()]
         paths: list[ChosenPath] = []
         for group in groups:
@@ -235,13 +239,13 @@ class SloPlacement(Placement):
     ) -> list[list[WorkerForecast]] | None:
         """Return what is predicted for a request at workers of one pairing key, by their role.
 
-        Those whose load is not known are left out.
+        Workers whose load is not known are left out.
 
         Args:
             view: the workers of the model.
-            compared: prefill, decode and aggregated workers by id.
+            compared: the prefill, decode and aggregated workers, each by id.
             prompt_tokens: tokens of the prompt.
-            overlaps: what is cached of it.
+            overlaps: what is cached of the prompt.
             now: seconds of a monotonic clock.
 
         Returns:
@@ -290,6 +294,7 @@ class SloPlacement(Placement):
 
 
 def _order(path: ChosenPath) -> tuple[int, float]:
+    """Return the sort key of a path: better paths come first."""
     return path.num_missed, path.pressure
 
 
