@@ -15,7 +15,7 @@ from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLar
 
 MAX_OUTPUT_BYTES: Final = 64 << 20  # limit for the output of one request
 MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit for the output of all requests
-# Memory of one token: its text in a list. A delta takes as much in addition.
+# Memory of one token: its text in a list. Each delta takes as much in addition.
 TOKEN_BYTES: Final = 64
 # Smaller changes of a request's output are not counted, to save CPU time.
 COUNTED_TOKENS: Final = 256
@@ -117,7 +117,7 @@ class Output:
         """Stop counting this request."""
         if self.in_use:
             self.set(0)
-        # The former function belongs to an object that refers to this one: it would be a reference
+        # The function belongs to an object that refers to this one. Dropping it ends the reference
         # cycle.
         self._end = _do_nothing
         self._budget.outputs.discard(self)
@@ -142,7 +142,7 @@ class OutputBudget:
         self.outputs: set[Output] = set()
 
     def open(self, end: _End, *, is_streamed: bool) -> Output:
-        """Return what counts the output of a request, until its `close`.
+        """Return the object that counts the output of a request. Call its `close` at the end.
 
         Arguments as for `Output`.
         """

@@ -28,13 +28,15 @@ SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
 TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
 SMALL_BODY_BYTES = 128 << 10
 
-# Messages, tools and parts of them. Each takes as long as half a kilobyte of text.
+# A body with more objects than this is large. Objects are messages, tools and parts of them. An
+# object takes as long as half a kilobyte of text.
 _MANY_OBJECTS = 500
-# Code in a message has braces, too: there, a quotation mark is escaped.
+# The beginning of an object. Code in a message has braces, too, but quotation marks are escaped
+# there.
 _OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')
 # Larger bodies are planned in turns: the event loop plans them for a limited time, then does other
-# work. Text without words is planned in a thread: it takes up to twenty times as long to tokenize,
-# 15 ms for 48 KiB.
+# work. If their text has no words, they are planned in a thread: to tokenize such text takes up to
+# twenty times as long, 15 ms for 48 KiB.
 TURN_BYTES = 16 << 10
 _SAMPLE_STRIDE = 61  # each 61st byte is looked at
 # A text with more bytes than this for each blank has no words. English and code have 4 to 8.
@@ -47,8 +49,8 @@ class BodyBytes:
 
     number: int  # bodies are numbered in order of arrival
     client: str  # network address
-    # Its rate is measured from this time: when it began to arrive, plus the time for which it has
-    # waited for its share.
+    # The rate at which the body arrives is measured from this time: when the body began to arrive,
+    # plus the time for which it has waited for its share of the budget.
     since_s: float
     in_use: int = 0  # bytes
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
@@ -60,8 +62,9 @@ class _WaitingBody:
     """A body that waits for its share of the budget."""
 
     body: BodyBytes
-    count: int  # bytes that it waits for
-    # A body gets bytes while all bodies use at most this many. The favored body may exceed it.
+    count: int  # how many bytes it waits for
+    # The body gets them only if all bodies then use at most this many bytes. The favored body may
+    # exceed this limit.
     max_bytes: int
     granted: asyncio.Future[None]
 
@@ -99,7 +102,7 @@ class BodyBudget:
             clock: returns seconds of a monotonic clock.
             eviction_age_s: a body that is younger is not evicted.
             returned_bytes: memory is returned to the system after bodies have used this much of it.
-            return_after_s: time until then, after the end of the last body.
+            return_after_s: time from the end of the last body until memory is returned.
         """
         self._eviction_age_s = eviction_age_s
         self._returned_bytes = returned_bytes
@@ -115,10 +118,10 @@ class BodyBudget:
         # The bytes of bodies that were evicted and are not released yet.
         self._evicted_bytes = 0
         self._waiting: dict[BodyBytes, _WaitingBody] = {}
-        # Heaps of those that wait, by `max_bytes`: the body that arrived first is the first. Some
-        # of their entries do not wait any more.
+        # Heaps of waiting bodies, by `max_bytes`. The body that arrived first comes first. Some
+        # entries do not wait any more.
         self._queues: dict[int, list[_WaitingBody]] = {}
-        self._favored: BodyBytes | None = None  # may have the quarter more
+        self._favored: BodyBytes | None = None  # the body that may use a quarter more
 
     def body(self, client: str = "") -> BodyBytes:
         """Return the account of a new body. `client`: network address of its sender."""
@@ -203,7 +206,7 @@ class BodyBudget:
     def _max_bytes(self, size: int) -> int:
         """Return how many bytes may be in use when a body grows to this size.
 
-        The favored body may exceed them, see `_fits`.
+        The favored body may exceed this limit, see `_fits`.
         """
         if size <= TINY_BODY_BYTES:
             return self.limit
@@ -241,7 +244,10 @@ class BodyBudget:
         return None
 
     def _fits(self, waiting: _WaitingBody) -> bool:
-        """Return whether a body can have its share. The first large one that can't is favored."""
+        """Return whether a body can have its share.
+
+        The first large body that can't have its share becomes the favored body.
+        """
         body = waiting.body
         in_use = self.in_use + waiting.count
         if in_use <= waiting.max_bytes:
@@ -250,7 +256,7 @@ class BodyBudget:
         if not is_large or self._favored not in (None, body):
             return False
         self._favored = body
-        # The half of large bodies, and a quarter more.
+        # The favored body may use the half of large bodies, and a quarter more.
         return in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
@@ -305,7 +311,8 @@ class BodyBudget:
 def check_json(request: HttpRequest) -> None:
     """Raise UnsupportedMedia unless the headers declare that the body is JSON, not compressed.
 
-    Browsers let every web page send a body without a type, or with that of a form, to any server.
+    Bodies without a type, or with the type of a form, are rejected, because browsers let every web
+    page send such bodies to any server.
     """
     content_type = request.header(b"content-type")
     if content_type is None:
@@ -393,7 +400,7 @@ class RequestBody:
     async def parse(self, model: type[M], unknown: IgnoredFields | None) -> M:
         """Parse the body, a large one in a thread. `unknown`: collects unknown fields.
 
-        Raises as `request_model.parse`.
+        Raises the errors of `request_model.parse`.
         """
         self.timeline.enter("tokenize")
         if self.is_large:
@@ -402,7 +409,10 @@ class RequestBody:
 
 
 def is_large_body(raw_body: bytes) -> bool:
-    """Return whether the body is parsed and rendered in a thread: it would delay other streams."""
+    """Return whether the body is parsed and rendered in a thread.
+
+    In the event loop, such a body would delay other streams.
+    """
     size = len(raw_body)
     if size > INLINE_BYTES:
         return True

@@ -1,8 +1,8 @@
 """Report once a second, to all frontends of a namespace, what clients take of the workers here.
 
-With these reports, the shares of clients, the limits of API keys, and the limits on what is at
-workers hold over all processes of all frontends, a second late. While NATS is away, or if a report
-is lost, each process counts for itself.
+With these reports, the shares of clients, the limits of API keys, and the limits on the requests
+at workers hold for all processes of all frontends together, with a delay of a second. While NATS is
+away, or if a report is lost, each process counts for itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from dynamo_trtllm.protocol.messages import decode, encode
 log = logging.getLogger(__name__)
 
 REPORT_S: Final = 1.0  # between two reports of a process
-# The weights of a process in which no request waits: it counts as if it had one more client.
+# The weights of a process in which no request waits: the process counts as if it had a client of
+# its own that waits.
 _ONE_CLIENT: Final = {"": 1.0}
 
 
@@ -55,8 +56,8 @@ class UsageReports:
     A frontend may have several processes.
 
     Args:
-        limits: the limits of this process. Reports read from them what clients take here. Reports
-            of others set in them which share of the workers this process may take.
+        limits: the limits of this process. What clients take here is read from them. Reports of
+            other processes set which share of the workers this process may take.
         keys: usage of the API keys; None: no key has limits.
         clock: returns seconds of a monotonic clock.
     """
@@ -101,7 +102,7 @@ class UsageReports:
             while True:
                 await self._limits.has_requests.wait()
                 has_usage = True
-                # The last report says that nothing is used.
+                # Reports end with one that says that nothing is used.
                 while has_usage:
                     self._limits.has_requests.clear()
                     report = self.report()
@@ -117,7 +118,9 @@ class UsageReports:
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
             usage = model_usage(window, self._limits.choice_permits)
-            if usage.taken[-1] or usage.waiting or usage.tokens:
+            # Each running choice takes a part of the last stage until it ends.
+            has_running = usage.taken[-1] > 0
+            if has_running or usage.waiting or usage.tokens:
                 models[model] = usage
         keys = {} if self._keys is None else self._keys.totals()
         return FrontendUsage(self._id, self._frontend_id, models, keys)
@@ -131,7 +134,7 @@ class UsageReports:
             usage = report.models.get(model)
             if usage is not None:
                 self._limits.choice_permits.counters(model).count_others(usage.tokens)
-        # The processes of this frontend share memory.
+        # The processes of this frontend share memory, so only other frontends are counted here.
         if self._keys is not None and report.frontend != self._frontend_id:
             self._keys.others.report(report.process, report.keys)
         self.set_shares()
@@ -140,7 +143,7 @@ class UsageReports:
         """Set what this process may take of the workers, and what its clients are compared with."""
         now_s = self._clock()
         for process, received in list(self._received.items()):
-            # The process has ended, or its reports do not arrive.
+            # A process without recent reports has ended, or its reports do not arrive.
             if now_s - received.received_s >= REPORT_AGE_S:
                 del self._received[process]
         for model, window in self._limits.start_windows.by_model.items():
@@ -163,7 +166,7 @@ def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
     prefill, start, run = (usage.total for usage in window.usages)
     queued = permits.queued_choices(window.model)
     if window.full_stage is None:
-        # They wait for permits of this frontend, and workers have space.
+        # The choices wait for permits of this frontend, not for workers, which have space.
         queued = QueuedChoices()
     return ModelUsage(
         taken=(prefill, start, run),
@@ -180,7 +183,7 @@ def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[i
     """Return what a process may take of the workers of a model, as parts of WINDOW.
 
     Processes in which requests wait divide the workers in proportion to the weights of the clients
-    that wait there. The others take what they need, but no more than equal parts.
+    that wait there. The other processes take what they need, but no more than equal parts.
 
     Args:
         waiting: weights of the clients whose requests wait in this process, by name.
