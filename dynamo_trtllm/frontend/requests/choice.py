@@ -322,8 +322,8 @@ class Choice:
         """Return how many tokens of the last step belong to the output, and count their reasoning.
 
         The parser does not report to which token a text belongs. So another choice parses the
-        output again: the earlier tokens in one call, and those of the last step one by one. This
-        happens at most once for a choice.
+        output again: the earlier tokens in one call, and the tokens of the last step one by one.
+        This happens at most once for a choice.
         """
         replay = Choice(self._choice_request)
         unused: list[Delta] = []
@@ -363,7 +363,7 @@ class Choice:
                 self._text_channel = channel
                 if self._stops is not None:
                     text, is_stopped = self._stops.push(delta.text)
-                    # If this is the same object, no text is withheld, and none was withheld before.
+                    # If `push` returns its argument, no text is withheld, and none was before.
                     if text is not delta.text:
                         delta = Delta(channel=channel, text=text, logprobs=delta.logprobs)
                     if is_stopped:

@@ -196,7 +196,7 @@ class _TextChoice:
     event_kind = "text_completion"
     # Where the fields of the prompt are. True: in the choice. False: in the response.
     _has_prompt = True
-    _key = "text"  # the field that has the delta
+    _delta_field = "text"  # the field that has the delta
     _last_delta: ClassVar[Any] = ""  # the delta of the last event
 
     def __init__(
@@ -303,7 +303,7 @@ class _TextChoice:
     ) -> dict[str, Any]:
         choice = {
             "index": self._index,
-            self._key: delta,
+            self._delta_field: delta,
             "logprobs": logprobs,
             "finish_reason": finish,
         }
@@ -320,7 +320,7 @@ class _ChatChoice(_TextChoice):
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
     _has_prompt = False
-    _key = "delta"
+    _delta_field = "delta"
     _last_delta: ClassVar[Any] = {}
 
     def _output(self) -> dict[str, Any]:
@@ -472,7 +472,7 @@ def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under two names: that of Dynamo and DeepSeek, and that of vLLM."""
+    """Return the reasoning under two names: one of Dynamo and DeepSeek, and one of vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -224,7 +224,7 @@ def render_prompt(
     try:
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
-        # The renderer uses the internal name of the field. The client knows that of the API.
+        # The renderer uses the internal name of the field. The client knows the name of the API.
         field = exc.field or ""
         message = exc.message
         name = options.name(field)
@@ -355,7 +355,7 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
 def constraints_of(
     tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel
 ) -> Constraints:
-    """Return how the output is constrained. `tools` are those in the prompt.
+    """Return how the output is constrained. `tools`: the tools in the prompt.
 
     Raises:
         InvalidRequest: a format exceeds a limit.
@@ -455,7 +455,7 @@ def _some_call(
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     if served.renderer.builtin_tools(tools):
-        # The headers of built-in tools and those of functions have only the first token in common.
+        # The headers of built-in tools and of functions have only the first token in common.
         forced_ids = forced_ids[:1]
     alternatives = tuple(_alternatives(tools, forced_ids, options, served))
     return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))

@@ -27,7 +27,7 @@ from dynamo_trtllm.frontend.routing.start_window import RequestPlaces
 # overdue request that `_Flow` has put last may go first.
 OVERDUE_AFTER_S: Final = 30.0
 OVERDUE_TURNS: Final = 8
-# No wait is predicted before this many choices have begun while others waited.
+# No wait is predicted before this many choices have begun while other choices waited.
 _LEAST_BEGUN: Final = 8
 
 
@@ -70,7 +70,7 @@ class QueuedRequest:
     decided: asyncio.Future[None]  # done when the request has permits or was displaced
     queued_s: float = 0.0  # when it was queued, by the queue's clock
     order: _Order = _NO_ORDER
-    counted: CountedRequest | None = None  # None: it has no permits yet
+    counted: CountedRequest | None = None  # None: the request has no permits yet
 
 
 class _Flow:
@@ -87,7 +87,7 @@ class _Flow:
         self.requests: list[QueuedRequest] = []
 
     def put_late_last(self, now: float) -> None:
-        """Put the first requests behind the others if they are late."""
+        """Put each late request at the beginning behind all requests that are not late."""
         requests = self.requests
         while not requests[0].order.is_late and requests[0].claim.late_at_s <= now:
             late = requests.pop(0)

@@ -19,7 +19,7 @@ MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit for the output of all request
 TOKEN_BYTES: Final = 64
 # Smaller changes of a request's output are not counted, to save CPU time.
 COUNTED_TOKENS: Final = 256
-# Memory of one log-probability: that of the token, or of one alternative.
+# Memory of one log-probability: of the token itself, or of one of its alternatives.
 _LOGPROB_BYTES: Final = 120
 _FIX = "lower n, best_of, {max_tokens} or the number of alternatives, or set stream to true"
 
@@ -78,7 +78,7 @@ class Output:
     """The unsent output of one request.
 
     Args:
-        budget: what counts the output of all requests.
+        budget: counts the output of all requests.
         end: called with an error when the request has to end, and with True if its unsent output is
             to be dropped.
         is_streamed: whether the response is a stream.

@@ -221,7 +221,7 @@ def prepare_conversation(
 
 
 def _stop_token_ids(requested: Sampling, renderer: Renderer) -> tuple[int, ...]:
-    """Return the stop tokens of the request, and those of the model's format if they count."""
+    """Return the stop tokens of the request and, unless it ignores them, of the model's format."""
     stops = list(requested.stop_token_ids)
     if not requested.ignore_eos:
         stops += renderer.stop_token_ids
@@ -553,7 +553,8 @@ def _no_text_ids(
 ) -> frozenset[int] | None:
     """Return the ids that are not shown as text; None: all special tokens.
 
-    If the client wants special tokens, only those that end the output are not shown, as in vLLM.
+    If the client wants special tokens, only the tokens that end the output are not shown, as in
+    vLLM.
     """
     if options.skip_special_tokens:
         return None

@@ -80,8 +80,8 @@ class BodyBudget:
     quarter more until it is released: without this, partly received bodies would wait for each
     other. The quarter stays reserved for this body between two of its parts.
 
-    When a body does not get its share at once, bodies that arrive slowly are evicted: first those
-    of the client that uses the most bytes, the slowest first.
+    When a body does not get its share at once, bodies that arrive slowly are evicted. The bodies of
+    the client that uses the most bytes come first, and of these the slowest one.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class BodyBudget:
     def _grant(self) -> None:
         """Give waiting bodies their share, as long as it is free.
 
-        The time does not depend on how many wait: of the bodies with the same limit, only the
-        first is looked at.
+        The CPU time does not depend on how many bodies wait: of the bodies with the same limit,
+        only the first one is looked at.
         """
         waiting = self._next()
         while waiting is not None:
@@ -239,28 +239,28 @@ class BodyBudget:
             if queue:
                 candidates.append(queue[0])
         for waiting in sorted(candidates):
-            if not waiting.granted.done() and self._fits(waiting):
+            if waiting.granted.done():
+                continue
+            if self._fits(waiting):
                 return waiting
+            is_large = waiting.body.in_use + waiting.count > SMALL_BODY_BYTES
+            if is_large and self._favored is None:
+                # The oldest large body that waits may now use more.
+                self._favored = waiting.body
+                if self._fits(waiting):
+                    return waiting
         return None
 
     def _fits(self, waiting: _WaitingBody) -> bool:
-        """Return whether a body can have its share.
-
-        The first large body that can't have its share becomes the favored body.
-        """
-        body = waiting.body
+        """Return whether a body can have its share."""
         in_use = self.in_use + waiting.count
         if in_use <= waiting.max_bytes:
             return True
-        is_large = body.in_use + waiting.count > SMALL_BODY_BYTES
-        if not is_large or self._favored not in (None, body):
-            return False
-        self._favored = body
         # The favored body may use the half of large bodies, and a quarter more.
-        return in_use <= self.limit // 4 * 3
+        return waiting.body is self._favored and in_use <= self.limit // 4 * 3
 
     def _evict(self) -> None:
-        """End slow bodies, now and every second, as long as others wait for their share."""
+        """End slow bodies, now and at intervals, as long as other bodies wait for their share."""
         self._eviction = None
         if self._waiting:
             self._eviction = asyncio.get_running_loop().call_later(

@@ -35,7 +35,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     client: str  # the network of the client, see `network_of`
     tenant: Tenant | None  # the sender, if it has an API key
     wants_stats: bool  # the client wants statistics in the response
-    traceparent: str | None  # header of the client; None: it is missing or not valid
+    traceparent: str | None  # header of the client; None: the header is missing or not valid
     arrived_at: float  # seconds since the epoch
 
     @property
@@ -104,7 +104,7 @@ class RequestTimeline:
         # When the whole body had arrived. Until it has, this is the time of the head.
         self.body_received_s = request.arrived_s
         self.first_s: float | None = None  # when the first token of the request arrived
-        # The spans before those of the choices.
+        # The spans of the request before its choices begin.
         self.spans = [Span("receive", request.arrived_s)]
         self.model = ""  # known with the plan
         self.answer: Answer | None = None  # set when the request is accepted
@@ -222,7 +222,7 @@ class RequestTimeline:
         return divide(spans, end_s, timeline.prefill_stats, timeline.decode_stats)
 
     def spans_with(self, choice: Choice) -> list[Span]:
-        """Return the spans of this request with those of one of its choices."""
+        """Return the spans of this request and of one of its choices."""
         spans = [*self.spans, *choice.timeline.spans]
         if choice.finish is not None:
             spans.append(Span("respond", choice.timeline.last_s))

@@ -10,8 +10,8 @@ The queue of a frontend orders clients by these counters. They are the virtual t
   the clients that wait, so that it can't save up credit. If it was active just now, it may be
   BURST_TOKENS behind them: otherwise, a client with short bursts would wait, in each burst, for a
   client that always has requests waiting.
-- A client whose counter is behind those of the clients whose requests have begun is below its
-  share. Its requests go before requests that wait at workers already.
+- Clients whose requests have begun have counters, too. A client whose counter is behind these is
+  below its share. Its requests go before requests that wait at workers already.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class TokenCounters:
         return tokens
 
     def lift(self, counter: TokenCounter, least: float | None = None) -> None:
-        """Raise the counter of a client that had nothing waiting to those of clients that wait.
+        """Raise the counter of a client that had nothing waiting to that of waiting clients.
 
         Args:
             counter: the counter of the client.
@@ -180,7 +180,7 @@ class TokenCounters:
         begun_value = max(self._begun_value, self._others_value)
         if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
             return ClientShare.BELOW
-        # While clients below their share are active, all others count as above theirs.
+        # While clients below their share are active, all other clients count as above their share.
         if self._clock() - max(self._below_s, self._others_below_s) < IDLE_S:
             return ClientShare.ABOVE
         return ClientShare.EVEN
@@ -194,7 +194,7 @@ class TokenCounters:
         """Note what other processes have reported.
 
         Args:
-            waiting: names of the clients whose requests wait there.
+            waiting: names of the clients whose requests wait at these processes.
             has_below: whether one of these processes has begun a request of a client below its
                 share.
         """

@@ -265,7 +265,7 @@ def phase_intervals(request: EndedRequest) -> Iterator[PhaseInterval]:
     The intervals are adjacent. The phases of a worker are in their usual order.
     """
     ends_s = [*(span.begin_s for span in request.spans[1:]), request.end_s]
-    # The timings are those of the last attempt, and do not fit the spans of earlier ones.
+    # The timings are those of the last attempt, and do not fit the spans of earlier attempts.
     has_migrated = any(span.phase == "migration" for span in request.spans)
     reported = (None, None) if has_migrated else (request.prefill, request.decode)
     for span, end_s in zip(request.spans, ends_s, strict=True):

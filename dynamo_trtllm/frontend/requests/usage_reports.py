@@ -114,7 +114,7 @@ class UsageReports:
             await unsubscribe()
 
     def report(self) -> FrontendUsage:
-        """Return what clients take here. Tokens are those since the last report."""
+        """Return what clients take here. Tokens are counted since the last report."""
         models: dict[str, ModelUsage] = {}
         for model, window in self._limits.start_windows.by_model.items():
             usage = model_usage(window, self._limits.choice_permits)
@@ -160,7 +160,7 @@ class UsageReports:
 
 
 def model_usage(window: StartWindow, permits: ConcurrencyLimiter) -> ModelUsage:
-    """Return what clients take of the workers of a model. Tokens are those since the last call."""
+    """Return what clients take of the workers of a model. Tokens count since the last call."""
     counters = permits.counters(window.model)
     counters.update()
     prefill, start, run = (usage.total for usage in window.usages)
@@ -196,7 +196,7 @@ def shares(waiting: Mapping[str, float], others: Sequence[ModelUsage]) -> list[i
         num_processes.update(names.keys())
     weight = _weight(own, num_processes)
     total = weight + sum(_weight(names, num_processes) for names in busy)
-    # The part of the processes in which requests wait, if the others take as much as they may.
+    # The part of all processes in which requests wait, if each other process takes an equal part.
     least = WINDOW * (1 + len(busy)) // (1 + len(others))
     limits: list[int] = []
     for index in range(len(ChoiceCosts._fields)):

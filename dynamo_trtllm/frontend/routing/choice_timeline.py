@@ -45,7 +45,7 @@ class ChoiceTimeline:
     migrations: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list, compare=False)
-    arrived_s: float | None = None  # when the request arrived; None: not known
+    arrived_s: float | None = None  # when the request arrived; None: this is not known
     # The path of the last attempt, if it was chosen by predicted times, and what was predicted.
     chosen: ChosenPath | None = None
     # With `--router-mode slo`, the times of the workers were not known at the last attempt.

@@ -33,7 +33,7 @@ class PairGroup:
     decode: tuple[Instance, ...] = ()
 
     def sides(self, role: Role) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
-        """Return the instances of a role, and those of the other role."""
+        """Return the instances of a role, and the instances of the other role."""
         if role is Role.PREFILL:
             return self.prefill, self.decode
         return self.decode, self.prefill
@@ -174,7 +174,7 @@ class ModelView:
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances.
 
-        Results are cached, because many requests exclude the same ones.
+        Results are cached, because many requests exclude the same instances.
         """
         if not ids:
             return self
@@ -273,13 +273,13 @@ class ClusterView:
     _models: dict[str, ModelView] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
     _shares: Mapping[int, Shares] = field(default_factory=dict)  # those of the share table
-    # The event is set at the next change, and then replaced by another one.
+    # The event is set at the next change, and then replaced by a new event.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def subscribe(self) -> deque[Change]:
-        """Return a queue that gets every change from now on, first the instances that are there.
+        """Return a queue that gets every change from now on. It begins with all instances.
 
-        The caller empties it. Thus the cost of a change does not depend on the number of instances.
+        The caller empties the queue. So it need not look at all instances after each change.
         """
         changes = deque(Change(instance, is_added=True) for instance in self.instances())
         self._subscribers.append(changes)
@@ -391,9 +391,10 @@ def _in_groups(
 
 
 def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
-    """Return the instances without those of `ids`; the same tuple if none of them is there.
+    """Return the instances whose id is not in `ids`; the same tuple if none has to be left out.
 
-    The slices between them are copied, because a test of each instance would take longer.
+    The slices between excluded instances are copied, because a test of each instance would take
+    longer.
     """
     remaining: list[Instance] = []
     # The index of the first instance that is not copied yet.

@@ -1,9 +1,10 @@
 """Place requests by the load of the workers and by the prefixes in their caches, without I/O.
 
-A selection compares all instances of a role, or of more than MAX_COMPARED those whose caches have
-the longest prefixes of the prompt, and a few at random ("power of d choices"). So its time does not
-grow with the number of instances, and frontends that know the same do not all send their next
-requests to the same worker. Callers pass the time, and the seed of the random choices.
+A selection compares all instances of a role. If there are more than MAX_COMPARED, it compares the
+instances whose caches have the longest prefixes of the prompt, and a few at random ("power of d
+choices"). So its time does not grow with the number of instances, and frontends with the same
+knowledge do not all send their next requests to the same worker. Callers pass the time, and the
+seed of the random choices.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Placement:
             now: seconds of a monotonic clock.
             avoid: prefill instance to use only if no other matches.
             waited_s: for how long the request has waited. It does not count for costs.
-            may_reject: it is the first attempt of the request. Costs reject none.
+            may_reject: see `SloPlacement.select`. A placement by cost rejects no request.
         """
         overlaps = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if overlaps is not None and not overlaps.matches:

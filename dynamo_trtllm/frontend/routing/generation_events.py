@@ -50,8 +50,8 @@ class FlowDriver(Protocol):
         """Return the workers of an attempt, or the error that says why there are none.
 
         Args:
-            attempt: number of the attempt. It is the same as before if the selection before found
-                no workers.
+            attempt: number of the attempt. If a selection finds no workers, the next selection is
+                for the same attempt.
             excluded: instances that failed this request.
             avoid: a prefill instance whose KV transfer failed; it is used only if there is no
                 other.
@@ -116,7 +116,7 @@ class FlowDriver(Protocol):
         """Return whether another request, which was given up, has probably ended a worker."""
 
     def end_trial(self) -> None:
-        """Free the workers of a suspect for others, because it has settled."""
+        """Free the workers of a suspect for other suspects, because the suspect has settled."""
 
     def record_failure(self, worker: Instance, error: DynamoError, next_step: str | None) -> None:
         """Record that a call failed.

@@ -198,8 +198,9 @@ class GenerationFlow:
     def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
         """Begin an attempt.
 
-        Without workers, wait for others. If none comes, try pairs that were never probed
-        (`is_last_resort`), and then all instances again, also those that have failed (a round).
+        Without workers, wait for other workers. If none comes, try pairs that were never probed
+        (`is_last_resort`). After that, try all instances again, also those that have failed. This
+        is a round.
         """
         if self.awaits_trial and not self._timeline.suspicion.unexplained_deaths():
             # The deaths are explained by another request, or the worker works again.

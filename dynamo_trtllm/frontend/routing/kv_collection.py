@@ -31,7 +31,7 @@ from dynamo_trtllm.protocol.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 1 << 20  # behind that of every request
+_LOWEST_PRIORITY = 1 << 20  # the priority of a collection, which comes after all requests
 
 COLLECTED = "ok"
 NOTHING = "nothing"  # the prefill call ended without KV

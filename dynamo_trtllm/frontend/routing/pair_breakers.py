@@ -112,7 +112,7 @@ class PairBreakers:
             self._update(pair)
 
     def _ensure_status(self, pair: Pair) -> PairStatus:
-        """Return the status of a pair. If it has none, it gets one."""
+        """Return the status of a pair. A pair without a status gets one."""
         status = self._statuses.get(pair)
         if status is None:
             status = PairStatus()
@@ -155,8 +155,8 @@ class PairBreakers:
                 return False
         if status is None:
             status = self._ensure_status(pair)
-        changed = status.state is not PairState.WORKING
-        if changed:
+        begins_to_work = status.state is not PairState.WORKING
+        if begins_to_work:
             status.state = PairState.WORKING
             status.reason = ""
             status.failures = 0
@@ -170,7 +170,7 @@ class PairBreakers:
             status.is_proven = True
             status.is_wrong = False
         status.seen_at = now
-        return changed
+        return begins_to_work
 
     def record_failure(
         self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False

@@ -59,8 +59,8 @@ class SloLimits(NamedTuple):
 
     ttft_s: float  # time to first token of the request
     itl_s: float  # time between two tokens of the request
-    # The time between two tokens of the requests that already run. A looser limit of this request
-    # does not loosen the limit of those.
+    # The time between two tokens of the requests that already run. Their limit stays the same even
+    # if this request has a looser one.
     others_itl_s: float
 
 
@@ -72,7 +72,7 @@ class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time
     decode: Instance
     cached_tokens: int  # tokens of the prompt that need not be computed
     ttft_s: float
-    # The longest gap between two tokens, of this request and of those that run on its workers.
+    # The longest gap between two tokens of this request, or of a request that runs on its workers.
     gap_s: float
     num_missed: int  # how many requests miss a limit: this request, and those that it delays
     pressure: (
@@ -128,10 +128,10 @@ def select_path(
     """Choose the path and the workers of a request.
 
     A path meets the SLO if the first token is predicted within _TTFT_PART of the limit, and no gap
-    between two tokens exceeds its limit: neither of this request nor of those that run on its
-    workers. Of these paths, the one with the least pressure is chosen (see `ChosenPath`). A prefill
-    worker runs a whole request only if no other path meets the SLO, because its stream would delay
-    the prompts after it.
+    between two tokens exceeds its limit: neither a gap of this request nor a gap of the requests
+    that run on its workers. Of these paths, the one with the least pressure is chosen (see
+    `ChosenPath`). A prefill worker runs a whole request only if no other path meets the SLO,
+    because its stream would delay the prompts after it.
 
     If no path meets the SLO, the path is chosen on which the fewest requests miss a limit. Of
     several such paths, a whole request on a prefill worker comes last, and otherwise the least

@@ -48,8 +48,8 @@ class PrefixIndex:
 
     A block of one instance takes about 150 bytes.
 
-    Searches expect that an instance with a block of a prompt has those before it, too. For another
-    instance, they may find too few blocks or too many.
+    Searches expect that an instance with a block of a prompt has all blocks before it, too. For an
+    instance of which this is not true, they may find too few blocks or too many.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -176,15 +176,15 @@ class _InstancePrefixes:
         self.discard(tuple(self.blocks))
 
     def store(self, hashes: Iterable[int]) -> set[int]:
-        """Add blocks. Return those that are new."""
+        """Add blocks. Return the blocks that the instance did not have."""
         bit = self.bit
         masks = self.index.masks
         new = set(hashes) - self.blocks
         self.blocks |= new
         for prefix in new:
             mask = masks.get(prefix)
-            # Most blocks are at one instance only. Their masks are all the same `int` object, which
-            # saves memory.
+            # Most blocks are at one instance only. Their mask is the `int` object of the instance's
+            # bit, of which no copies are made. This saves memory.
             masks[prefix] = bit if mask is None else mask | bit
         return new
 
@@ -259,7 +259,7 @@ class PrefixOverlaps(msgspec.Struct):
         return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
-        """Return how many of the blocks have not expired. The others are removed later."""
+        """Return how many of the blocks have not expired. Expired blocks are removed later."""
         hashes = match.hashes
         # The last block of the prompt comes first in `hashes`. This is the index of the last block
         # that the instance has.

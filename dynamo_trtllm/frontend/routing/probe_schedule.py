@@ -79,7 +79,7 @@ def new_pairs(view: ModelView, change: Change) -> list[Pair]:
     roles = [instance.role]
     if instance.role is Role.ELASTIC:
         roles = [Role.PREFILL, Role.DECODE]
-    # The instances that chose the removed one now choose another one.
+    # The instances that had chosen the removed instance now choose another partner.
     pairs: list[Pair] = []
     for role in roles:
         peers, others = group.sides(role)
@@ -139,8 +139,9 @@ def _probed_by(
     """
     if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
         return others
-    # An instance chooses PARTNERS of these peers, so those that choose this one follow the peer
-    # that comes PARTNERS before it. The index may be negative: after the last comes the first one.
+    # Each of the others chooses the PARTNERS peers whose ids come next. So the instances that
+    # choose this one have ids from the peer that comes PARTNERS places before it up to its own id.
+    # The index may be negative: before the first peer comes the last one.
     peer_before = peers[position(peers, instance_id) - PARTNERS].id
     begin = position(others, peer_before)
     end = position(others, instance_id)

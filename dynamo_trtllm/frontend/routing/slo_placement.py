@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 # requests, this worker was not compared, so these requests began streams at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
-_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)  # in which workers are compared
+# The roles in which workers are compared. `_choose` and `_forecasts` use this order.
+_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 # The client may send a rejected request again after the time by which the request would have been
 # late. These are the bounds of that time.
 _MIN_RETRY_S: Final = 1
@@ -114,7 +115,7 @@ class SloPlacement(Placement):
             now: see `Placement.select`.
             avoid: see `Placement.select`.
             waited_s: for how long the request has waited since it arrived.
-            may_reject: it is the first attempt of the request.
+            may_reject: the request may be rejected for its limits: this is its first attempt.
 
         Raises:
             SloUnreachable: no path is predicted to keep the limits, and the frontend rejects such
@@ -173,7 +174,7 @@ class SloPlacement(Placement):
         return self._choose(view, prompt_tokens, None, limits, breakers, now, waited_s=waited_s)
 
     def _limits(self, request: GenerateRequest) -> SloLimits:
-        """Return the limits of a request: its own, else those of the frontend."""
+        """Return the limits of a request: its own limits, else the limits of the frontend."""
         default = self._default
         own = request.slo
         if own is None:
@@ -252,7 +253,7 @@ class SloPlacement(Placement):
             None: the times are not known.
         """
         loads = self.loads
-        # The workers of one pairing key are equal, so each can use what the others have measured.
+        # The workers of one pairing key are equal, so the measurements of one are true of all.
         shared_cost = known_cost(loads.get(id_) for by_id in compared for id_ in by_id)
         if shared_cost is None:
             return None

@@ -43,7 +43,7 @@ Rules:
 8. A charge is dropped when the worker works again: then the worker had only lost its connection.
 9. A request is given up when its MAX_DEATHS-th worker dies and it is at the point of an earlier
    death, even if these deaths are explained: overlapping queries of death explain each other's
-   deaths. It may be innocent, so it explains no death, and those like it are rejected as if its
+   deaths. It may be innocent, so it explains no death, and requests like it are rejected as if its
    last death had given up several.
 
 Example: worker 1 runs the requests A, B and C. A and B have begun, C has 50 tokens. Worker 1 dies,
@@ -165,7 +165,7 @@ class Suspicion:
         return min(latest_point + SETTLED_TOKENS, MAX_UNSETTLED_TOKENS)
 
     def drop_past(self, now: RequestProgress) -> None:
-        """Drop the deaths whose point a call has passed, and those of workers that work again."""
+        """Drop the deaths whose point a call has passed, and deaths of workers that work again."""
         for death, point in list(self.deaths.items()):
             has_passed = now.call_tokens >= point.call_tokens + SETTLED_TOKENS
             if has_passed or death.is_revoked:
@@ -310,7 +310,7 @@ class Suspects:
                 death.is_revoked = True
 
     def begin_trial(self, call: TrackedCall, selection: WorkerSelection, *, is_prime: bool) -> None:
-        """Note the workers on which a suspect is tried. `is_prime`: it is a prime suspect."""
+        """Note the workers on which a suspect is tried. `is_prime`: as a prime suspect."""
         prefill = selection.prefill
         decode = selection.decode
         call.trial_workers = (decode.id,) if prefill is None else (prefill.id, decode.id)
@@ -419,7 +419,7 @@ class Suspects:
         Args:
             instance_id: the instance.
             running: the calls that it ran.
-            new: those of them that are no suspects and have just begun. They may have charges
+            new: the running calls that are no suspects and have just begun. They may have charges
                 that are explained.
         """
         suspects = {call for call in running if call.suspicion.unexplained_deaths()}

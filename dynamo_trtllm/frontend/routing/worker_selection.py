@@ -125,10 +125,10 @@ class WorkerSelector:
         cooling_down = self.health.cooling_down(now)
         select = partial(
             self._select_excluding,
-            request,
-            round_robin_index,
-            now,
-            avoid,
+            request=request,
+            round_robin_index=round_robin_index,
+            now=now,
+            avoid=avoid,
             waited_s=waited_s,
             may_reject=may_reject,
         )
@@ -142,12 +142,12 @@ class WorkerSelector:
 
     def _select_excluding(
         self,
+        excluded: frozenset[int],
+        *,
         request: GenerateRequest,
         round_robin_index: int,
         now: float,
         avoid: int | None,
-        excluded: frozenset[int],
-        *,
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
@@ -221,7 +221,7 @@ class WorkerSelector:
         waited_s: float,
         may_reject: bool,
     ) -> WorkerSelection:
-        """Select the workers of an attempt among those of a view."""
+        """Select the workers of an attempt from a view."""
         breakers = self.health.breakers
         if self.placement is not None:
             best = self.placement.select(
@@ -290,7 +290,8 @@ class WorkerSelector:
                 and can_transfer(prefill, decode, request)
             )
 
-        # Workers without a share of decode calls are only taken if no others can fetch the KV.
+        # Workers without a share of decode calls are only taken if no other worker can fetch the
+        # KV.
         decodes = able_to_fetch(group.sharing(view.shares).decode) or able_to_fetch(group.decode)
         if self.placement is not None:
             return self.placement.select_decode(view, decodes, request)
