@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.frontend.requests.logprobs import HALF_CHARACTER
 from dynamo_trtllm.frontend.requests.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.frontend.requests.stop_strings import StopStrings
 from dynamo_trtllm.frontend.routing.choice_timeline import ChoiceTimeline
@@ -82,6 +83,7 @@ class Choice:
         self._parse = parser.push
         self._finish_parser = parser.finish
         self._index = index
+        # The engine returns log-probabilities. They may be only for `best_of`, and not for clients.
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
         self._logprob_sum = 0.0
@@ -100,7 +102,7 @@ class Choice:
         self._awaits_answer = self._options.output_format is not None
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
-        self.num_tokens = 0  # generated
+        self.num_tokens = 0  # how many tokens were generated
         self.finish: str | None = None
         self.timeline = ChoiceTimeline()
 
@@ -445,7 +447,7 @@ class Choice:
         if not self._in_content:
             return False
         text = self._choice_request.renderer.decode(token_ids((token_id,)))
-        return "\ufffd" in text
+        return HALF_CHARACTER in text
 
 
 def _with_alternatives(

@@ -216,7 +216,7 @@ class _TextChoice:
         self._first_fields: dict[str, Any] = {}
         if choice_request.options.returns_token_ids:
             self._first_fields["prompt_token_ids"] = choice_request.request.token_ids.tolist()
-        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+        self._offset = 0  # how many characters the tokens with sent log-probabilities have
         # The output of a choice that is not streamed.
         self._content = [choice_request.echo]
         self._reasoning: list[str] = []

@@ -64,8 +64,9 @@ class ConcurrencyLimiter:
         self._counters: dict[str, TokenCounters] = {}  # the counters of tokens, by model
         # The next request for some model waits for permits. No other request overtakes it.
         self._lacks_permits = False
-        self._idle_since_s = clock()  # valid while no permit is in use
-        self._finished = RecentRate(clock)  # choices that have ended
+        # Since when no permit is in use. Valid only while this is the case.
+        self._idle_since_s = clock()
+        self._finished = RecentRate(clock)  # the rate at which choices end
 
     @property
     def queued(self) -> int:

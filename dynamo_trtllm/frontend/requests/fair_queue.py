@@ -37,7 +37,7 @@ class Claim:
 
     client: Client
     num_choices: int
-    prompt_tokens: int  # of all choices
+    prompt_tokens: int  # tokens of the prompts of all choices
     places: RequestPlaces
     # The priority of the request among the requests of all clients. Lower values come first.
     rank: int = 0
@@ -247,8 +247,9 @@ class FairQueue:
         self._numbers = itertools.count()  # numbers arrivals and turns
         self._num_taken = 0
         self._num_waiting = 0  # how many choices wait
-        self.prompt_tokens = 0  # of all choices that wait
-        self._begun = RecentRate(clock)  # choices that have begun while others waited
+        self.prompt_tokens = 0  # tokens of the prompts of all choices that wait
+        # The rate at which choices begin while other choices wait.
+        self._begun = RecentRate(clock)
 
     @property
     def is_empty(self) -> bool:

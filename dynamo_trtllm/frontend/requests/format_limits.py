@@ -48,7 +48,7 @@ LIMITS: Final = {
 }
 """The limits by name. Errors and docs/request-limits.md use these names."""
 
-_HUGE: Final = 10**12  # sizes are computed up to this value
+_HUGE: Final = 10**12  # larger sizes count as this value, so that numbers stay small
 _COUNT_KEYWORDS: Final = (
     "minItems",
     "maxItems",

@@ -13,7 +13,7 @@ import re
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-MAX_GROUPS: Final = 64  # nested groups of a format
+MAX_GROUPS: Final = 64  # how deep the groups of a format may be nested
 _MANY: Final = 10**9  # stands for numbers with more than _MAX_DIGITS digits
 _MAX_DIGITS: Final = 9
 

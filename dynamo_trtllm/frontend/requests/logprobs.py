@@ -10,8 +10,8 @@ from typing import Any, Final
 from dynamo_trtllm.frontend.tokenization.renderer import Renderer
 from dynamo_trtllm.protocol.messages import TokenLogprob, token_ids
 
-LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
-HALF_CHARACTER: Final = "\ufffd"
+LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does not have
+HALF_CHARACTER: Final = "\ufffd"  # the text of a token that is only part of a character
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from dynamo_trtllm.frontend.requests.choice import ChoiceDelta
 from dynamo_trtllm.frontend.requests.preprocess import GenerationPlan
 from dynamo_trtllm.protocol.errors import DynamoError, Overloaded, PayloadTooLarge
 
-MAX_OUTPUT_BYTES: Final = 64 << 20  # limit for the output of one request
-MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit for the output of all requests
+MAX_OUTPUT_BYTES: Final = 64 << 20  # limit of the unsent output of one request
+MAX_TOTAL_OUTPUT_BYTES: Final = 512 << 20  # limit of the unsent output of all requests
 # Memory of one token: its text in a list. Each delta takes as much in addition.
 TOKEN_BYTES: Final = 64
 # Smaller changes of a request's output are not counted, to save CPU time.
@@ -88,7 +88,7 @@ class Output:
         self._budget = budget
         self._end = end
         self._is_streamed = is_streamed
-        self.in_use = 0  # bytes
+        self.in_use = 0  # bytes of this output
 
     def set(self, num_bytes: int) -> None:
         """Set the number of bytes.
@@ -138,7 +138,7 @@ class OutputBudget:
     """The unsent output of all requests."""
 
     def __init__(self) -> None:
-        self.in_use = 0  # bytes
+        self.in_use = 0  # bytes of all outputs
         self.outputs: set[Output] = set()
 
     def open(self, end: _End, *, is_streamed: bool) -> Output:

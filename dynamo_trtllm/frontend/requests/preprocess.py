@@ -46,7 +46,8 @@ _MAX_SCORED_TOKENS = 64 << 10
 # The limit is for this many entries per token: the token and five alternatives. If a token has more
 # entries, fewer tokens are allowed.
 _SCORED_ENTRIES = 6
-_LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
+# Lower temperatures count as 0 (greedy), because dividing logits by them may overflow.
+_LEAST_TEMPERATURE = 1e-5
 
 
 class _PromptedSampling(NamedTuple):
@@ -64,7 +65,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     make_parser: Callable[[], OutputParser]  # each call returns a parser of the whole output
     options: GenerationOptions
     hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
-    content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
+    content_logprobs_only: bool  # for chat: without log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
     echo: str = ""  # the text begins with this
     # The choice's `logprobs` begin with the tokens of the prompt, each with this many alternatives.
@@ -103,8 +104,8 @@ class GenerationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     choices: tuple[ChoiceRequest, ...]
-    candidates: int = 1  # best_of, or n
-    keep: int = 1  # n
+    candidates: int = 1  # the value of `best_of`; without this field, of `n`
+    keep: int = 1  # the value of `n`
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
     # Only for `/v1/responses`: the items of earlier turns, then the items of the request.
     items: tuple[dict[str, Any], ...] = ()

@@ -24,8 +24,10 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 
 M = TypeVar("M", bound=RequestModel)
 
-SLOW_BYTES_PER_S = 64 << 10  # faster bodies are not evicted
-TINY_BODY_BYTES = 16 << 10  # a chat of about 4,000 tokens
+SLOW_BYTES_PER_S = 64 << 10  # bodies that arrive faster are not evicted
+# The largest tiny body, and the largest small one, see `BodyBudget`. A chat of about 4,000 tokens
+# is just tiny.
+TINY_BODY_BYTES = 16 << 10
 SMALL_BODY_BYTES = 128 << 10
 
 # A body with more objects than this is large. Objects are messages, tools and parts of them. An
@@ -48,11 +50,11 @@ class BodyBytes:
     """The part of the budget that one request body uses."""
 
     number: int  # bodies are numbered in order of arrival
-    client: str  # network address
+    client: str  # network address of the client
     # The rate at which the body arrives is measured from this time: when the body began to arrive,
     # plus the time for which it has waited for its share of the budget.
     since_s: float
-    in_use: int = 0  # bytes
+    in_use: int = 0  # bytes that the body uses
     arrival: asyncio.Timeout | None = None  # the time limit of a body that is being received
     is_evicted: bool = False
 

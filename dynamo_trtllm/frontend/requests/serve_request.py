@@ -58,7 +58,7 @@ V = TypeVar("V")
 # to the client.
 Serve: TypeAlias = Callable[[Exchange, RequestTimeline, RequestAdmission], Awaitable[None]]
 
-_MAX_SESSION_ID = 256  # characters
+_MAX_SESSION_ID = 256  # limit of the characters of X-Session-ID
 
 
 async def serve_request(
@@ -250,8 +250,9 @@ def _new_answer(
 ) -> Answer:
     """Return the answer to a planned request. `ignored`: its ignored fields, for a header."""
     facts = timeline.facts
-    # `explain` finds the request by its unique id. But whoever knows the id of a stored response
-    # can read the response, and logs have the unique id, too. So the id also has random characters.
+    # `explain` finds the request by its unique id. But a client that knows the id of a stored
+    # response can read the response, and logs have the unique id, too. So the id of the response
+    # also has random characters.
     answer_id = f"{api.id_prefix}{facts.unique_id}{secrets.token_hex(8)}"
     meta = ResponseMeta(
         id=answer_id,

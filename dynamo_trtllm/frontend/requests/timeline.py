@@ -106,14 +106,14 @@ class RequestTimeline:
         self.first_s: float | None = None  # when the first token of the request arrived
         # The spans of the request before its choices begin.
         self.spans = [Span("receive", request.arrived_s)]
-        self.model = ""  # known with the plan
+        self.model = ""  # set when the request is planned
         self.answer: Answer | None = None  # set when the request is accepted
         # Tokens come too often for a loop over subscribers. So the subscriber that observes the
         # gaps between tokens sets this function. Its arguments are the gap in seconds, and the
         # number of tokens with this gap.
         self.observe_gap: Callable[[float, int], None] = _do_nothing
         self.choices: Sequence[Choice] = ()  # the choices of the answer; empty until they start
-        self.usage = Usage()  # known at the end
+        self.usage = Usage()  # set when the request ends
         self._subscribers = subscribers
         for notify in subscribers.received:
             notify(self)

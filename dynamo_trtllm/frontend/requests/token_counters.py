@@ -25,7 +25,8 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.frontend.requests.recent_rate import LastMinute
 from dynamo_trtllm.protocol.messages import ClientShare
 
-OUTPUT_COST: Final = 2  # a token of the output counts as two tokens of a prompt, as in the paper
+# A token of the output counts as this many tokens of a prompt, as in the paper.
+OUTPUT_COST: Final = 2
 # By how much a client may be behind the clients that wait, if one of its requests has begun within
 # IDLE_S. A worker computes this many tokens in a few seconds.
 BURST_TOKENS: Final = 32_768
@@ -38,7 +39,7 @@ UPDATE_S: Final = 0.1
 # Limit of the counters, above the number of requests that can wait or run. The counters of clients
 # without requests are dropped, the least recently used one first.
 MAX_COUNTERS: Final = 16_384
-MAX_REPORTED: Final = 4096  # clients in one report to other frontends
+MAX_REPORTED: Final = 4096  # limit of the clients in one report to other frontends
 
 
 class Client(NamedTuple):
@@ -59,7 +60,7 @@ class TokenCounter:
         self.value = 0.0
         self.begun_s = -math.inf  # when its last request began
         self.unreported = 0.0  # the part of `value` that other frontends do not know yet
-        self.minute = LastMinute()  # the tokens of this process, not divided
+        self.minute = LastMinute()  # tokens of this process only, not divided by the weight
 
 
 class CountedRequest:

@@ -37,10 +37,10 @@ _PARENT = re.compile(
     r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 _PHASE_ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
-# kinds of spans
+# The numbers of OTLP for kinds of spans, and for the status of a span that failed.
 _INTERNAL = 1
 _SERVER = 2
-_ERROR = 2  # status of a span that failed
+_ERROR = 2
 
 
 def valid_traceparent(header: str | None) -> str | None:
@@ -86,8 +86,8 @@ class PhaseInterval(NamedTuple):
 class ExportLimits(NamedTuple):
     """How many traces wait, and when and how they are sent."""
 
-    max_queued: int = 2048  # traces that wait; further ones are dropped
-    max_sent: int = 128  # traces in one message
+    max_queued: int = 2048  # how many traces may wait; further traces are dropped
+    max_sent: int = 128  # how many traces one message may have
     every_s: float = 1.0  # traces of requests that end within this time make one message
     # Limit for a message, and for all messages at the end of the process together.
     timeout_s: float = 2.0

@@ -37,7 +37,7 @@ from dynamo_trtllm.protocol.messages import decode, encode
 
 log = logging.getLogger(__name__)
 
-REPORT_S: Final = 1.0  # between two reports of a process
+REPORT_S: Final = 1.0  # the time between two reports of a process
 # The weights of a process in which no request waits: the process counts as if it had a client of
 # its own that waits.
 _ONE_CLIENT: Final = {"": 1.0}

@@ -16,7 +16,7 @@ from dynamo_trtllm.protocol.messages import Instance, Role
 from dynamo_trtllm.protocol.shares import Shares
 
 _REDUCED_VIEWS = 16  # limit of the views without some instances that a view caches
-_MAX_CACHED = 256  # entries of the cache of a view
+_MAX_CACHED = 256  # limit of the entries of `ModelView.cache`
 _SIDES = (Role.PREFILL, Role.DECODE)
 _id = attrgetter("id")
 _T = TypeVar("_T", bound="PairGroup | ModelView")
@@ -66,7 +66,7 @@ class ModelView:
     # Pairing keys, by id of a prefill or decode instance.
     keys: Mapping[int, str] = field(default_factory=dict)
     groups: Mapping[str, PairGroup] = field(default_factory=dict)  # the groups, by pairing key
-    shares: Mapping[int, Shares] = field(default_factory=dict)  # of elastic instances, by id
+    shares: Mapping[int, Shares] = field(default_factory=dict)  # those of elastic instances, by id
     # The decode instances that have a partner.
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(

@@ -39,7 +39,7 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 #     16 frontends                               615   432   325             291
 #     1 frontend, prompts of different lengths   469   564   735            1196
 MAX_COMPARED: Final = 4
-_MAX_BY_PREFIX = 2  # instances that are compared because of their caches
+_MAX_BY_PREFIX = 2  # how many instances are compared because of their caches
 # An instance costs more if it takes more than this many times as long per token as the fastest one.
 _SLOWER: Final = 1.5
 _MAX_EXPONENT: Final = 700.0  # math.exp overflows above 709

@@ -26,8 +26,8 @@ class Signal(Enum):
     CANCEL = auto()
     WORKERS_CHANGED = auto()  # ends `wait_for_workers`
     WAIT_TIMED_OUT = auto()  # ends `wait_for_workers`, too
-    SLOT_RESERVED = auto()  # the success of `reserve_decode_slot`
-    WORKER_LISTENS = auto()  # the success of `check_worker`
+    SLOT_RESERVED = auto()  # `reserve_decode_slot` has succeeded
+    WORKER_LISTENS = auto()  # `check_worker` has found that the worker's process runs
 
 
 FlowEvent: TypeAlias = Signal | KvTransferParams | StreamEvent

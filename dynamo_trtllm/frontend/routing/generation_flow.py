@@ -112,7 +112,7 @@ class GenerationFlow:
     ) -> None:
         self.state = State.NEW
         self.request = request
-        self._driver = driver  # `_end` deletes it
+        self._driver = driver  # `_end` deletes this attribute
         self._timeline = timeline
         self._options = options
         self._fixed_selection = selection

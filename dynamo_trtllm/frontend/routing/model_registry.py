@@ -69,7 +69,8 @@ MAX_WORKER_CHANGES: Final = 64  # how many of the latest changes are kept for th
 class RegistryTiming:
     """Waits of a `ModelRegistry` in seconds. Users can't change them; tests do."""
 
-    retry_s: float = 1.0  # between attempts to fetch a card's files while no worker answers
+    # The pause between attempts to fetch a card's files while no worker answers.
+    retry_s: float = 1.0
     # From the load of a model until the rest of its renderer is loaded, if no long prompt needs the
     # rest sooner. Loading the rest takes 3 s of CPU time, and the first minute of a frontend is
     # busy.
@@ -107,8 +108,8 @@ class ModelRegistry:
         self._loading: dict[str, asyncio.Task[None]] = {}
         # The timers of preloads, by model.
         self._preload_timers: dict[str, asyncio.TimerHandle] = {}
-        self._rejected: dict[str, str] = {}  # etcd key to reason
-        self.share_table: ShareTable | None = None  # the last valid one
+        self._rejected: dict[str, str] = {}  # why records are rejected, by etcd key
+        self.share_table: ShareTable | None = None  # the last valid table
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
         # The latest changes, the oldest first.
         self.worker_changes: deque[WorkerChange] = deque(maxlen=MAX_WORKER_CHANGES)
@@ -288,7 +289,8 @@ class ModelRegistry:
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
         log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
-        if self._view.instance(instance.id) is None:  # otherwise only its record has changed
+        is_new = self._view.instance(instance.id) is None  # otherwise, its record has changed
+        if is_new:
             self.worker_changes.append(WorkerChange(instance, is_added=True, at=time.time()))
         self._view.add(instance)
         self._warn_of_another_card(instance)
@@ -485,7 +487,7 @@ def _with_models(pairs: Mapping[str, Iterable[Pair]]) -> Iterator[tuple[str, Pai
             yield name, pair
 
 
-_MAX_NAMED = 20  # pairs or instances in a message
+_MAX_NAMED = 20  # limit of the pairs or instances that a message names
 
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:

@@ -50,7 +50,7 @@ class BreakerLimits:
     """The failures that open a breaker, and the time for which it stays open."""
 
     failures: int = 3  # failures in a row after which the breaker opens
-    open_s: float = 5.0  # doubled each time it opens again
+    open_s: float = 5.0  # the first open time; it doubles each time the breaker opens again
     max_open_s: float = 120.0
 
 

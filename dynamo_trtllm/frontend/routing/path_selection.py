@@ -139,8 +139,7 @@ def select_path(
     caller may reject the request instead.
 
     Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
-    worker may be in both roles, but it is no pair with itself. Its pressure is divided by its
-    share.
+    worker may be in both roles, but is no pair with itself. Its share divides its pressure.
 
     Args:
         prefills: prefill workers, all of one pairing key.
@@ -155,13 +154,10 @@ def select_path(
         None: there is no path with a closed breaker.
     """
     paths: list[ChosenPath] = []
-    prefill_parts = sorted(
-        (_prompt_part(worker, limits, waited_s, random) for worker in prefills),
-        key=_order_of_part,
-    )
-    decode_parts = sorted(
-        (_decode_part(worker, limits, random) for worker in decodes), key=_order_of_part
-    )
+    prefill_parts = [_prompt_part(worker, limits, waited_s, random) for worker in prefills]
+    prefill_parts.sort(key=_order_of_part)
+    decode_parts = [_decode_part(worker, limits, random) for worker in decodes]
+    decode_parts.sort(key=_order_of_part)
     pair = _best_pair(prefill_parts, decode_parts, limits, waited_s, breakers)
     if pair is not None:
         paths.append(pair)

@@ -351,7 +351,7 @@ class ClusterPrefixes:
         # The indexes by model and block size.
         self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)
         self._sent: deque[_Sent] = deque()
-        self._num_sent = 0  # blocks in `_sent`
+        self._num_sent = 0  # how many blocks `_sent` has
         self._turn = 0  # counts prompts, so that equal instances take turns, see `deepest`
         self.unsynced: set[int] = set()  # instances that must publish everything again
 

@@ -86,7 +86,7 @@ MAX_REJECTED: Final = 1024  # limit of the remembered requests; the oldest one i
 # would be given up, too.
 MAX_DEATHS: Final = 4
 _LOST_TOKENS: Final = 2  # tokens that a worker may have generated, but not sent, when it died
-_MAX_DEATHS_KEPT: Final = 4096  # the oldest one is dropped
+_MAX_DEATHS_KEPT: Final = 4096  # limit of the remembered deaths; the oldest one is dropped
 
 Key = tuple[str, bytes]
 K = TypeVar("K")
@@ -96,8 +96,8 @@ V = TypeVar("V")
 class RequestProgress(NamedTuple):
     """How far a request is, in tokens."""
 
-    call_tokens: int  # returned by the call that runs now
-    answer_tokens: int  # returned by all calls of the request
+    call_tokens: int  # the tokens that the current call has returned
+    answer_tokens: int  # the tokens that all calls of the request have returned
 
 
 class Death:
@@ -126,7 +126,7 @@ class Death:
         self.given_up = given_up
         # The suspicions of the requests that are given up because they had MAX_DEATHS.
         self.exhausted = exhausted
-        self.is_explained = False  # a request that was given up has probably caused it
+        self.is_explained = False  # a request that was given up has probably caused this death
         self.is_revoked = False  # the instance works again
 
 

@@ -34,14 +34,14 @@ class ChoiceCosts(NamedTuple):
     run: int  # taken until its end
 
 
-FREE: Final = ChoiceCosts(0, 0, 0)
+FREE: Final = ChoiceCosts(0, 0, 0)  # the costs of a choice that takes nothing
 
 
 class _Limit(NamedTuple):
     """How many choices the workers can take. 0: not limited, or not known."""
 
     num_choices: int
-    tokens: int = 0  # of the prompts of these choices
+    tokens: int = 0  # how many tokens the prompts of these choices may have together
     block_tokens: int = 1  # a prompt takes whole blocks of this size
     num_prompts: int = 1  # how many prompts the workers can take, even of more tokens together
 

@@ -448,7 +448,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
         # Usually fewer breakers are open than there are prefill instances. Then a prefill instance
         # is usable, and the loop below is not needed.
-        max_unusable = len(partners) + 1  # with `avoid`
+        max_unusable = len(partners) + 1  # the instance `avoid` is one more
         if max_unusable < len(group.prefill):
             continue
         if all(
