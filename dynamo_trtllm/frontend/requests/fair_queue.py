@@ -132,9 +132,9 @@ class _Rank:
         """Estimate the number of choices that begin before a further request of a client.
 
         The estimate counts the choices of the client itself that come first. Of each other client,
-        it counts the choices that get their turns while these begin. This assumes that clients get
-        choices in proportion to their weights. A client whose counter is far lower than the other
-        counters gets more, so the estimate is too high for this client.
+        it counts the choices that get their turns while the client's own choices begin. This
+        assumes that clients get choices in proportion to their weights. A client whose counter is
+        far lower than the other counters gets more, so the estimate is too high for this client.
         """
         own = self._flows.get(client.name)
         if own is None:

@@ -25,8 +25,8 @@ from dynamo_trtllm.support.http_server.exchange import HttpRequest
 M = TypeVar("M", bound=RequestModel)
 
 SLOW_BYTES_PER_S = 64 << 10  # bodies that arrive faster are not evicted
-# The largest tiny body, and the largest small one, see `BodyBudget`. A chat of about 4,000 tokens
-# is just tiny.
+# The sizes of the largest tiny body and of the largest small one, see `BodyBudget`. 16 KiB are a
+# chat of about 4,000 tokens.
 TINY_BODY_BYTES = 16 << 10
 SMALL_BODY_BYTES = 128 << 10
 
@@ -83,7 +83,7 @@ class BodyBudget:
     other. The quarter stays reserved for this body between two of its parts.
 
     When a body does not get its share at once, bodies that arrive slowly are evicted. The bodies of
-    the client that uses the most bytes come first, and of these the slowest one.
+    the client that uses the most bytes come first, and of these the slowest one comes first.
     """
 
     def __init__(

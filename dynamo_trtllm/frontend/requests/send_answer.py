@@ -250,7 +250,7 @@ class UnsentDeltas:
         self.writes_at_once = self._may_resume
 
     def count(self) -> None:
-        """Report the memory of what waits to `output`."""
+        """Report to `output` how much memory the waiting deltas take."""
         self.num_counted = self.num_pending
         self.output.set(self.num_counted * TOKEN_BYTES)
 

@@ -10,8 +10,8 @@ The queue of a frontend orders clients by these counters. They are the virtual t
   the clients that wait, so that it can't save up credit. If it was active just now, it may be
   BURST_TOKENS behind them: otherwise, a client with short bursts would wait, in each burst, for a
   client that always has requests waiting.
-- Clients whose requests have begun have counters, too. A client whose counter is behind these is
-  below its share. Its requests go before requests that wait at workers already.
+- A client is below its share if its counter is behind the counters of the clients whose requests
+  have begun. Its requests then go before requests that wait at workers already.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TokenCounters:
         return tokens
 
     def lift(self, counter: TokenCounter, least: float | None = None) -> None:
-        """Raise the counter of a client that had nothing waiting to that of waiting clients.
+        """Raise the counter of a client that had nothing waiting, so that it has saved no credit.
 
         Args:
             counter: the counter of the client.
@@ -181,7 +181,7 @@ class TokenCounters:
         begun_value = max(self._begun_value, self._others_value)
         if begun_value - counter.value >= BELOW_TOKENS / counter.weight:
             return ClientShare.BELOW
-        # While clients below their share are active, all other clients count as above their share.
+        # While a client below its share is active, all other clients count as above their share.
         if self._clock() - max(self._below_s, self._others_below_s) < IDLE_S:
             return ClientShare.ABOVE
         return ClientShare.EVEN

@@ -127,8 +127,8 @@ class GenerationFlow:
         self._excluded: set[int] = set()  # instances that failed this request
         self._avoid: int | None = None  # a prefill instance whose KV transfer failed
         self._num_transfer_failures = 0
-        # The failures because another request ended the worker. They use up no retries and
-        # migrations.
+        # How many workers died during a call of this request because of another request. Such
+        # deaths use up no retries and migrations.
         self._num_explained_deaths = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._rounds_at_attempt = 0  # `_num_rounds` when the current attempt began
@@ -136,7 +136,7 @@ class GenerationFlow:
         self._wait_timed_out = False
         # This request has probably crashed its last worker: see `suspects`.
         self.is_prime_suspect = False
-        # This prime suspect waits for workers on which no other suspect is being tried.
+        # The request waits, as a prime suspect, for workers on which no other suspect is tried.
         self.awaits_trial = False
 
     def handle(self, event: FlowEvent) -> StreamEvent | None:
@@ -243,7 +243,8 @@ class GenerationFlow:
         if self.awaits_trial:
             return hold_s
         if isinstance(self._error, errors.Overloaded) and not self._sent_ids:
-            # Waiting frees no capacity, and the client can try again. A begun stream waits.
+            # Waiting frees no capacity, and the client can try again. It can't if its stream has
+            # begun, so then the request waits.
             return None
         if not self._excluded and not self._rounds_at_attempt:
             return hold_s  # the formula below gives the same, but divides by 0 without retries

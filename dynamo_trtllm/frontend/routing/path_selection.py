@@ -75,9 +75,8 @@ class ChosenPath(msgspec.Struct, frozen=True):  # created in a third of the time
     # The longest gap between two tokens of this request, or of a request that runs on its workers.
     gap_s: float
     num_missed: int  # how many requests miss a limit: this request, and those that it delays
-    pressure: (
-        float  # the largest ratio of a predicted time to its limit; above 1, a limit is missed
-    )
+    # The largest ratio of a predicted time to its limit. Above 1, a limit is missed.
+    pressure: float
     has_space: bool  # `decode` can generate tokens of this request at once
 
     @property
@@ -139,7 +138,7 @@ def select_path(
     caller may reject the request instead.
 
     Workers and paths whose pressures differ by less than NEAR are chosen by chance. An elastic
-    worker may be in both roles, but is no pair with itself. Its share divides its pressure.
+    worker may be in both roles, but is no pair with itself. Its pressure is divided by its share.
 
     Args:
         prefills: prefill workers, all of one pairing key.
@@ -229,7 +228,7 @@ def _prompt_part(
     """Return what a prefill worker adds: the time to first token, and the gaps of its streams."""
     first_token_s = worker.first_token_s()
     gap_s = worker.prompt_gap_s()
-    # These times as parts of their limits.
+    # How much of their limits these times take.
     ttft_part = (waited_s + first_token_s) / limits.ttft_s
     gap_part = gap_s / limits.others_itl_s
     num_delayed = worker.num_delayed(gap_s, limits.others_itl_s)
@@ -269,8 +268,7 @@ def _decode_part(
 def _worth_trying(decodes: Sequence[_PathPart]) -> list[WorkerForecast]:
     """Return the decode workers that may be the best one for a whole request.
 
-    They are the workers of the first parts, and the worker that has most of the prompt in its
-    cache.
+    They are the workers of the best parts, and the worker that has most of the prompt in its cache.
     """
     tried = [part.worker for part in decodes[:_MAX_DECODES_ALONE]]
     if len(decodes) > _MAX_DECODES_ALONE:

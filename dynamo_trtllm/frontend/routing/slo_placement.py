@@ -39,8 +39,9 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Instance, Role
 log = logging.getLogger(__name__)
 
 # Limit of the workers of a role that are compared, because predicting times takes longer than
-# computing a cost. It is not three: of four elastic workers, one had all streams. For four of ten
-# requests, this worker was not compared, so these requests began streams at all workers.
+# computing a cost. The limit is not three, because of a measurement: one of four elastic workers
+# had all streams. With a limit of three, four of ten requests were not compared with this worker,
+# and began streams at all workers.
 _MAX_COMPARED: Final = 4
 SLO_MODE: Final = "slo"  # the router mode
 # The roles in which workers are compared. `_choose` and `_forecasts` use this order.
