@@ -37,14 +37,15 @@ from dynamo_trtllm.protocol.messages import GenerateRequest, Sampling, TokenIds,
 
 B = TypeVar("B", bound=SamplingFields)
 
-# Limit for all choices together, because each choice sends its own prompt.
+# Limit of the prompts of all choices together, because each choice sends its own prompt.
 MAX_PROMPT_TOKENS = 2 << 20
-# Limit for all choices together: with n = 128, a response could be 128 times its request.
+# Limit of the prompts that all choices echo together: with n = 128, a response could be 128 times
+# as large as its request.
 _MAX_ECHO_CHARS = 8 << 20
-# Limit for all choices together: the response has several numbers and texts per token.
+# Limit of the prompt tokens of all choices that get log-probabilities, because the response has
+# several numbers and texts for each of them. It is for tokens with _SCORED_ENTRIES entries: the
+# token itself and five alternatives. If tokens have more entries, fewer tokens are allowed.
 _MAX_SCORED_TOKENS = 64 << 10
-# The limit is for this many entries per token: the token and five alternatives. If a token has more
-# entries, fewer tokens are allowed.
 _SCORED_ENTRIES = 6
 # Lower temperatures count as 0 (greedy), because dividing logits by them may overflow.
 _LEAST_TEMPERATURE = 1e-5

@@ -421,7 +421,8 @@ def is_large_body(raw_body: bytes) -> bool:
     if size <= TURN_BYTES:
         return False
     num_blanks = raw_body[::_SAMPLE_STRIDE].count(b" ") * _SAMPLE_STRIDE
-    if num_blanks * _BYTES_PER_BLANK < size:
+    has_words = num_blanks * _BYTES_PER_BLANK >= size
+    if not has_words:
         return True
     # Most bodies have few braces. `find` skips text ten times as fast as `count` and the pattern.
     position = -1

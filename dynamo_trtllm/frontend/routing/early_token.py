@@ -100,8 +100,9 @@ def without_repeated(chunk: Chunk, sent_ids: TokenIds) -> tuple[Chunk, TokenIds]
     """
     num_repeated = min(len(chunk.token_ids), len(sent_ids))
     still_to_come = sent_ids[num_repeated:]
-    has_ended = chunk.finish_reason is not None
-    if chunk.token_ids[:num_repeated] != sent_ids[:num_repeated] or (has_ended and still_to_come):
+    has_other_tokens = chunk.token_ids[:num_repeated] != sent_ids[:num_repeated]
+    ends_too_early = chunk.finish_reason is not None and len(still_to_come) > 0
+    if has_other_tokens or ends_too_early:
         raise StreamIncomplete(
             "the decode worker did not begin with the first token of the prefill worker; use"
             " engines of the same version, or --early-token-pause-ms 0"

@@ -121,6 +121,7 @@ class PairBreakers:
         return status
 
     def _index(self, pair: Pair) -> None:
+        """Add a pair to the pairs of its instances."""
         for instance_id in pair:
             if instance_id is not None:
                 self._pairs_of[instance_id].add(pair)
@@ -225,11 +226,12 @@ class PairBreakers:
         worked = status.state is PairState.WORKING
         status.seen_at = now
         self.rescheduled.add(pair)
-        if pair in self._open:
+        is_open = pair in self._open
+        # A half-open breaker waits for the outcome of a KV transfer, so its state stays.
+        is_half_open = status.state is PairState.QUARANTINED and not is_open
+        if is_open:
             status.open_until = max(status.open_until, now + self._limits.open_s)
-        elif status.state is not PairState.QUARANTINED:
-            # A quarantined pair that is not in `_open` has a half-open breaker: it stays
-            # quarantined until the outcome of a KV transfer decides.
+        elif not is_half_open:
             status.state = PairState.FAILING
             status.reason = reason
         return worked

@@ -108,7 +108,7 @@ class WorkerSelector:
             may_reject: the request may be rejected for its limits: this is its first attempt.
 
         Raises:
-            NoInstances, TransferMismatch: as `select_round_robin` does.
+            NoInstances, TransferMismatch: see `select_round_robin`.
             SloUnreachable: see `SloPlacement.select`.
             UnsupportedParameter: no workers support a field of the request.
         """
